@@ -1,0 +1,44 @@
+# make setup   .venv with all that is needed to train and test on a CPU
+# make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
+# make test    run the tests          make lint   style and types          make bench   the benchmarks
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Linux wheels of torch on the public index carry CUDA (7 GB with its libraries). A machine without a GPU can ask for
+# the CPU build: make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" TORCH_BUILD=+cpu
+PIP_ARGS ?=
+TORCH_BUILD ?=
+DEMO_ARGS ?=
+
+.PHONY: setup demo test lint types bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "baretrain needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.11")'
+	@echo "setup: making $(VENV) with $$($(PYTHON) --version) (downloads about 3 GB the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@sed 's/^\(torch==[0-9.]*\)$$/\1$(TORCH_BUILD)/' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,dev]'
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	@$(BIN)/python -m train.prepare experiment=demo
+	@$(BIN)/python -m train experiment=demo $(DEMO_ARGS)
+	@$(BIN)/python -m train.report runs/demo
+
+test: setup
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
+	@$(BIN)/python -m benchmarks.step
+
+clean:
+	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,32 @@
+"""A small corpus, prepared once for all tests; no test reaches a hub, an account or a launcher's environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from runs import prepare_config, write_corpus
+
+from train import prepare
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet_world() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt")
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A prepared data set of some 200 sequences. Tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    prepare.prepare(prepare_config(folder, corpus))
+    return folder

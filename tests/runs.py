@@ -1,0 +1,99 @@
+"""How tests make a small corpus, a preparation and a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from train import cli
+from train.config import PrepareConfig, TrainConfig
+
+ROOT = Path(__file__).parent.parent
+SEQ_LEN = 32
+SYLLABLES = "ba be bo da du fi fo ga gu ka ki lo lu ma mi na ne no pa pe ra ri sa so ta ti to va we zu".split()
+
+
+def write_corpus(path: Path, *, num_documents: int = 120, seed: int = 0) -> Path:
+    """Sentences of made-up words, some far more frequent than others; documents parted by blank lines."""
+    rng = random.Random(seed)
+    words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(400)]
+    weights = [1 / (rank + 1) for rank in range(len(words))]
+    documents = []
+    for _ in range(num_documents):
+        sentences = (
+            " ".join(rng.choices(words, weights, k=rng.randint(4, 12))) + "." for _ in range(rng.randint(2, 12))
+        )
+        documents.append("\n".join(sentences))
+    path.write_text("\n\n".join(documents))
+    return path
+
+
+def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig:
+    return cli.load_config(
+        PrepareConfig,
+        [
+            f"output={output}",
+            "corpus=text",
+            f"corpus.path={corpus}",
+            f"seq_len={SEQ_LEN}",
+            "tokenizer.vocab_size=120",
+            "validation_fraction=0.2",
+            *overrides,
+        ],
+    )
+
+
+def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
+    """A run of a few seconds: a tiny ALBERT, six steps of eight sequences."""
+    return [
+        "model=albert_tiny",
+        "model.hidden_size=32",
+        "model.intermediate_size=64",
+        "model.embedding_size=16",
+        "model.num_heads=2",
+        f"run_dir={run_dir}",
+        f"data.path={data}",
+        "data.num_workers=0",
+        "global_batch_size=8",
+        "max_steps=6",
+        "optim.lr=3e-3",
+        "log_every=1",
+        "eval_every=3",
+        "checkpoint.every=3",
+        "tensorboard=false",
+        "backend.device=cpu",
+        "backend.precision=fp32",
+        *overrides,
+    ]
+
+
+def train_config(run_dir: Path, data: Path, *overrides: str) -> TrainConfig:
+    return cli.load_config(TrainConfig, train_overrides(run_dir, data, *overrides))
+
+
+def run(arguments: list[str], *, ranks: int = 1, module: str = "train") -> subprocess.CompletedProcess[str]:
+    """`python -m train ...`, alone or on several ranks of this machine under torchrun."""
+    return subprocess.run(
+        command(arguments, ranks=ranks, module=module), capture_output=True, text=True, cwd=ROOT, check=False
+    )
+
+
+def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "-m", module, *arguments]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    return [*launcher, "-m", module, *arguments]
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind in a run's metrics.jsonl."""
+    found = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]

@@ -1,0 +1,144 @@
+"""Settings: what is refused, in which words, and what follows from those that are given."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import run
+
+from train import cli
+from train.config import InputError, PrepareConfig, TrainConfig, make_plan, to_dict
+
+CONF = Path(__file__).parent.parent / "conf"
+GIVEN = ["run_dir=r", "data.path=d", "max_steps=10", "global_batch_size=32"]
+
+
+def options(group):
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def load(*overrides):
+    return cli.load_config(TrainConfig, [*GIVEN, *overrides])
+
+
+@pytest.mark.parametrize("group", ["task", "optim", "backend", "parallel", "instance", "model"])
+def test_every_option_of_every_group_composes(group):
+    for option in options(group):
+        extra = ["model.pretrained=some/where"] if option == "pretrained" else []
+        assert isinstance(load(f"{group}={option}", *extra), TrainConfig)
+
+
+def test_every_experiment_composes():
+    for name in options("experiment"):
+        cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])
+        assert make_plan(cfg, world_size=8, rows=10**6).total_steps > 0
+
+
+def test_every_corpus_composes():
+    for name in options("corpus"):
+        extra = {"hf": ["corpus.datasets=[{path: a/b}]"], "pydocs": [], "wiki_books": []}
+        overrides = extra.get(name, ["corpus.path=x"])
+        assert cli.load_config(PrepareConfig, ["output=o", f"corpus={name}", *overrides]).corpus.name == name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["max_step=3"], "max_step is not a setting; did you mean max_steps?"),
+        (["optim.learning_rate=1"], "optim.learning_rate is not a setting"),
+        (["optm.lr=1"], "optm is not a setting; did you mean optim?"),
+        (["+new=1"], "+new=1: settings cannot be added"),
+        (["max_steps=ten"], "max_steps: Value 'ten' of type 'str' could not be converted to Integer"),
+        (["global_batch_size=8.5"], "global_batch_size: Value '8.5'"),
+        (["model=albert_huge"], "Could not find 'model/albert_huge'"),
+        (["max_steps=null"], "run has no length"),
+        (["global_batch_size=null"], "the batch has no size"),
+        (["global_batch_size=0"], "global_batch_size=0 must be above 0"),
+        (["task.mask_rate=1.5"], "task.mask_rate=1.5 must lie between 0 and 1"),
+        (["optim.name=sgd"], "optim.name=sgd is not known; choose one of: adamw, lamb"),
+        (["optim.lr_scaling=linear"], "optim.lr_scaling=linear needs optim.reference_batch_size"),
+        (["checkpoint.keep=1"], "checkpoint.keep=1 must be 0 (all) or at least 2"),
+        (["model.hidden_size=100", "model.num_heads=12"], "model.hidden_size=100 must be a multiple"),
+        (["seed=-1"], "seed=-1 must be 0 or more"),
+        (["a b"], "a b"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(overrides, says):
+    with pytest.raises(InputError) as error:
+        load(*overrides)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_setting_is_named():
+    with pytest.raises(InputError, match="run_dir is not set: give run_dir="):
+        cli.load_config(TrainConfig, ["max_steps=1", "global_batch_size=1"])
+    with pytest.raises(InputError, match=r"corpus.path is not set: give corpus.path="):
+        cli.load_config(PrepareConfig, ["output=o", "corpus=text"])
+
+
+def test_configuration_is_read_without_torch():
+    code = "import sys; from train import cli; from train.config import TrainConfig; "
+    code += f"cli.load_config(TrainConfig, {GIVEN}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=False).returncode == 0
+
+
+def test_cfg_job_prints_the_run():
+    found = run(["--cfg", "job", "experiment=demo", "max_steps=77"])
+    assert found.returncode == 0, found.stderr
+    assert yaml.safe_load(found.stdout)["max_steps"] == 77
+
+
+def test_plain_form_is_complete():
+    assert to_dict(load())["optim"]["eps"] == 1e-6
+
+
+# ---- what follows --------------------------------------------------------------------------------------------------
+
+
+def plan(*overrides, world_size=1, rows=1000):
+    return make_plan(load(*overrides), world_size=world_size, rows=rows)
+
+
+def test_accumulation_follows_from_the_batch_sizes():
+    found = plan("global_batch_size=96", "micro_batch_size=4", world_size=8)
+    assert (found.accumulation, found.micro_batch_size) == (3, 4)
+    assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
+
+
+def test_with_a_fixed_number_of_examples_doubling_the_nodes_halves_the_steps():
+    """The ALBERT scaling recipe: 2 nodes x 8 GPUs x 16 take 2,500 steps, 4 nodes 1,250."""
+    fixed = ("global_batch_size=null", "micro_batch_size=16", "max_steps=null", "max_examples=640000")
+    two, four = plan(*fixed, world_size=16), plan(*fixed, world_size=32)
+    assert (two.global_batch_size, two.total_steps) == (256, 2500)
+    assert (four.global_batch_size, four.total_steps) == (512, 1250)
+
+
+def test_the_shortest_length_counts():
+    assert plan("max_steps=50", "max_epochs=1").total_steps == 1000 // 32
+    assert plan("max_steps=5", "max_epochs=1").total_steps == 5
+    assert plan("max_steps=null", "max_epochs=2.5", rows=320).total_steps == 25
+
+
+def test_the_learning_rate_scales_with_the_batch_when_asked():
+    scaled = ("optim.lr=1e-3", "global_batch_size=128", "optim.reference_batch_size=32")
+    assert plan(*scaled).lr == pytest.approx(1e-3)
+    assert plan(*scaled, "optim.lr_scaling=linear").lr == pytest.approx(4e-3)
+    assert plan(*scaled, "optim.lr_scaling=sqrt").lr == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "says"),
+    [
+        (["global_batch_size=30"], 4, "does not divide over 4 ranks"),
+        (["global_batch_size=32", "micro_batch_size=3"], 2, "not a multiple of micro_batch_size=3 x 2 ranks"),
+        (["global_batch_size=2048"], 2, "holds 1000 training sequences, fewer than one batch of 2048"),
+        (["max_steps=null", "max_examples=31"], 1, "shorter than one step"),
+        (["global_batch_size=null", "micro_batch_size=1"], 1001, "over 1001 ranks"),
+    ],
+)
+def test_an_impossible_size_is_refused(overrides, world_size, says):
+    with pytest.raises(InputError, match=says.replace("(", r"\(")):
+        plan(*overrides, world_size=world_size)

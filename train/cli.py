@@ -1,0 +1,128 @@
+"""The command line of `python -m train` and `python -m train.prepare`: Hydra overrides in, an exit code out.
+
+Exit codes: 0 done, 1 failed, 2 configuration or input refused, 75 stopped on request with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import TypeVar
+
+import hydra
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from train.config import (
+    CorpusConfig,
+    FilesCorpusConfig,
+    HFCorpusConfig,
+    InputError,
+    MLMConfig,
+    PrepareConfig,
+    TrainConfig,
+    check,
+    launched_rank,
+)
+
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+
+Config = TypeVar("Config", TrainConfig, PrepareConfig)
+
+
+def register_schemas() -> None:
+    """Make the dataclasses known to Hydra; `conf/*.yaml` name them in their defaults lists."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig)
+    store.store(name="prepare_schema", node=PrepareConfig)
+    for group, name, node in (
+        ("task", "mlm_schema", MLMConfig),
+        ("corpus", "plain_schema", CorpusConfig),
+        ("corpus", "files_schema", FilesCorpusConfig),
+        ("corpus", "hf_schema", HFCorpusConfig),
+    ):
+        store.store(group=group, name=name, node=node)
+
+
+def load_config(schema: type[Config], overrides: list[str]) -> Config:
+    """Compose `conf/train.yaml` or `conf/prepare.yaml` with the command line's overrides and check every value.
+
+    Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
+    """
+    register_schemas()
+    added = [override for override in overrides if override.startswith("+")]
+    check(not added, f"{added and added[0]}: settings cannot be added, only given; write it without +")
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            composed = compose(config_name(schema), overrides=overrides)
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(explain(error, schema)) from error
+    assert isinstance(config, schema)
+    return config
+
+
+def config_name(schema: type[Config]) -> str:
+    return "train" if schema is TrainConfig else "prepare"
+
+
+def explain(error: BaseException, schema: type) -> str:
+    """One line for the user out of Hydra's or OmegaConf's several."""
+    while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    first = lines[0] if lines else type(error).__name__
+    if "missing mandatory value" in first.lower():
+        return f"{full_key} is not set: give {full_key}=... on the command line"
+    if " not in '" in first or "is not in struct" in first:
+        name = full_key.rsplit(".", 1)[-1]
+        close = difflib.get_close_matches(name, known_keys(schema), n=1)
+        return f"{full_key} is not a setting" + (f"; did you mean {close[0]}?" if close else "; --cfg job lists all")
+    noise = (
+        "full_key:",
+        "object_type=",
+        "reference_type=",
+        "Set the env",
+        "See https",
+        "Config search path",
+        "provider=",
+    )
+    message = " ".join(line.strip() for line in lines if not line.startswith(noise))
+    return f"{full_key}: {message}" if full_key and full_key not in message else message
+
+
+def known_keys(schema: type) -> list[str]:
+    """Every name in the schema, for "did you mean"."""
+    names = []
+    for item in fields(schema):
+        names.append(item.name)
+        if callable(item.default_factory) and is_dataclass(item.default_factory):
+            names += [inner.name for inner in fields(item.default_factory)]
+    return [*names, *(item.name for kind in (MLMConfig, FilesCorpusConfig, HFCorpusConfig) for item in fields(kind))]
+
+
+def run(schema: type[Config], action: Callable[[Config], int]) -> int:
+    """Read the command line, check it, act. Hydra's own flags (--cfg job, --help, --info) are Hydra's to answer."""
+    flags = [argument for argument in sys.argv[1:] if argument.startswith("-")]
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    try:
+        if flags:
+            register_schemas()
+            hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name(schema))(refuse_flags)()
+            return DONE
+        return action(load_config(schema, overrides))
+    except InputError as error:
+        if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
+            print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+
+
+def refuse_flags(_: object) -> None:
+    raise InputError("flags and a run do not go together; give settings as key=value")

@@ -1,0 +1,381 @@
+"""Every setting of a training run and of corpus preparation: name, type, unit, default and check.
+
+These dataclasses are the Hydra schema: an unknown key or a value of another type is refused before anything starts.
+Defaults live here and nowhere else; `conf/*.yaml` holds only what differs. No torch here, so that launchers and
+reports can read a configuration on a machine without it. None means "off" or "work it out"; the comment says which.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+
+class InputError(ValueError):
+    """A setting or an input that the user has to mend. The message is one line: what, the value seen, what is right."""
+
+
+def check(ok: bool, message: str) -> None:
+    """Raise InputError with `message` unless `ok`."""
+    if not ok:
+        raise InputError(message)
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    check(value in choices, f"{key}={value} is not known; choose one of: {', '.join(choices)}")
+
+
+def check_positive(prefix: str, obj: object, *names: str) -> None:
+    """Every named field of `obj` is None or above zero."""
+    for name in names:
+        value = getattr(obj, name)
+        check(value is None or value > 0, f"{prefix}{name}={value} must be above 0")
+
+
+# ---- what is learnt ------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    kind: str = MISSING  # which module of train/tasks
+
+
+@dataclass(kw_only=True)
+class MLMConfig(TaskConfig):
+    """Masked language modelling with n-gram masking (ALBERT, section 3.1 of https://arxiv.org/abs/1909.11942)."""
+
+    kind: str = "mlm"
+    mask_rate: float = 0.15  # share of the tokens of a sequence to predict
+    max_predictions: int | None = None  # slots per sequence, a fixed shape; None: seq_len * mask_rate, rounded
+    max_ngram: int = 3  # longest run of units hidden together, p(n) ~ 1/n; 1 is BERT's masking
+    whole_word: bool = False  # units are whole words instead of tokens
+
+    def __post_init__(self) -> None:
+        check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")
+        check_positive("task.", self, "max_predictions", "max_ngram")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """A Hugging Face encoder: made from sizes, or read from a checkpoint."""
+
+    pretrained: str | None = None  # Hub id or folder; its configuration and weights are used, sizes below must agree
+    architecture: str = "albert"  # `model_type` of transformers, for a model made from sizes
+    vocab_size: int | None = None  # None: that of the tokenizer that prepared the data
+    max_positions: int | None = None  # longest sequence; None here and below: the architecture's own default
+    embedding_size: int | None = None  # only for architectures that factorise the embedding
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_layers: int | None = None
+    num_heads: int | None = None
+    hidden_dropout: float | None = None
+    attention_dropout: float | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        check_positive("model.", self, "vocab_size", "max_positions", *sizes)
+        if self.hidden_size and self.num_heads:
+            check(
+                self.hidden_size % self.num_heads == 0,
+                f"model.hidden_size={self.hidden_size} must be a multiple of model.num_heads={self.num_heads}",
+            )
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    path: str = MISSING  # folder that `python -m train.prepare output=...` wrote
+    num_workers: int = 1  # loader processes per rank; 0 prepares batches in the training process
+    prefetch: int = 4  # micro batches each worker keeps ready
+    verify: bool = True  # compare every shard with its checksum before training (once per node)
+
+    def __post_init__(self) -> None:
+        check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
+        check_positive("data.", self, "prefetch")
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    name: str = "adamw"  # adamw | lamb
+    lr: float = 1e-3  # peak, at reference_batch_size when lr_scaling is not none
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01  # not applied to biases and normalisation weights
+    max_grad_norm: float | None = 1.0  # clip by the global norm; None: no clipping
+    schedule: str = "linear"  # after the warm-up: linear | cosine | polynomial | constant
+    power: float = 1.0  # exponent of the polynomial decay
+    final_lr_fraction: float = 0.0  # share of lr left at the last step
+    warmup_steps: int | None = None  # None: warmup_fraction of the run
+    warmup_fraction: float = 0.1
+    lr_scaling: str = "none"  # with global batch / reference_batch_size: none | linear | sqrt
+    reference_batch_size: int | None = None  # sequences; required by linear and sqrt
+
+    def __post_init__(self) -> None:
+        check_choice("optim.name", self.name, ("adamw", "lamb"))
+        check_choice("optim.schedule", self.schedule, ("linear", "cosine", "polynomial", "constant"))
+        check_choice("optim.lr_scaling", self.lr_scaling, ("none", "linear", "sqrt"))
+        check_positive("optim.", self, "lr", "eps", "max_grad_norm", "power", "reference_batch_size")
+        check(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be 0 or more")
+        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas={list(self.betas)} must lie in [0, 1)")
+        check((self.warmup_steps or 0) >= 0, f"optim.warmup_steps={self.warmup_steps} must be 0 or more")
+        for name in ("warmup_fraction", "final_lr_fraction"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"optim.{name}={value} must lie between 0 and 1")
+        check(
+            self.lr_scaling == "none" or self.reference_batch_size is not None,
+            f"optim.lr_scaling={self.lr_scaling} needs optim.reference_batch_size, the batch optim.lr is for",
+        )
+
+
+# ---- where and how it runs -----------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class BackendConfig:
+    name: str = "auto"  # auto | ddp
+    device: str = "auto"  # auto | cpu | cuda
+    precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 where the hardware multiplies it natively
+    grad_compression: str = "none"  # none | bf16: halves the bytes of the gradient reduction (CUDA)
+    timeout_s: float = 600.0  # a collective that takes longer is an error
+
+    def __post_init__(self) -> None:
+        check_choice("backend.name", self.name, ("auto", "ddp"))
+        check_choice("backend.device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("backend.precision", self.precision, ("auto", "fp32", "bf16"))
+        check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16"))
+        check_positive("backend.", self, "timeout_s")
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    name: str = "data"  # every rank holds the model and a share of each batch
+
+    def __post_init__(self) -> None:
+        check_choice("parallel.name", self.name, ("data",))
+
+
+@dataclass(kw_only=True)
+class InstanceConfig:
+    """One machine type. Unknown figures stay None and what needs them (MFU, cost) is left out, never guessed."""
+
+    name: str = "local"
+    devices: int | None = None  # ranks that fill one machine
+    device_tflops_bf16: float | None = None  # dense peak of one rank's device, 1e12 FLOP/s
+    device_tflops_fp32: float | None = None
+    usd_per_hour: float | None = None  # on demand, one machine
+    source: str | None = None  # where the figures are from, and the date
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every: int = 1000  # steps between saves; the last step always saves
+    keep: int = 3  # newest ones kept; 0 keeps all
+
+    def __post_init__(self) -> None:
+        check_positive("checkpoint.", self, "every")
+        check(self.keep == 0 or self.keep >= 2, f"checkpoint.keep={self.keep} must be 0 (all) or at least 2")
+
+
+@dataclass(kw_only=True)
+class EarlyStopConfig:
+    patience: int | None = None  # evaluations without a better loss before the run ends; None: off
+    min_delta: float = 0.0  # by how much the validation loss must fall to count as better
+
+    def __post_init__(self) -> None:
+        check_positive("early_stop.", self, "patience")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """A whole training run: `python -m train --cfg job` prints it."""
+
+    run_dir: str = MISSING  # everything the run writes; the same folder goes on where it stopped
+    seed: int = 0
+    seq_len: int | None = None  # tokens; None: that of the prepared data
+    global_batch_size: int | None = None  # sequences per optimizer step over all ranks; None: micro * world size
+    micro_batch_size: int | None = None  # sequences per rank and forward pass; None: global / world size
+    max_examples: int | None = None  # length of the run in sequences, in steps, or in passes over the data:
+    max_steps: int | None = None  # at least one must be given, the shortest counts
+    max_epochs: float | None = None
+    log_every: int = 10  # steps between lines in metrics.jsonl and on the console
+    eval_every: int | None = 500  # steps between evaluations; None: only at the end
+    eval_examples: int | None = None  # validation sequences used; None: all
+    export: bool = True  # write run_dir/export for plain transformers at the end
+    tensorboard: bool = True
+    task: TaskConfig = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    instance: InstanceConfig = field(default_factory=InstanceConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+
+    def __post_init__(self) -> None:
+        sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
+        check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples")
+        check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
+        check(
+            not (self.max_examples is self.max_steps is self.max_epochs is None),
+            "the run has no length: set max_steps, max_examples or max_epochs",
+        )
+        check(
+            not (self.global_batch_size is self.micro_batch_size is None),
+            "the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)",
+        )
+
+
+# ---- corpus preparation --------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class CorpusConfig:
+    kind: str = MISSING  # which source of train/data/corpus.py
+    name: str = MISSING  # goes into the manifest
+
+
+@dataclass(kw_only=True)
+class FilesCorpusConfig(CorpusConfig):
+    """Local files: plain text, JSON lines, CSV or Parquet; any but Parquet may be gzipped (.gz)."""
+
+    path: str = MISSING  # a file, a folder (read recursively) or a glob
+    encoding: str = "utf-8"
+    errors: str = "strict"  # bytes that do not decode: strict stops and names them, replace puts U+FFFD
+    separator: str | None = r"^\s*$"  # text: a line that matches starts a new document; None: a file is a document
+    column: str = "text"  # jsonl, csv, parquet: the field that holds a document
+
+    def __post_init__(self) -> None:
+        check_choice("corpus.errors", self.errors, ("strict", "replace"))
+
+
+@dataclass(kw_only=True)
+class HFDataset:
+    path: str = MISSING  # Hub id, or a local folder or builder name
+    name: str | None = None  # configuration of the data set
+    split: str = "train"
+    column: str = "text"
+    data_files: str | None = None  # for builders such as json, csv, parquet
+    rows_per_document: int = 1  # consecutive rows joined into one document, for sets whose rows are sentences
+
+
+@dataclass(kw_only=True)
+class HFCorpusConfig(CorpusConfig):
+    datasets: list[HFDataset] = field(default_factory=list)  # read one after the other
+
+    def __post_init__(self) -> None:
+        check(bool(self.datasets), "corpus.datasets is empty: name one, e.g. corpus.datasets=[{path: user/set}]")
+
+
+@dataclass(kw_only=True)
+class TokenizerConfig:
+    pretrained: str | None = None  # Hub id or folder of a fast tokenizer; None: train one on the corpus
+    vocab_size: int = 30000  # pieces of a trained tokenizer
+    lowercase: bool = True  # with accents stripped, as ALBERT's
+    train_bytes: int = 256 * 2**20  # text that a new tokenizer is trained on at most
+
+    def __post_init__(self) -> None:
+        check(16 <= self.vocab_size <= 2**31, f"tokenizer.vocab_size={self.vocab_size} must be at least 16")
+        check_positive("tokenizer.", self, "train_bytes")
+
+
+@dataclass(kw_only=True)
+class PrepareConfig:
+    """Text to token shards: `python -m train.prepare --cfg job` prints it."""
+
+    output: str = MISSING  # folder to write; finished work is not done twice
+    seed: int = 0
+    seq_len: int = 512  # tokens per sequence, special ones included
+    validation_fraction: float = 0.01  # share of the documents held out, chosen by a hash of their text
+    rows_per_shard: int = 65536
+    corpus: CorpusConfig = MISSING
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+
+    def __post_init__(self) -> None:
+        check(8 <= self.seq_len < 2**16, f"seq_len={self.seq_len} must lie between 8 (3 are special tokens) and 65535")
+        check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
+        fraction = self.validation_fraction
+        check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
+        check_positive("", self, "rows_per_shard")
+
+
+# ---- sizes that follow ---------------------------------------------------------------------------------------------
+
+
+def to_dict(config: TrainConfig | PrepareConfig) -> dict[str, Any]:
+    """Plain containers, for config.yaml and fingerprints."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def launched_world_size() -> int:
+    """Ranks that torchrun started (its WORLD_SIZE), 1 without it. Known before any device opens."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration comes to on a number of ranks and an amount of data."""
+
+    world_size: int
+    global_batch_size: int  # sequences per optimizer step
+    micro_batch_size: int  # sequences per rank and forward pass
+    accumulation: int  # forward passes per rank and optimizer step
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    lr: float  # peak, scaled
+
+
+def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
+    """Batch sizes, length and learning rate of a run over `rows` training sequences; InputError if impossible."""
+    if cfg.global_batch_size is None:
+        assert cfg.micro_batch_size is not None  # TrainConfig refuses both missing
+        global_batch = cfg.micro_batch_size * world_size
+    else:
+        global_batch = cfg.global_batch_size
+    check(
+        global_batch % world_size == 0,
+        f"global_batch_size={global_batch} does not divide over {world_size} ranks; make it a multiple",
+    )
+    micro = cfg.micro_batch_size or global_batch // world_size
+    check(
+        global_batch % (micro * world_size) == 0,
+        f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {world_size} ranks",
+    )
+    check(
+        rows >= global_batch,
+        f"the data holds {rows} training sequences, fewer than one batch of {global_batch} over {world_size} ranks; "
+        "prepare more text or lower global_batch_size",
+    )
+    steps_per_epoch = rows // global_batch  # the tail that does not fill a batch is left out, other rows each epoch
+    lengths = []
+    if cfg.max_steps is not None:
+        lengths.append(cfg.max_steps)
+    if cfg.max_examples is not None:
+        lengths.append(cfg.max_examples // global_batch)
+    if cfg.max_epochs is not None:
+        lengths.append(int(cfg.max_epochs * steps_per_epoch))
+    total = min(lengths)
+    check(total > 0, f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs")
+    optim = cfg.optim
+    warmup = optim.warmup_steps if optim.warmup_steps is not None else round(total * optim.warmup_fraction)
+    ratio = global_batch / (optim.reference_batch_size or global_batch)
+    factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[optim.lr_scaling]
+    return Plan(
+        world_size=world_size,
+        global_batch_size=global_batch,
+        micro_batch_size=micro,
+        accumulation=global_batch // (micro * world_size),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+        warmup_steps=warmup,
+        lr=optim.lr * factor,
+    )
