@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+
+from train.data.masking import IGNORE_INDEX, Masker
+from train.data.random_bits import hash_uniform
+
+V, S, B = 2000, 64, 500
+WORD_START = np.random.default_rng(3).random(V) < 0.6
+
+
+def masker(**changes):
+    settings = {
+        "seed": 1,
+        "mask_rate": 0.15,
+        "max_predictions": 12,
+        "max_ngram": 3,
+        "mask_id": 4,
+        "special_ids": (0, 1, 2, 3, 4),
+        "vocab_size": V,
+    }
+    return Masker(**(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    found = np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)  # as the shards hold them
+    found[:, 0], found[:, 20], found[:, -1] = 2, 3, 3
+    return found
+
+
+def draw(tokens, epoch=0, first_row=0, **changes):
+    rows = first_row + np.arange(len(tokens))
+    return masker(**changes)(tokens, np.full(len(tokens), epoch), rows)
+
+
+@pytest.mark.parametrize("word_start", [None, WORD_START], ids=["tokens", "words"])
+@pytest.mark.parametrize("max_ngram", [1, 3])
+def test_labels_are_the_hidden_tokens_and_everything_else_is_untouched(tokens, word_start, max_ngram):
+    found = draw(tokens, word_start=word_start, max_ngram=max_ngram)
+    used = found.labels != IGNORE_INDEX
+    assert found.input_ids.shape == tokens.shape
+    assert found.positions.shape == found.labels.shape == (B, 12)
+    lines, _ = np.nonzero(used)
+    assert (tokens[lines, found.positions[used]] == found.labels[used]).all()
+    restored = found.input_ids.copy()
+    restored[lines, found.positions[used]] = found.labels[used]
+    assert (restored == tokens).all()
+
+
+def test_special_tokens_are_never_hidden_nor_put_in(tokens):
+    found = draw(tokens)
+    used = found.labels != IGNORE_INDEX
+    assert not np.isin(found.positions[used], [0, 20, S - 1]).any()
+    put_in = found.input_ids[np.nonzero(used)[0], found.positions[used]]
+    assert set(put_in[put_in < 5]) == {4}
+
+
+def test_positions_are_distinct_and_ascending(tokens):
+    found = draw(tokens)
+    used = found.labels != IGNORE_INDEX
+    for positions, in_use in zip(found.positions, used, strict=True):
+        assert (np.diff(positions[in_use]) > 0).all()
+
+
+def test_the_budget_is_the_rate_of_the_maskable_tokens(tokens):
+    found = draw(tokens)
+    assert ((found.labels != IGNORE_INDEX).sum(1) == round(0.15 * (S - 3))).all()
+    capped = draw(tokens, max_predictions=5)
+    assert ((capped.labels != IGNORE_INDEX).sum(1) == 5).all()
+
+
+def test_of_the_hidden_tokens_80_percent_are_masked_10_replaced_10_kept(tokens):
+    found = draw(np.concatenate([tokens] * 8))
+    original = np.concatenate([tokens] * 8)
+    number = (found.labels != IGNORE_INDEX).sum()
+    masked = (found.input_ids == 4).sum() / number
+    kept = 1 - (found.input_ids != original).sum() / number
+    # 36,000 draws: three standard deviations are 0.006 and 0.005.
+    assert masked == pytest.approx(0.8, abs=0.007)
+    assert kept == pytest.approx(0.1, abs=0.006)
+
+
+def test_run_lengths_follow_one_over_n():
+    lengths = np.diff(np.flatnonzero(np.diff(masker()._tiles(hash_uniform(5, np.arange(200_000)[None]))[0])))
+    share = np.bincount(lengths, minlength=4)[1:] / len(lengths)
+    assert share == pytest.approx(np.array([6, 3, 2]) / 11, abs=0.005)
+
+
+def test_hidden_tokens_come_in_runs_only_when_asked(tokens):
+    def neighbours(**changes):
+        found = draw(tokens, **changes)
+        positions = np.where(found.labels != IGNORE_INDEX, found.positions, -9 * np.arange(1, 13))
+        return (np.diff(positions) == 1).sum() / (found.labels != IGNORE_INDEX).sum()
+
+    assert neighbours(max_ngram=3) > 2 * neighbours(max_ngram=1)
+
+
+def test_whole_words_are_hidden_whole(tokens):
+    found = draw(tokens, word_start=WORD_START)
+    number = 0
+    for row, positions, labels in zip(tokens, found.positions, found.labels, strict=True):
+        hidden = set(positions[labels != IGNORE_INDEX].tolist())
+        for place in hidden:
+            after = place + 1
+            if row[after] >= 5 and not WORD_START[row[after]]:
+                assert after in hidden
+            if not WORD_START[row[place]] and row[place - 1] >= 5:
+                assert place - 1 in hidden
+        number += len(hidden)
+    assert 0.135 < number / (B * (S - 3)) <= 0.152  # a word that does not fit any more is left out
+
+
+def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(tokens):
+    whole = draw(tokens)
+    parts = [draw(tokens[start : start + 7], first_row=start) for start in range(0, B, 7)]
+    assert (whole.input_ids == np.concatenate([part.input_ids for part in parts])).all()
+    assert (whole.labels == np.concatenate([part.labels for part in parts])).all()
+    assert (draw(tokens, epoch=1).positions != whole.positions).mean() > 0.5
+    assert (draw(tokens, seed=2).positions != whole.positions).mean() > 0.5
+
+
+def test_every_place_is_equally_likely(tokens):
+    found = draw(np.concatenate([tokens] * 8))
+    places = np.bincount(found.positions[found.labels != IGNORE_INDEX], minlength=S)
+    maskable = np.delete(places, [0, 20, S - 1])
+    assert maskable.std() / maskable.mean() < 0.07  # 590 draws each: 0.04 by chance
+
+
+def test_hashed_numbers_are_uniform_and_keyed_by_every_coordinate():
+    numbers = hash_uniform(np.arange(100)[:, None], np.arange(1000))
+    assert numbers.shape == (100, 1000)
+    assert numbers.mean() == pytest.approx(0.5, abs=0.003)
+    assert len(np.unique(numbers)) == numbers.size
+    assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.01
+    assert (hash_uniform(1, 2) != hash_uniform(2, 1)).all()

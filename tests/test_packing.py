@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from train.data.packing import Packer, Rows
+
+CLS, SEP = 2, 3
+STARTS = np.arange(1000) % 3 == 0  # every third piece begins a word
+
+
+def packer(seq_len=16):
+    return Packer(seq_len, CLS, SEP, STARTS, seed=5, dtype=np.dtype(np.uint16))
+
+
+def documents(number, seed=0, longest=60):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 1000, rng.integers(1, longest)).tolist() for _ in range(number)]
+
+
+@pytest.mark.parametrize("longest", [4, 60, 500])
+@pytest.mark.parametrize("seq_len", [8, 16, 33])
+def test_nothing_is_lost_but_the_last_partial_sequence(seq_len, longest):
+    work, source = packer(seq_len), documents(60, longest=longest)
+    rows = work.add(source)
+    assert (rows.tokens[:, 0] == CLS).all()
+    assert (rows.tokens[:, -1] == SEP).all()
+    text = rows.tokens[:, 1:-1]
+    packed = [*text[text != SEP].tolist(), *work.stream[work.stream != SEP].tolist()]
+    assert packed == [token for document in source for token in document]
+    assert len(work.stream) <= seq_len
+
+
+def test_the_pivot_is_behind_a_separator_and_parts_two_stretches():
+    rows = packer().add(documents(200))
+    line = np.arange(len(rows))
+    assert (rows.tokens[line, rows.pivot - 1] == SEP).all()
+    assert (rows.pivot >= 3).all()  # at least one token of A
+    assert (rows.pivot <= 14).all()  # and of B
+
+
+def test_a_document_end_inside_a_sequence_is_where_the_segments_part():
+    rows = packer().add([list(range(100, 108)), list(range(200, 240))])
+    first = rows.tokens[0].tolist()
+    assert first[1:10] == [*range(100, 108), SEP]
+    assert (rows.pivot[0], rows.same_document[0]) == (10, 0)
+    assert rows.same_document[1] == 1
+
+
+def test_segments_of_one_document_part_at_a_word_start():
+    rows = packer(64).add([np.random.default_rng(1).integers(10, 1000, 5000).tolist()])
+    assert rows.same_document.all()
+    begins = STARTS[rows.tokens[np.arange(len(rows)), rows.pivot]]
+    assert begins.mean() > 0.95  # the last place of a sequence may have none behind it
+
+
+def test_the_sequences_do_not_depend_on_how_the_documents_arrive():
+    source = documents(80)
+    whole = packer().add(source)
+    one_by_one = packer()
+    parts = Rows.concatenate([one_by_one.add([document]) for document in source])
+    assert (whole.tokens == parts.tokens).all()
+    assert (whole.pivot == parts.pivot).all()
+    assert (whole.same_document == parts.same_document).all()
+
+
+def test_no_documents_give_no_sequences():
+    rows = packer().add([])
+    assert rows.tokens.shape == (0, 16)
+    assert len(rows) == 0

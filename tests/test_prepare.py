@@ -1,0 +1,270 @@
+"""Preparation: what it writes, that it is the same every time, that it goes on, and what it refuses."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from runs import ROOT, SEQ_LEN, prepare_config, run, write_corpus
+from transformers import AutoTokenizer
+
+from train import prepare
+from train.config import InputError
+from train.data.shards import ShardSet, check_files, read_manifest
+
+
+def content(folder):
+    """Bytes of everything a training run reads."""
+    names = ["manifest.json", "tokenizer/tokenizer.json", *(path.name for path in folder.glob("*-*.safetensors"))]
+    return {name: (folder / name).read_bytes() for name in sorted(names)}
+
+
+def test_the_manifest_tells_what_is_there(prepared):
+    manifest = read_manifest(prepared)
+    check_files(prepared, manifest, checksums=True)
+    assert manifest.seq_len == SEQ_LEN
+    assert manifest.rows("train") > 100
+    assert manifest.rows("validation") > 20
+    assert manifest.counts["documents"] == 120
+    assert 0 < manifest.counts["unigram_entropy"] < np.log(120)
+
+
+def test_the_text_can_be_read_back(prepared, corpus):
+    manifest = read_manifest(prepared)
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    found = []
+    for split in ("train", "validation"):
+        shards = ShardSet(prepared, manifest, split)
+        for tokens in shards.rows(np.arange(len(shards))).tokens:
+            assert (tokens[0], tokens[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+            found.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    words = corpus.read_text().split()
+    assert len(" ".join(found).split()) > 0.97 * len(words)
+    assert sum(word in words for text in found for word in text.split()[1:-1]) > 0.9 * len(words) * 0.9
+
+
+def test_unigram_entropy_is_that_of_the_training_tokens(prepared):
+    shards = ShardSet(prepared, read_manifest(prepared), "train")
+    tokens = shards.rows(np.arange(len(shards))).tokens.ravel()
+    share = np.bincount(tokens[tokens >= 5]) / (tokens >= 5).sum()
+    entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
+    assert read_manifest(prepared).counts["unigram_entropy"] == pytest.approx(entropy, abs=0.02)  # <unk>, the tail
+
+
+def test_the_same_text_and_seed_give_the_same_bytes(prepared, corpus, tmp_path):
+    moved = shutil.copy(corpus, tmp_path / "elsewhere.txt")
+    prepare.prepare(prepare_config(tmp_path / "again", moved))
+    assert content(tmp_path / "again") == content(prepared)
+
+
+def test_another_seed_holds_out_other_documents(prepared, corpus, tmp_path):
+    prepare.prepare(prepare_config(tmp_path / "other", corpus, "seed=1"))
+    held_out = "validation-00000.safetensors"
+    assert content(tmp_path / "other")[held_out] != content(prepared)[held_out]
+
+
+def test_equal_documents_are_never_on_both_sides(tmp_path):
+    text = write_corpus(tmp_path / "text.txt").read_text()
+    (tmp_path / "twice.txt").write_text(text + "\n\n" + text)
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "twice.txt"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    decoded = {}
+    for split in ("train", "validation"):
+        shards = ShardSet(tmp_path / "out", manifest, split)
+        rows = shards.rows(np.arange(len(shards))).tokens
+        decoded[split] = " ".join(tokenizer.batch_decode(rows, skip_special_tokens=True))
+    sentences = {document.split(".")[0] for document in text.split("\n\n")}
+    seen = {split: {sentence for sentence in sentences if sentence in found} for split, found in decoded.items()}
+    assert len(seen["train"]) > 50
+    assert len(seen["validation"]) > 10
+    assert not seen["train"] & seen["validation"]
+
+
+def test_finished_work_is_not_done_twice(prepared, corpus):
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    prepare.prepare(prepare_config(prepared, corpus))
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+
+
+SMALL = ["rows_per_shard=16"]
+KILLED_AT = """
+import os, signal, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from runs import prepare_config
+from train import prepare
+prepare.CHUNK_BYTES = 1000
+kept = prepare.{target}
+calls = 0
+def dying(*arguments, **settings):
+    global calls
+    calls += 1
+    if calls == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return kept(*arguments, **settings)
+prepare.{target} = dying
+prepare.prepare(prepare_config({output!r}, {corpus!r}, "rows_per_shard=16"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [("train_tokenizer", 1), ("save_tokenizer", 1), ("write_shard", 1), ("write_shard", 4), ("write_manifest", 1)],
+)
+def test_a_killed_preparation_goes_on_to_the_same_bytes(corpus, tmp_path, target, call):
+    prepare.prepare(prepare_config(tmp_path / "whole", corpus, *SMALL))
+    output = tmp_path / "killed"
+    code = KILLED_AT.format(
+        root=str(ROOT), tests=str(ROOT / "tests"), target=target, call=call, output=str(output), corpus=str(corpus)
+    )
+    died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    with pytest.raises(InputError, match="did not finish"):
+        read_manifest(output)
+    prepare.prepare(prepare_config(output, corpus, *SMALL))
+    assert content(output) == content(tmp_path / "whole")
+    assert len(content(output)) > 8  # several shards
+
+
+def test_a_resumed_preparation_keeps_what_was_written(corpus, tmp_path, capsys):
+    output = tmp_path / "killed"
+    code = KILLED_AT.format(
+        root=str(ROOT), tests=str(ROOT / "tests"), target="write_shard", call=4, output=str(output), corpus=str(corpus)
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    before = {path.name: path.stat().st_mtime_ns for path in output.glob("train-*.safetensors")}
+    assert len(before) >= 2
+    prepare.prepare(prepare_config(output, corpus, *SMALL))
+    assert "going on after" in capsys.readouterr().out
+    kept = [name for name, time in before.items() if (output / name).stat().st_mtime_ns == time]
+    assert len(kept) >= 2
+
+
+def test_a_pretrained_tokenizer_is_taken_as_it_is(prepared, corpus, tmp_path):
+    again = prepare.prepare(
+        prepare_config(tmp_path / "out", corpus, f"tokenizer.pretrained={prepared / 'tokenizer'}", "seq_len=16")
+    )
+    assert again.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
+    assert again.seq_len == 16
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+def refused(output, corpus, *overrides):
+    with pytest.raises(InputError) as error:
+        prepare.prepare(prepare_config(output, corpus, *overrides))
+    assert "\n" not in str(error.value)
+    assert not (output / "manifest.json").exists() or "other settings" in str(error.value)
+    return str(error.value)
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n\n  \n")
+    assert "holds no text" in refused(tmp_path / "out", tmp_path / "empty.txt")
+
+
+def test_a_corpus_shorter_than_a_sequence_is_refused(tmp_path, prepared):
+    (tmp_path / "short.txt").write_text("the old city\n\nthe new house\n")
+    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
+    assert "less than one sequence of 32" in refused(tmp_path / "out", tmp_path / "short.txt", ready)
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_largest_that_it_can(tmp_path, corpus):
+    assert "Please set it to a value <=" in refused(tmp_path / "out", corpus, "tokenizer.vocab_size=30000")
+    prepare.prepare(prepare_config(tmp_path / "out", corpus))  # nothing of the refused call stands in the way
+
+
+def test_undecodable_bytes_are_named(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"good line\n\ncaf\xe9 au lait\n")
+    assert "0xe9" in refused(tmp_path / "out", tmp_path / "latin.txt")
+
+
+def test_a_missing_path_is_refused(tmp_path):
+    assert "missing.txt" in refused(tmp_path / "out", tmp_path / "missing.txt")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, corpus):
+    assert "cannot write to /proc/baretrain" in refused(ROOT.__class__("/proc/baretrain"), corpus)
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot write to" in refused(tmp_path / "file" / "out", corpus)
+
+
+def test_a_preparation_with_other_settings_is_left_alone(prepared, corpus, tmp_path):
+    copy = shutil.copytree(prepared, tmp_path / "copy")
+    before = content(copy)
+    assert "seq_len: 32 there, 64 here" in refused(copy, corpus, "seq_len=64")
+    assert "tokenizer.vocab_size: 120 there, 100 here" in refused(copy, corpus, "tokenizer.vocab_size=100")
+    assert content(copy) == before
+
+
+def test_a_corpus_that_changed_is_noticed(tmp_path):
+    text = write_corpus(tmp_path / "text.txt")
+    prepare.prepare(prepare_config(tmp_path / "out", text))
+    text.write_text(text.read_text() + "\nMore.\n")
+    with pytest.raises(InputError, match="the corpus has changed"):
+        prepare.prepare(prepare_config(tmp_path / "out", text))
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path, corpus):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("precious")
+    assert "not empty and not a preparation" in refused(tmp_path / "out", corpus)
+    assert os.listdir(tmp_path / "out") == ["thesis.tex"]
+
+
+def test_s3_is_refused_plainly(corpus):
+    with pytest.raises(InputError, match="only local folders are supported so far"):
+        prepare.prepare(prepare_config("s3://bucket/albert", corpus))
+
+
+# ---- data that was changed afterwards ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "copy")
+
+
+def test_a_manifest_edited_by_hand_is_refused(copy):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["splits"]["train"][0]["rows"] -= 1
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="was changed after it was written"):
+        read_manifest(copy)
+    (copy / "manifest.json").write_text("{")
+    with pytest.raises(InputError, match="is not a manifest"):
+        read_manifest(copy)
+
+
+def test_a_damaged_shard_is_named(copy):
+    shard = copy / "train-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    check_files(copy, read_manifest(copy), checksums=False)
+    with pytest.raises(InputError, match=r"train-00000.safetensors is damaged"):
+        check_files(copy, read_manifest(copy), checksums=True)
+    shard.write_bytes(content[:-8])
+    with pytest.raises(InputError, match=r"bytes, the manifest says"):
+        check_files(copy, read_manifest(copy), checksums=False)
+    shard.unlink()
+    with pytest.raises(InputError, match=r"is missing"):
+        check_files(copy, read_manifest(copy), checksums=False)
+
+
+def test_another_tokenizer_is_refused(copy):
+    tokenizer = copy / "tokenizer" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("▁", "_"))
+    with pytest.raises(InputError, match="is not the tokenizer that made the shards"):
+        check_files(copy, read_manifest(copy), checksums=False)
+
+
+def test_the_command_line_says_it_in_one_line_and_exits_with_2(tmp_path):
+    found = run([f"output={tmp_path / 'o'}", "corpus=text", "corpus.path=/no/such/text"], module="train.prepare")
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: ")
+    assert len(found.stderr.splitlines()) == 1

@@ -1,0 +1,170 @@
+"""Where text comes from: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
+
+Every source gives the same documents in the same order each time and holds a few of them in memory at once. Bad input
+stops with an InputError that names the place; nothing is left out in silence. A new source is one class and one line
+in SOURCES.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import platform
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Protocol
+
+from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, check
+from train.data.corpus_files import Csv, JsonLines, Parquet, TextFiles
+from train.data.documents import (
+    LIBRARY_ERRORS,
+    Document,
+    check_column,
+    clean,
+    listing,
+    matching,
+    naming,
+    text_of,
+    walk,
+)
+from train.storage import sha256_json
+
+MIN_PYDOC_CHARS = 100
+SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo")
+
+
+class Corpus(Protocol):
+    @property
+    def total_bytes(self) -> int | None:
+        """What source_bytes adds up to (nearly: text that ends in blanks); None if unknown."""
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, from the first; the same ones at every call."""
+
+    def fingerprint(self) -> str:
+        """Differs when the input does; cheap, reads no text."""
+
+
+def open_corpus(cfg: CorpusConfig) -> Corpus:
+    """The corpus that `corpus.kind` names, its files found. InputError if there is none."""
+    kind = cfg.kind
+    check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
+    settings, source = SOURCES[kind]
+    check(isinstance(cfg, settings), f"corpus.kind={kind} does not go with the settings beside it; use corpus={kind}")
+    return source(cfg)
+
+
+class PyDocs:
+    """Language reference topics and the standard library's docstrings; a function of the Python installation alone."""
+
+    def __init__(self, cfg: CorpusConfig) -> None:
+        self.root = Path(sysconfig.get_path("stdlib"))
+        self.modules = [path for path in walk(self.root, SKIPPED_STDLIB) if path.suffix == ".py"]
+        check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
+
+    def fingerprint(self) -> str:
+        # Distributions leave out modules, so the version alone does not say which text there is.
+        files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.modules]
+        return sha256_json([platform.python_version(), files])
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(document.source_bytes for document in self._documents)
+
+    def documents(self) -> Iterator[Document]:
+        yield from self._documents
+
+    @cached_property  # parsing takes seconds and the result is small: not once per pass
+    def _documents(self) -> list[Document]:
+        texts = [topics[name] for name in sorted(topics)]
+        seen: set[str] = set()
+        for path in self.modules:
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (
+                SyntaxError,
+                ValueError,
+            ):  # a deliberately broken sample: Python's own, nothing for the user to mend
+                continue
+            new = [text for text in dict.fromkeys(docstrings(tree)) if text not in seen]
+            seen.update(new)
+            texts.append("\n\n".join(new))
+        return [Document(text, len(text.encode())) for text in map(clean, texts) if len(text) >= MIN_PYDOC_CHARS]
+
+
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Docstrings of a module and all it defines, in source order. Nothing is imported or run."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # expressions define nothing
+            yield from docstrings(child)
+
+
+class HFCorpus:
+    """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row."""
+
+    total_bytes = None
+
+    def __init__(self, cfg: HFCorpusConfig) -> None:
+        self.datasets = cfg.datasets
+        for dataset in self.datasets:
+            rows = dataset.rows_per_document
+            check(rows > 0, f"corpus.datasets: rows_per_document={rows} of {dataset.path} must be above 0")
+
+    def fingerprint(self) -> str:
+        return sha256_json([[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets])
+
+    def documents(self) -> Iterator[Document]:
+        opened = [stream(dataset) for dataset in self.datasets]  # all first: a mistake in the last one shows now
+        for dataset, rows in zip(self.datasets, opened, strict=True):
+            texts = texts_of(dataset, rows)
+            while part := list(islice(texts, dataset.rows_per_document)):
+                text = clean("\n".join(part))
+                if text:
+                    yield Document(text, len(text.encode()))
+
+
+def stream(dataset: HFDataset) -> Any:
+    """Open a data set for reading row by row, nothing but its text column where that can be told beforehand."""
+    import datasets  # here, because only this source needs it and it takes a second or more
+
+    what = f"data set {dataset.path} is not to be had"
+    hint = "; is the machine online? a local folder works too"
+    with naming(what, LIBRARY_ERRORS), naming(what, (OSError,), hint):
+        name, split, files = dataset.name, dataset.split, dataset.data_files
+        rows = datasets.load_dataset(dataset.path, name, split=split, data_files=files, streaming=True)
+    if rows.column_names is None:
+        return rows
+    check_column(dataset.column, rows.column_names, f"data set {dataset.path}")
+    return rows.select_columns([dataset.column])
+
+
+def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    with naming(f"data set {dataset.path} cannot be read to its end", LIBRARY_ERRORS):
+        for number, row in enumerate(rows, 1):
+            null = row.get(dataset.column, "") is None
+            yield "" if null else text_of(row, dataset.column, f"data set {dataset.path}, row {number}")
+
+
+def local_files(dataset: HFDataset) -> list[Path]:
+    """What a data set on this machine consists of; nothing for one of the Hub."""
+    folder = glob.escape(dataset.path) if Path(dataset.path).is_dir() else ""
+    return matching(str(Path(folder, dataset.data_files or "**"))) if folder or dataset.data_files else []
+
+
+SOURCES: dict[str, tuple[type[CorpusConfig], Callable[[Any], Corpus]]] = {
+    "pydocs": (CorpusConfig, PyDocs),
+    "text": (FilesCorpusConfig, TextFiles),
+    "jsonl": (FilesCorpusConfig, JsonLines),
+    "csv": (FilesCorpusConfig, Csv),
+    "parquet": (FilesCorpusConfig, Parquet),
+    "hf": (HFCorpusConfig, HFCorpus),
+}

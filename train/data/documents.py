@@ -1,0 +1,152 @@
+"""What the sources of text have in common: documents, files found and opened, errors that name the place."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import io
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from train.config import FilesCorpusConfig, InputError, check
+from train.storage import local_path
+
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or not there
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str  # stripped, not empty, lines end in \n
+    source_bytes: int  # input consumed since the document before, for progress
+
+
+def clean(text: str) -> str:
+    return (re.sub(r"\r\n?", "\n", text) if "\r" in text else text).strip()
+
+
+@contextmanager
+def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> Iterator[None]:
+    """Turn a library's error into one line that names what was read."""
+    try:
+        yield
+    except InputError:
+        raise
+    except errors as error:
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{what}: {lines[0]}{hint}") from error
+
+
+def check_column(column: str, columns: Iterable[str], place: str) -> None:
+    if column not in columns:
+        raise InputError(f"{place}: no column={column}; the columns are: {', '.join(columns) or '(none)'}")
+
+
+def text_of(row: dict[str, Any], column: str, place: str) -> str:
+    check_column(column, row, place)
+    value = row[column]
+    if not isinstance(value, str):
+        raise InputError(f"{place}: column {column} holds {str(value)[:40]} ({type(value).__name__}), not a string")
+    return value
+
+
+def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
+    """Files below a folder that are not hidden, sorted; folders named in `skipped` left out."""
+
+    def stop(error: OSError) -> NoReturn:  # os.walk leaves out what it cannot read
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    found: list[Path] = []
+    for parent, folders, files in os.walk(folder, onerror=stop, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__")) and name not in skipped]
+        found += [Path(parent, name) for name in files if not name.startswith(".")]
+    return sorted(found)
+
+
+def matching(pattern: str) -> list[Path]:
+    found = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    return [path for path in found if path.is_file()]
+
+
+def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """A file, the files of a folder with one of the suffixes (.gz may follow), or what a glob matches."""
+    path = local_path(location).expanduser()
+    hint = ""
+    with naming(f"corpus.path={location} cannot be read", (OSError,)):
+        if path.is_dir():
+            found = [item for item in walk(path) if item.name.lower().removesuffix(".gz").endswith(suffixes)]
+            hint = f" that ends in {', '.join(suffixes)} or one of these and .gz"
+        elif path.is_file():
+            found = [path]
+        else:
+            found = matching(str(path))
+    check(bool(found), f"corpus.path={location} matches no file{hint}; give a file, a folder or a glob")
+    return found
+
+
+def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time (ns) of each file; names start at the common folder, so that a moved corpus is the same."""
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    rows = []
+    for path in paths:
+        check(path.is_file(), f"{path} is not a regular file, or a link to nowhere; remove it")
+        check(os.access(path, os.R_OK), f"{path} cannot be read: permission denied")
+        rows.append((path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns))
+    return rows
+
+
+@contextmanager
+def opened(path: Path, cfg: FilesCorpusConfig) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
+    """Lines of a text file, gzipped or not, ending in \\n, and a function that gives the bytes of it read so far.
+
+    Reading goes ahead by some KB; of a .gz, compressed bytes count.
+    """
+    # utf-8-sig is utf-8 that drops a byte order mark.
+    encoding = "utf-8-sig" if codecs.lookup(cfg.encoding).name == "utf-8" else cfg.encoding
+    with naming(f"{path} cannot be read", (OSError, EOFError, zlib.error, UnicodeError)):
+        try:
+            with (
+                path.open("rb") as raw,
+                io.TextIOWrapper(unpacked(raw, path), encoding=encoding, errors=cfg.errors) as text,
+            ):
+                yield lines_of(text, path), raw.tell
+        except UnicodeDecodeError as error:
+            raise InputError(undecodable(path, cfg.encoding)) from error
+
+
+def unpacked(raw: IO[bytes], path: Path) -> Any:
+    return gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
+
+
+def lines_of(text: Iterable[str], path: Path) -> Iterator[str]:
+    for number, line in enumerate(text, 1):
+        if "\0" in line:
+            hint = "a binary file, or corpus.encoding is another (utf-16?)"
+            raise InputError(f"{path}:{number}: a NUL character, which no text has: {hint}")
+        yield line
+
+
+def undecodable(path: Path, encoding: str) -> str:
+    """Say which byte of a file does not decode. A second look, because line readers know chunks, not places."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    before = 0
+    with path.open("rb") as raw:
+        stream = unpacked(raw, path)
+        while True:
+            chunk = stream.read(io.DEFAULT_BUFFER_SIZE)
+            waiting = len(decoder.getstate()[0])  # the start of a character that the last chunk cut
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                place = f"byte {error.object[error.start]:#04x} at offset {before - waiting + error.start}"
+                right = "corpus.encoding=latin-1 (or what it is) or corpus.errors=replace"
+                return f"{path}: {place} is not {encoding}; set {right}"
+            if not chunk:
+                return f"{path} changed while it was read; start again"
+            before += len(chunk)

@@ -1,0 +1,102 @@
+"""Documents' tokens to sequences of one length, with nothing padded and nothing lost but the last partial sequence.
+
+A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of the running text. Where a document ends inside a sequence, B
+begins with the next document (further document ends keep their own [SEP]); otherwise A and B follow each other in one
+document and are cut at a word start, so that a sentence-order objective can swap them. The full-sentences packing of
+RoBERTa (https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
+
+Shapes: R sequences, S tokens of a sequence, N = S - 3 tokens of text in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from train.data.random_bits import hash_uniform
+
+
+@dataclass
+class Rows:
+    """Packed sequences: tokens [R, S] of the shards' dtype, pivot [R] uint16, same_document [R] uint8."""
+
+    tokens: np.ndarray
+    pivot: np.ndarray  # place of B's first token
+    same_document: np.ndarray  # 1 where A and B are of one document, so that their order means something
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def concatenate(parts: list[Rows]) -> Rows:
+        names = ("tokens", "pivot", "same_document")
+        return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(self.tokens[rows], self.pivot[rows], self.same_document[rows])
+
+
+@dataclass
+class Packer:
+    """Turns a stream of documents into sequences; the result does not depend on how the stream is cut into calls."""
+
+    seq_len: int
+    cls_id: int
+    sep_id: int
+    word_start: np.ndarray  # [vocab] bool
+    seed: int
+    dtype: np.dtype
+    num_rows: int = 0  # sequences given out so far
+    stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # tokens not yet in a sequence
+
+    def add(self, documents: list[list[int]]) -> Rows:
+        """Append documents (token ids without special ones) and give the sequences that are full now."""
+        parts = [self.stream]
+        for ids in documents:
+            parts.append(np.asarray([*ids, self.sep_id], np.int64))
+        stream = np.concatenate(parts)
+        starts, cuts, at_end, used = self._cut(stream)
+        self.stream = stream[used:]
+        return self._assemble(stream, starts, cuts, at_end)
+
+    def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Where each sequence starts, its document end nearest the middle (-1: none), and what is used up."""
+        length = self.seq_len - 3
+        ends = np.flatnonzero(stream == self.sep_id).tolist()
+        starts, cuts = [], []
+        position = 0
+        while position + length + 1 <= len(stream):
+            first = bisect_left(ends, position)
+            if first < len(ends) and ends[first] == position:  # the document ended with the last sequence
+                position += 1
+                continue
+            middle = position + length // 2
+            after = bisect_left(ends, middle)
+            near = [end for end in ends[max(first, after - 1) : after + 1] if end < position + length]
+            cut = min(near, key=lambda end: abs(end - middle), default=-1)
+            starts.append(position)
+            cuts.append(cut - position if near else -1)
+            position += length + bool(near)
+        cuts_array = np.array(cuts, np.int64)
+        return np.array(starts, np.int64), cuts_array, cuts_array >= 0, position
+
+    def _assemble(self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray) -> Rows:
+        num_rows, length = len(starts), self.seq_len - 3
+        place = np.arange(length + 1)  # of a text token or the middle [SEP]
+        if num_rows:
+            text = stream[np.minimum(starts[:, None] + place, len(stream) - 1)]
+            rows = self.num_rows + np.arange(num_rows)
+            drawn = 1 + (hash_uniform(self.seed, rows[:, None], 0)[:, 0] * (length - 1)).astype(np.int64)
+            is_start = self.word_start[text] & (place >= drawn[:, None]) & (place < length)
+            drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
+            cuts = np.where(at_end, cuts, drawn)
+        # Without a document end the middle [SEP] is put in, and what follows moves by one.
+        moved = (place > cuts[:, None]) & ~at_end[:, None]
+        body = stream[starts[:, None] + place - moved] if num_rows else np.empty((0, length + 1), np.int64)
+        body[np.arange(num_rows), cuts] = self.sep_id
+        tokens = np.empty((num_rows, self.seq_len), self.dtype)
+        tokens[:, 0], tokens[:, 1:-1], tokens[:, -1] = self.cls_id, body, self.sep_id
+        self.num_rows += num_rows
+        return Rows(tokens, (cuts + 2).astype(np.uint16), (~at_end).astype(np.uint8))

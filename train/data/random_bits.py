@@ -1,0 +1,31 @@
+"""Random numbers that are a pure function of their coordinates, for a whole array at once.
+
+The same (seed, epoch, sequence, place) gives the same number on whichever rank, worker or batch it is drawn, so
+masks and cuts do not depend on how the work is split, and there is no generator state to save.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# SplitMix64's increment and finaliser: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014,
+# https://doi.org/10.1145/2714064.2660195; constants of variant 13 in https://prng.di.unimi.it/splitmix64.c
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix(value: np.ndarray) -> np.ndarray:
+    """uint64 to uint64, each input bit moving each output bit with probability one half."""
+    value = (value ^ (value >> np.uint64(30))) * MULTIPLIER_1
+    value = (value ^ (value >> np.uint64(27))) * MULTIPLIER_2
+    return value ^ (value >> np.uint64(31))
+
+
+def hash_uniform(*coordinates: int | np.ndarray) -> np.ndarray:
+    """Uniform float64 numbers in [0, 1), one for each point of the broadcast coordinates (integers)."""
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+        state = np.zeros((1,), np.uint64)
+        for coordinate in coordinates:
+            state = mix(state + GOLDEN * (np.asarray(coordinate).astype(np.uint64) + np.uint64(1)))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,0 +1,173 @@
+"""Token shards: safetensors files of sequences of one length, and the manifest that makes a data set of them.
+
+A data set is a folder: `manifest.json tokenizer/ train-00000.safetensors ... validation-00000.safetensors`. Each shard
+holds `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
+The manifest is written last, names every shard with rows, bytes and sha256, and carries its own checksum, which is
+the data set's id. Readers open what the manifest names and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from train.config import InputError, check
+from train.data.packing import Rows
+from train.storage import canonical_json, sha256_file, sha256_json, write_atomic
+
+FORMAT = 1  # raised when a reader of today could not read the files of tomorrow
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What the manifest of prepared data says of its tokenizer."""
+
+    sha256: str  # of tokenizer.json
+    vocab_size: int
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    pad_id: int
+    special_ids: list[int]  # never masked, never a random replacement
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    id: str  # sha256 of everything below
+    seq_len: int
+    dtype: str  # of tokens
+    splits: dict[str, list[Shard]]
+    tokenizer: TokenizerInfo
+    counts: dict[str, Any]  # documents, tokens, unigram_entropy (nats per token), ...
+    config: dict[str, Any]  # of the preparation
+
+    def rows(self, split: str) -> int:
+        return sum(shard.rows for shard in self.splits[split])
+
+
+def write_manifest(folder: Path, **content: Any) -> Manifest:
+    """Complete a data set: nothing reads the folder before this file is there."""
+    body = {"format": FORMAT, **{key: plain(value) for key, value in content.items()}}
+    write_atomic(folder / "manifest.json", canonical_json({**body, "id": sha256_json(body)}))
+    return read_manifest(folder)
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return asdict(value) if isinstance(value, Shard | TokenizerInfo) else value
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
+    path = folder / "manifest.json"
+    if not folder.is_dir():
+        raise InputError(f"data.path={folder} does not exist; python -m train.prepare output={folder} writes it")
+    if not path.is_file():
+        raise InputError(f"{folder} holds no manifest.json: its preparation did not finish; run train.prepare again")
+    try:
+        content = json.loads(path.read_bytes())
+        body = {key: value for key, value in content.items() if key != "id"}
+        written, seen = content["id"], sha256_json(body)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} is not a manifest: {error}; prepare the data again") from error
+    check(content.get("format") == FORMAT, f"{path}: format {content.get('format')} is not {FORMAT}; prepare again")
+    check(
+        written == seen,
+        f"{path} was changed after it was written (checksum {seen[:12]}, recorded {written[:12]}); prepare again",
+    )
+    return Manifest(
+        id=written,
+        seq_len=body["seq_len"],
+        dtype=body["dtype"],
+        splits={split: [Shard(**shard) for shard in shards] for split, shards in body["splits"].items()},
+        tokenizer=TokenizerInfo(**body["tokenizer"]),
+        counts=body["counts"],
+        config=body["config"],
+    )
+
+
+def write_shard(folder: Path, split: str, index: int, rows: Rows) -> Shard:
+    """Write one shard under its final name, whole or not at all."""
+    path = folder / f"{split}-{index:05d}.safetensors"
+    tensors = {"tokens": rows.tokens, "pivot": rows.pivot, "same_document": rows.same_document}
+    write_atomic(path, save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}))
+    return Shard(file=path.name, rows=len(rows), bytes=path.stat().st_size, sha256=sha256_file(path))
+
+
+def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
+    """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
+    for shard in (shard for shards in manifest.splits.values() for shard in shards):
+        path = folder / shard.file
+        check(path.is_file(), f"{path} is missing, but the manifest names it; prepare the data again")
+        size = path.stat().st_size
+        check(size == shard.bytes, f"{path} has {size} bytes, the manifest says {shard.bytes}; prepare the data again")
+        if checksums:
+            seen = sha256_file(path)
+            check(
+                seen == shard.sha256,
+                f"{path} is damaged: sha256 {seen[:12]}, the manifest says {shard.sha256[:12]}; prepare the data again",
+            )
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
+    check(
+        sha256_file(tokenizer) == manifest.tokenizer.sha256,
+        f"{tokenizer} is not the tokenizer that made the shards; put the original back or prepare the data again",
+    )
+
+
+class ShardSet:
+    """The sequences of one split, memory-mapped, by their number in the manifest's order."""
+
+    def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
+        shards = manifest.splits[split]
+        self.first_rows = np.cumsum([0, *(shard.rows for shard in shards)])
+        self.maps = [map_tensors(folder / shard.file) for shard in shards]
+        self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    def rows(self, numbers: np.ndarray) -> Rows:
+        """The sequences with these numbers, in their order."""
+        tokens = np.empty((len(numbers), self.seq_len), self.dtype)
+        pivot, same_document = np.empty(len(numbers), np.uint16), np.empty(len(numbers), np.uint8)
+        shard_of = np.searchsorted(self.first_rows, numbers, side="right") - 1
+        for shard in np.unique(shard_of):
+            here = shard_of == shard
+            local = numbers[here] - self.first_rows[shard]
+            tensors = self.maps[shard]
+            tokens[here], pivot[here] = tensors["tokens"][local], tensors["pivot"][local]
+            same_document[here] = tensors["same_document"][local]
+        return Rows(tokens, pivot, same_document)
+
+
+def map_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Memory-map a safetensors file (layout: https://github.com/huggingface/safetensors#format), copying nothing."""
+    names = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_bytes))
+    data = np.memmap(path, np.uint8, "r", offset=8 + header_bytes)
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            tensors[name] = data[first:last].view(names[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
