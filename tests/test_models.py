@@ -1,0 +1,137 @@
+"""The masked-position head is the model's own, exports are plain transformers, FLOPs are counted right."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForMaskedLM
+
+from train.config import InputError, ModelConfig
+from train.models.encoder import build_masked_lm
+from train.models.flops import train_flops_per_sequence
+
+S, P, V = 24, 5, 101
+COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40}
+ARCHITECTURES = {
+    "albert": {"embedding_size": 16, "intermediate_size": 64},
+    "bert": {"intermediate_size": 64},
+    "roberta": {"intermediate_size": 64},
+    "distilbert": {},
+    "electra": {"embedding_size": 16, "intermediate_size": 64},
+}
+
+
+def build(architecture, **changes):
+    torch.manual_seed(0)
+    cfg = ModelConfig(**{"architecture": architecture, **COMMON, **ARCHITECTURES[architecture], **changes})
+    return build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S).eval()
+
+
+def batch(rows=3):
+    torch.manual_seed(1)
+    ids = torch.randint(5, V, (rows, S))
+    segments = (torch.arange(S) > 10).long().expand(rows, S)
+    positions = torch.rand(rows, S).argsort(1)[:, :P].sort(1).values
+    return ids, segments, positions
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_transformers_at_the_positions_asked_for(architecture, tmp_path):
+    model = build(architecture)
+    ids, segments, positions = batch()
+    found = model(ids, segments, positions)
+    model.export(tmp_path)
+    plain = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    inputs = {"token_type_ids": segments} if model.has_segments else {}
+    whole = plain(input_ids=ids, **inputs).logits
+    assert found.shape == (3, P, V)
+    wanted = whole.gather(1, positions[..., None].expand(-1, -1, V))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # the same sums in another order
+
+
+def test_only_the_asked_positions_reach_the_head():
+    model = build("albert")
+    seen = []
+    model.network.predictions.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape))
+    model(*batch())
+    assert seen == [(3, P, 32)]
+
+
+def test_the_decoder_is_the_embedding():
+    model = build("albert")
+    embedding = model.network.albert.embeddings.word_embeddings.weight
+    assert model.network.predictions.decoder.weight is embedding
+
+
+def test_the_activation_is_the_fused_kernel_of_the_same_function():
+    model = build("albert")
+    assert model.network.config.hidden_act == "gelu_pytorch_tanh"
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-6, 6, 1000)
+    torch.testing.assert_close(ACT2FN["gelu_pytorch_tanh"](x), ACT2FN["gelu_new"](x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["albert", "bert", "roberta"])
+def test_flops_are_those_that_torch_counts(architecture):
+    model = build(architecture, hidden_size=64, num_heads=2)
+    # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.
+    model.network.set_attn_implementation("eager")
+    counter = FlopCounterMode(display=False)
+    ids, segments, positions = batch(1)
+    with counter:
+        model(ids, segments, positions).sum().backward()
+    formula = train_flops_per_sequence(model.network.config, seq_len=S, predictions=P)
+    # The embedding needs no gradient for its input, nor does what follows it: the count is a little below 3 x forward.
+    assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
+
+
+def test_flops_of_albert_base_are_the_published_figure():
+    from transformers import AlbertConfig
+
+    config = AlbertConfig(
+        vocab_size=30000, hidden_size=768, num_attention_heads=12, num_hidden_layers=12, intermediate_size=3072
+    )
+    per_token = train_flops_per_sequence(config, seq_len=512, predictions=77) / 512
+    assert per_token == pytest.approx(570.4e6, rel=1e-3)
+
+
+def test_flops_of_an_unknown_architecture_are_unknown():
+    assert train_flops_per_sequence(build("distilbert").network.config, seq_len=S, predictions=P) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_positions": 16}, "seq_len=24 is longer than the model's 16 positions"),
+        ({"vocab_size": 50}, "model.vocab_size=50 is smaller than the tokenizer's 101"),
+        ({"architecture": "bert", "embedding_size": 16}, "model.embedding_size=16: bert has no such size"),
+        ({"architecture": "albrt"}, "model.architecture=albrt is not a model_type"),
+        ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder is not to be had"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(changes, says):
+    with pytest.raises(InputError, match=says.replace("(", r"\(")):
+        cfg = ModelConfig(**{"architecture": "albert", **COMMON, **ARCHITECTURES["albert"], **changes})
+        build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S)
+
+
+def test_roberta_positions_begin_behind_the_padding():
+    with pytest.raises(InputError, match="39 positions"):
+        build_masked_lm(
+            ModelConfig(**{"architecture": "roberta", **COMMON, **ARCHITECTURES["roberta"]}),
+            vocab_size=V,
+            pad_id=0,
+            seq_len=40,
+        )
+
+
+def test_a_checkpoint_of_transformers_goes_on_being_trained(tmp_path):
+    model = build("bert")
+    model.export(tmp_path)
+    again = build_masked_lm(ModelConfig(pretrained=str(tmp_path)), vocab_size=V, pad_id=0, seq_len=S).eval()
+    torch.testing.assert_close(again(*batch()), model(*batch()))
+    with pytest.raises(InputError, match="model.hidden_size=64, but"):
+        build_masked_lm(ModelConfig(pretrained=str(tmp_path), hidden_size=64), vocab_size=V, pad_id=0, seq_len=S)
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == V

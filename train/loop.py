@@ -1,0 +1,168 @@
+"""The training loop. It has three doors, task, backend and engine, and never asks their names."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+
+from train import checkpoint
+from train.backend import Backend, open_backend
+from train.config import InputError, Plan, TrainConfig, launched_world_size, make_plan
+from train.data.batches import Batch, grouped, loader
+from train.data.order import EvalOrder, TrainOrder
+from train.metrics import Recorder
+from train.optim import build_optimizer, learning_rate, set_learning_rate
+from train.parallel import Engine, build_engine
+from train.preempt import StopRequest
+from train.run_folder import RunFolder, identity_of, set_up_logging
+from train.tasks import Task, build_task
+
+logger = logging.getLogger("train")
+
+
+def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
+    """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
+
+    Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or the name
+    of the signal that asked for it) and the step.
+    """
+    task = build_task(cfg)
+    plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
+    folder = RunFolder(cfg.run_dir)
+    identity = identity_of(cfg, plan, task.data_id)
+    folder.claim(identity)
+    set_up_logging(folder.log)
+    backend = open_backend(cfg.backend)
+    if cfg.data.verify:
+        verify(task, backend)
+    ended = fit(cfg, plan, task, backend, folder, identity, stop)  # its objects must be gone when the backend closes
+    backend.close()
+    return ended
+
+
+def fit(
+    cfg: TrainConfig,
+    plan: Plan,
+    task: Task,
+    backend: Backend,
+    folder: RunFolder,
+    identity: dict[str, object],
+    stop: StopRequest,
+) -> tuple[str, int]:
+    torch.manual_seed(cfg.seed)  # the same weights on every rank
+    model = task.build_model()
+    engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation)
+    optimizer = build_optimizer(cfg.optim, model)
+    backend.seed(cfg.seed)  # other dropout on every rank
+    progress = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
+    if backend.rank == 0:
+        folder.describe(cfg, identity, facts(plan, task, backend, engine))
+    batches = train_batches(cfg, plan, task, backend, first_step=progress.step)
+    flops = task.flops_per_example(model)
+    reason, stopping = "done", False
+
+    with Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step) as recorder:
+        while progress.step < plan.total_steps and not is_over(cfg, progress):
+            recorder.begin_step()
+            micro_batches = next(batches)
+            recorder.data_ready()
+            labels = sum(batch["count"] for batch in micro_batches)
+            count, num_stops = backend.sum([labels, stop.reason is not None])
+            stopping = num_stops > 0
+            lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
+            set_learning_rate(optimizer, lr)
+            loss_sum = engine.forward_backward(micro_batches, task.loss, count)
+            grad_norm = backend.step(optimizer, engine.parameters, cfg.optim.max_grad_norm)
+            progress.step += 1
+            recorder.end_step(progress.step, lr=lr, loss_sum=loss_sum, count=count, grad_norm=grad_norm)
+
+            if due(progress.step, cfg.eval_every, plan.total_steps) and not stopping:
+                began_s = time.perf_counter()
+                metrics = evaluate(cfg, plan, task, backend, engine)
+                recorder.evaluation(progress.step, metrics, time.perf_counter() - began_s)
+                progress.saw(metrics["loss"], min_delta=cfg.early_stop.min_delta)
+            if stopping or is_over(cfg, progress) or due(progress.step, cfg.checkpoint.every, plan.total_steps):
+                saved = checkpoint.save(
+                    folder.checkpoints, progress, model, optimizer, backend, identity=identity, keep=cfg.checkpoint.keep
+                )
+                recorder.checkpoint(progress.step, saved)
+            if stopping:
+                reason = stop.reason or "another rank was asked to stop"
+                break
+        if not stopping and is_over(cfg, progress):
+            reason = "early_stop"
+        recorder.summary(progress.step, reason, task.facts)
+    if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
+        task.export(model, folder.export)
+    return reason, progress.step
+
+
+def verify(task: Task, backend: Backend) -> None:
+    """Compare the data with its checksums, once per node; what one finds, all ranks end with."""
+    error: InputError | None = None
+    if backend.local_rank == 0:
+        try:
+            task.verify_data()
+        except InputError as found:
+            error = found
+    if backend.sum([error is not None])[0]:
+        raise error or InputError("another rank found its data damaged")
+
+
+def is_over(cfg: TrainConfig, progress: checkpoint.Progress) -> bool:
+    return cfg.early_stop.patience is not None and progress.evals_since_best >= cfg.early_stop.patience
+
+
+def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, float]:
+    """Metrics over the validation data, each example once whatever the number of ranks."""
+    order = EvalOrder(task.eval_rows, plan.micro_batch_size, backend.rank, backend.world_size)
+    batches = loader(task.eval_data(), order, num_workers=0, prefetch=cfg.data.prefetch, pin_memory=False)
+    sums: list[float] = []
+    engine.model.eval()
+    with torch.no_grad(), backend.autocast():
+        for batch in backend.feed(batches):
+            # Added up on the host in double precision: float32 on the device would lose counts past 2**24.
+            found = task.eval_sums(engine.model, batch["inputs"]).tolist()
+            sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+    engine.model.train()
+    return task.eval_metrics(backend.sum(sums))
+
+
+def facts(plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, object]:
+    """For environment.json: what the configuration came to here."""
+    return {
+        "plan": asdict(plan),
+        "parameters": sum(parameter.numel() for parameter in engine.parameters),
+        "device": backend.device_name,
+        "precision": backend.precision,
+        "backend": backend.name,
+        "world_size": backend.world_size,
+        "threads": torch.get_num_threads(),
+        **task.facts,
+    }
+
+
+def due(step: int, every: int | None, total: int) -> bool:
+    return step == total or (every is not None and step % every == 0)
+
+
+def train_batches(
+    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, *, first_step: int
+) -> Iterator[list[Batch]]:
+    """The micro batches of each step of this rank, from a step on, endlessly."""
+    order = TrainOrder(
+        rows=task.train_rows,
+        seed=cfg.seed,
+        global_batch_size=plan.global_batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        rank=backend.rank,
+        world_size=backend.world_size,
+        first_step=first_step,
+    )
+    data, on_gpu = task.train_data(), backend.device.type == "cuda"
+    batches = loader(data, order, num_workers=cfg.data.num_workers, prefetch=cfg.data.prefetch, pin_memory=on_gpu)
+    return grouped(backend.feed(batches), plan.accumulation)

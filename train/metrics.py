@@ -1,0 +1,211 @@
+"""What a run says of itself: metrics.jsonl, TensorBoard, one line and a progress bar on the console.
+
+Numbers that live on the device are read back only every `log_every` steps, so that measuring does not stop the device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tqdm import tqdm
+
+from train.config import InstanceConfig, Plan, TrainConfig
+from train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from train.backend import Backend
+
+logger = logging.getLogger("train")
+
+
+@dataclass
+class Window:
+    """What has gathered since the last line."""
+
+    steps: int = 0
+    loss_sum: Tensor | float = 0.0  # this rank's, on the device
+    count: float = 0.0  # labels of all ranks
+    wait_s: float = 0.0  # this rank's, for data
+    busy_s: float = 0.0  # in steps, data included; evaluation and saving left out
+
+
+@dataclass
+class Recorder:
+    """Writes on rank 0, measures on all; used as a context."""
+
+    cfg: TrainConfig
+    plan: Plan
+    folder: RunFolder
+    backend: Backend
+    seq_len: int
+    flops_per_example: float | None
+    start_step: int
+    window: Window = field(default_factory=Window)
+    train_s: float = 0.0
+    steps_done: int = 0
+    last_loss: float = math.nan
+
+    def __enter__(self) -> Recorder:
+        self.file: TextIO | None = None
+        self.board: Any = None
+        if self.backend.rank == 0:
+            mend_last_line(self.folder)
+            self.file = self.folder.metrics.open("a", buffering=1)  # a whole line at a time
+            if self.cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(str(self.folder.tensorboard), purge_step=self.start_step + 1)
+        self.bar = tqdm(
+            total=self.plan.total_steps,
+            initial=self.start_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if self.backend.rank == 0 else True,  # None: off unless a terminal watches
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        if self.file is not None:
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+    def begin_step(self) -> None:
+        self.began_s = time.perf_counter()
+
+    def data_ready(self) -> None:
+        self.window.wait_s += time.perf_counter() - self.began_s
+
+    def end_step(self, step: int, *, lr: float, loss_sum: Tensor, count: float, grad_norm: Tensor) -> None:
+        """Take note of a step; every `log_every` of them, and after the last, read the device and write a line.
+
+        Raises:
+            FloatingPointError: the loss is no longer a number; on all ranks alike.
+        """
+        window = self.window
+        window.steps += 1
+        window.loss_sum = window.loss_sum + loss_sum
+        window.count += count
+        is_due = step % self.cfg.log_every == 0 or step == self.plan.total_steps
+        if is_due:
+            local = [float(window.loss_sum), window.wait_s / self.backend.world_size]  # waits for the device
+            norm = float(grad_norm)
+            loss_sum_all, wait_s = self.backend.sum(local)
+        self.bar.update()
+        now_s = time.perf_counter()
+        window.busy_s += now_s - self.began_s
+        if is_due:
+            self.train_s += window.busy_s
+            self.steps_done += window.steps
+            self.last_loss = loss_sum_all / max(window.count, 1.0)
+            self._write_train(step, lr, norm, wait_s)
+            self.window = Window()
+            if not math.isfinite(self.last_loss):
+                raise FloatingPointError(f"the loss is {self.last_loss} at step {step}; lower optim.lr or use fp32")
+
+    def _write_train(self, step: int, lr: float, grad_norm: float, wait_s: float) -> None:
+        window, batch = self.window, self.plan.global_batch_size
+        examples_per_s = window.steps * batch / window.busy_s
+        line = {
+            "step": step,
+            "loss": self.last_loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens_per_s": examples_per_s * self.seq_len,
+            "data_wait_s": wait_s,
+            "step_s": window.busy_s / window.steps,
+            "examples": step * batch,
+            "epoch": step / self.plan.steps_per_epoch,
+        }
+        mfu = self.mfu(examples_per_s)
+        if mfu is not None:
+            line["mfu"] = mfu
+        self.write("train", line)
+        width = len(str(self.plan.total_steps))
+        utilisation = "" if mfu is None else f"  mfu {mfu:5.1%}"
+        logger.info(
+            f"step {step:{width}}/{self.plan.total_steps}  loss {self.last_loss:7.4f}  lr {lr:.2e}  "
+            f"grad {grad_norm:6.3f}  {line['tokens_per_s']:9,.0f} tokens/s{utilisation}  "
+            f"data wait {wait_s / window.busy_s:4.0%}"
+        )
+
+    def mfu(self, examples_per_s: float) -> float | None:
+        """Share of the devices' peak that the model's own arithmetic uses; None where either is unknown."""
+        peak = peak_flops_per_s(self.cfg.instance, self.backend.precision)
+        if peak is None or self.flops_per_example is None:
+            return None
+        return examples_per_s * self.flops_per_example / (peak * self.backend.world_size)
+
+    def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
+        self.write("eval", {"step": step, "examples": step * self.plan.global_batch_size, **metrics, "eval_s": eval_s})
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        logger.info(f"step {step:{len(str(self.plan.total_steps))}} evaluation  {shown}  ({eval_s:.1f} s)")
+
+    def checkpoint(self, step: int, sizes: dict[str, float]) -> None:
+        self.write("checkpoint", {"step": step, **sizes})
+
+    def summary(self, step: int, reason: str, facts: dict[str, float]) -> None:
+        """The last line of this life of the run. Unknown figures are null."""
+        examples = self.steps_done * self.plan.global_batch_size
+        tokens = examples * self.seq_len
+        self.write(
+            "summary",
+            {
+                "step": step,
+                "steps_total": self.plan.total_steps,
+                "reason": reason,
+                "train_s": self.train_s,
+                "tokens": tokens,
+                "tokens_per_s": tokens / self.train_s if self.train_s else None,
+                "mfu": self.mfu(examples / self.train_s) if self.train_s else None,
+                "cost_usd": self.cost_usd(),
+                "world_size": self.backend.world_size,
+                "backend": self.backend.name,
+                "device": self.backend.device_name,
+                "precision": self.backend.precision,
+                **facts,
+            },
+        )
+
+    def cost_usd(self) -> float | None:
+        """Training time at the instance's price; None where the price is unknown."""
+        price = self.cfg.instance.usd_per_hour
+        machines = math.ceil(self.backend.world_size / self.backend.local_world_size)
+        return None if price is None else price * machines * self.train_s / 3600
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, and its numbers to TensorBoard. Other ranks than 0 write nothing."""
+        if self.file is not None:
+            known = {key: value if finite(value) else None for key, value in values.items()}
+            self.file.write(json.dumps({"kind": kind, "time_unix_s": round(time.time(), 3), **known}) + "\n")
+        if self.board is not None and kind in ("train", "eval"):
+            for name, value in values.items():
+                if name not in ("step", "examples", "epoch"):
+                    self.board.add_scalar(f"{kind}/{name}", value, values["step"])
+
+
+def finite(value: Any) -> bool:
+    """JSON has no NaN."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def peak_flops_per_s(instance: InstanceConfig, precision: str) -> float | None:
+    tflops = instance.device_tflops_bf16 if precision == "bf16" else instance.device_tflops_fp32
+    return None if tflops is None else tflops * 1e12
+
+
+def mend_last_line(folder: RunFolder) -> None:
+    """Cut off a line that a killed process left half written, so that the next one starts a line of its own."""
+    if folder.metrics.is_file():
+        content = folder.metrics.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with folder.metrics.open("rb+") as file:
+                file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,1 @@
+"""Hugging Face encoders behind one small door."""

@@ -1,0 +1,106 @@
+"""Optimizers, which parameters decay, and learning rates as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from train.config import OptimConfig, Plan
+
+
+def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
+    """Rate of the optimizer step number `step`, counted from 0.
+
+    Warm-up is linear and reaches the peak at its last step; its first rate is peak / warmup, never 0, which would
+    waste a step and cost one more compilation on XLA. Then the schedule falls to `final_lr_fraction` of the peak
+    one step after the last.
+    """
+    if step < plan.warmup_steps:
+        return plan.lr * (step + 1) / plan.warmup_steps
+    left = (plan.total_steps - step) / max(1, plan.total_steps - plan.warmup_steps)  # 1 after the warm-up, to 0
+    left = min(1.0, max(0.0, left))
+    shape = {
+        "constant": 1.0,
+        "linear": left,
+        "polynomial": left**cfg.power,
+        "cosine": 0.5 - 0.5 * math.cos(math.pi * left),
+    }[cfg.schedule]
+    return plan.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * shape)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def build_optimizer(cfg: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer over the model's parameters, in two groups: decayed, and biases and normalisation weights not."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in model.parameters():  # a tied parameter comes once
+        if parameter.requires_grad:
+            (decayed if parameter.ndim >= 2 else plain).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": cfg.weight_decay, "trust_ratio": True},
+        {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
+    ]
+    settings: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
+    if cfg.name == "lamb":
+        return Lamb(groups, **settings)
+    for group in groups:
+        del group["trust_ratio"]
+    return torch.optim.AdamW(groups, fused=True, **settings)
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB as in Google's ALBERT code: no bias correction, no trust ratio where the group says so.
+
+    update = m / (sqrt(v) + eps) + weight_decay * w;  w <- w - lr * |w| / |update| * update, the ratio being 1 where
+    either norm is 0. https://arxiv.org/abs/1904.00962 algorithm 2, without its bias correction, as
+    https://github.com/google-research/albert lamb_optimizer.py does.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust_ratio": True}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("Lamb takes no closure")
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not params:
+                continue
+            grads = [parameter.grad for parameter in params]
+            means, squares = [], []
+            for parameter in params:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                means.append(state["exp_avg"])
+                squares.append(state["exp_avg_sq"])
+            beta1, beta2 = group["betas"]
+            torch._foreach_lerp_(means, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            updates = torch._foreach_sqrt(squares)
+            torch._foreach_add_(updates, group["eps"])
+            updates = torch._foreach_div(means, updates)
+            if group["weight_decay"]:
+                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            if group["trust_ratio"]:
+                weight_norms, update_norms = torch._foreach_norm(params), torch._foreach_norm(updates)
+                ratios = [
+                    torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
+                    for w, u in zip(weight_norms, update_norms, strict=True)
+                ]
+                torch._foreach_mul_(updates, ratios)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])

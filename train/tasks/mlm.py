@@ -1,0 +1,115 @@
+"""Masked language modelling on prepared shards.
+
+Shapes: B sequences, S tokens, P places to predict, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from train.config import InputError, MLMConfig, TrainConfig, check
+from train.data.batches import MaskedRows
+from train.data.masking import IGNORE_INDEX, Masker
+from train.data.shards import ShardSet, check_files, read_manifest
+from train.data.tokenizer import word_starts
+from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
+from train.models.flops import train_flops_per_sequence
+from train.storage import local_path
+
+
+def build(cfg: TrainConfig) -> MaskedLMTask:
+    return MaskedLMTask(cfg)
+
+
+class MaskedLMTask:
+    """See `train.tasks.Task`."""
+
+    def __init__(self, cfg: TrainConfig) -> None:
+        assert isinstance(cfg.task, MLMConfig)
+        self.model_config = cfg.model
+        self.folder = local_path(cfg.data.path)
+        self.manifest = read_manifest(self.folder)
+        check_files(self.folder, self.manifest, checksums=False)
+        self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
+        check(
+            cfg.seq_len in (None, self.seq_len),
+            f"seq_len={cfg.seq_len}, but {self.folder} was prepared with {self.seq_len}; leave it out or prepare again",
+        )
+        self.predictions = cfg.task.max_predictions or max(1, round(self.seq_len * cfg.task.mask_rate))
+        check(
+            self.predictions <= self.seq_len - 3,
+            f"task.max_predictions={self.predictions} leaves nothing of a sequence of {self.seq_len} tokens to read",
+        )
+        info = self.manifest.tokenizer
+        check_fits(
+            model_config(cfg.model, vocab_size=info.vocab_size, pad_id=info.pad_id),
+            vocab_size=info.vocab_size,
+            seq_len=self.seq_len,
+        )
+        self.masker = Masker(
+            seed=cfg.seed,
+            mask_rate=cfg.task.mask_rate,
+            max_predictions=self.predictions,
+            max_ngram=cfg.task.max_ngram,
+            mask_id=info.mask_id,
+            special_ids=tuple(info.special_ids),
+            vocab_size=info.vocab_size,
+            word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
+        )
+        self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
+        if cfg.eval_examples is not None:
+            self.eval_rows = min(self.eval_rows, cfg.eval_examples)
+        self.facts = {"unigram_entropy": self.manifest.counts["unigram_entropy"]}
+
+    def verify_data(self) -> None:
+        """Compare every shard with its checksum; InputError names the one that is damaged."""
+        check_files(self.folder, self.manifest, checksums=True)
+
+    def build_model(self) -> MaskedLM:
+        info = self.manifest.tokenizer
+        return build_masked_lm(self.model_config, vocab_size=info.vocab_size, pad_id=info.pad_id, seq_len=self.seq_len)
+
+    def train_data(self) -> MaskedRows:
+        return MaskedRows(ShardSet(self.folder, self.manifest, "train"), self.masker, is_training=True)
+
+    def eval_data(self) -> MaskedRows:
+        return MaskedRows(ShardSet(self.folder, self.manifest, "validation"), self.masker, is_training=False)
+
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        logits, labels = self._logits(model, inputs)
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def eval_sums(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Loss sum, right predictions, predictions."""
+        logits, labels = self._logits(model, inputs)
+        loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return torch.stack([loss_sum, (logits.argmax(-1) == labels).sum(), (labels != IGNORE_INDEX).sum()]).float()
+
+    def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Logits [B * P, V] in float32 and labels [B * P]."""
+        logits = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
+        return logits.flatten(0, 1).float(), inputs["labels"].flatten()
+
+    def eval_metrics(self, sums: Sequence[float]) -> dict[str, float]:
+        loss_sum, right, count = sums
+        if count == 0:
+            raise InputError("the validation sequences hold nothing to predict; raise task.mask_rate")
+        loss = loss_sum / count
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": right / count}
+
+    def flops_per_example(self, model: nn.Module) -> float | None:
+        assert isinstance(model, MaskedLM)
+        return train_flops_per_sequence(model.network.config, seq_len=self.seq_len, predictions=self.predictions)
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """The model and its tokenizer, for AutoModelForMaskedLM.from_pretrained(folder)."""
+        assert isinstance(model, MaskedLM)
+        model.export(folder)
+        shutil.copytree(self.folder / "tokenizer", folder, dirs_exist_ok=True)
