@@ -1,0 +1,357 @@
+"""The report: what it says of a run folder, what it refuses, and that it stays one harmless file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train import report, report_figures
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+BATCH, SEQ_LEN, STEP_S = 32, 64, 0.5
+TOKENS_PER_STEP = BATCH * SEQ_LEN
+CONFIG = {
+    "run_dir": "runs/a",
+    "seed": 0,
+    "global_batch_size": BATCH,
+    "seq_len": None,
+    "max_steps": 40,
+    "task": {"kind": "mlm"},
+    "model": {"architecture": "albert", "num_layers": 2, "hidden_size": 64},
+    "optim": {"name": "adamw", "lr": 0.001},
+    "backend": {"name": "auto", "precision": "auto"},
+    "instance": {"name": "local", "usd_per_hour": None, "source": "https://example.com/prices"},
+}
+ENVIRONMENT = {
+    "parameters": 123456,
+    "world_size": 2,
+    "backend": "ddp",
+    "precision": "fp32",
+    "versions": {"torch": "2.9"},
+}
+
+
+def train_line(step: int, **more: Any) -> dict[str, Any]:
+    line = {
+        "kind": "train",
+        "step": step,
+        "loss": 9 - step / 10,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "examples": step * BATCH,
+    }
+    return {**line, "tokens_per_s": TOKENS_PER_STEP / STEP_S, "data_wait_s": 0.5, "step_s": STEP_S, **more}
+
+
+def eval_line(step: int, **more: Any) -> dict[str, Any]:
+    loss = 9 - step / 10
+    metrics = {"loss": loss, "perplexity": 2**loss, "masked_accuracy": step / 100, "eval_s": 1.0}
+    return {"kind": "eval", "step": step, "time_unix_s": 1.8e9, "examples": step * BATCH, **metrics, **more}
+
+
+def summary_line(step: int, steps: int, **more: Any) -> dict[str, Any]:
+    """The end of a life of some steps."""
+    known = {"train_s": steps * STEP_S, "tokens": steps * TOKENS_PER_STEP, "mfu": None, "cost_usd": None}
+    return {"kind": "summary", "step": step, "steps_total": 40, "world_size": 2, "reason": "done", **known, **more}
+
+
+def whole_run(**summary: Any) -> list[dict[str, Any]]:
+    steps = range(10, 50, 10)
+    lines = [line for step in steps for line in (train_line(step), eval_line(step))]
+    save = {"kind": "checkpoint", "step": 40, "save_s": 1.5, "bytes": 10}
+    return [*lines, save, summary_line(40, 40, unigram_entropy=7.5, **summary)]
+
+
+def write_run(
+    folder: Path, lines: list[dict[str, Any]], *, config: dict[str, Any] | None = None, tail: str = ""
+) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps({**CONFIG, **(config or {})}))  # JSON is YAML
+    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return folder
+
+
+def summarise(folder: Path, lines: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return report.summarise(report.read_run(write_run(folder, lines, **more)))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that the command line says as it refuses."""
+    assert report.main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_one_file_that_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    assert report.main([str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    images = [path for path in (run / "report").iterdir() if path.suffix == ".png"]
+    assert {path.stem for path in images} >= {"loss", "learning_rate", "throughput", "data_wait", "grad_norm"}
+    sources = re.findall(r"""(?:src|href|srcset|data|action)\s*=\s*["']?([^"'\s>]+)""", html)
+    assert len(sources) == len(images)
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"<script|<link|<iframe|@import|url\(", html)
+    assert "https://example.com/prices" in html  # a value of the configuration is shown, not loaded
+    assert {path.suffix for path in (run / "report").iterdir()} == {".png", ".html"}
+    assert str(run / "report" / "report.html") in capsys.readouterr().out
+
+
+def test_the_terminal_table_is_aligned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / name, whole_run()) for name in ("a-rather-long-name", "b")]
+    assert report.main([str(run) for run in runs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[: lines.index("")]
+    column = table[0].index("a-rather-long-name")
+    assert all(line[column - 1] == " " and line[column] != " " for line in table)
+    assert any(line.split() == ["Parameters", "123,456", "123,456"] for line in table)
+
+
+def test_several_runs_are_compared_beside_the_first(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", whole_run())
+    other = {"optim": {"name": "lamb", "lr": 0.001}, "run_dir": "runs/b", "extra": 1}
+    second = write_run(tmp_path / "b", whole_run(), config=other)
+    runs = [report.read_run(first), report.read_run(second)]
+    assert report.config_differences(runs) == [["extra", "-", "1"], ["optim.name", "adamw", "lamb"]]
+    assert report.main([str(first), str(second)]) == 0
+    html = (tmp_path / "report" / "report.html").read_text()
+    differences = html.split("Configuration differences")[1].split("<h2>")[0]
+    assert "optim.name" in differences and "lamb" in differences and "optim.lr" not in differences
+    assert not (first / "report").exists()
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [report.read_run(write_run(tmp_path / name / "run", whole_run())) for name in "ab"]
+    assert report.labels(runs) == [str(Path("a/run")), str(Path("b/run"))]
+
+
+def test_curves_of_different_batches_go_by_sequences(tmp_path: Path) -> None:
+    first = report.read_run(write_run(tmp_path / "a", whole_run()))
+    second = report.read_run(write_run(tmp_path / "b", whole_run(), config={"global_batch_size": 2 * BATCH}))
+    assert (report_figures.x_axis([first]), report_figures.x_axis([first, second])) == ("step", "examples")
+
+
+def test_hostile_names_and_values_are_escaped(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>\"'&$x^{$"
+    config = {"optim": {"name": f"</details><script>{evil}"}, "task": {"kind": evil}}
+    lines = [eval_line(1, **{f"{evil}accuracy": 0.5}), {"kind": "fault", "step": 1, "reason": evil}, *whole_run()]
+    runs = [write_run(tmp_path / name, lines, config=config) for name in (evil, f"_{evil}\x1b[31m")]
+    (runs[0] / "environment.json").write_text(json.dumps({"host": f"{evil}\ud800", evil: evil}))
+    for chosen in (runs[:1], runs):
+        assert report.main([str(run) for run in chosen] + ["--output", str(tmp_path / "out")]) == 0
+        html = (tmp_path / "out" / "report.html").read_text()
+        assert "<script" not in html and "<img src=x" not in html and "\x1b" not in html
+        assert "&lt;img src=x onerror=alert(1)&gt;" in html
+        assert all(re.fullmatch(r"[A-Za-z0-9_]+\.(png|html)", path.name) for path in (tmp_path / "out").iterdir())
+
+
+def test_a_report_on_100000_lines_stays_below_a_megabyte(tmp_path: Path) -> None:
+    lines = [train_line(step, loss=9 - step % 97 / 50, data_wait_s=step % 89 / 999) for step in range(1, 100_001)]
+    run = report.read_run(write_run(tmp_path / "run", lines))
+    html = report.render([run], tmp_path / "out")
+    assert html.stat().st_size < 1_000_000
+
+
+def test_a_long_curve_is_thinned_without_losing_a_spike() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    values = [1.0] * 77_777 + [50.0] + [1.0] * 22_222
+    report_figures.curve(axes, list(range(100_000)), values, band=True, color="#000000")
+    drawn: Any = axes.lines[0].get_xdata()
+    assert 100 <= len(drawn) <= report_figures.MAX_POINTS
+    assert axes.dataLim.y1 == 50.0
+
+
+def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    named: list[str] = []
+    monkeypatch.setattr(Figure, "legend", lambda self, **_: named.extend(self.axes[0].get_legend_handles_labels()[1]))
+    runs = [report.read_run(write_run(tmp_path / name, whole_run())) for name in ("_a", "b")]
+    report_figures.draw(report_figures.PANELS[1], runs, "step")
+    assert [name.strip() for name in named] == ["_a", "b"]
+
+
+def test_the_report_never_imports_torch(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    code = (
+        "import sys; from train.report import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    )
+    root = Path(report.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code, str(run)], cwd=root, check=True, capture_output=True)
+
+
+# ---- what it says --------------------------------------------------------------------------------------------------
+
+
+def test_lines_that_a_resume_redid_are_dropped(tmp_path: Path) -> None:
+    lines = [train_line(10), train_line(20, loss=99.0), eval_line(20, loss=99.0), train_line(30, loss=99.0)]
+    lines += [train_line(20), eval_line(20), train_line(30)]
+    run = report.read_run(write_run(tmp_path / "run", lines))
+    assert [(line["step"], line["loss"]) for line in run.lines["train"]] == [(10, 8.0), (20, 7.0), (30, 6.0)]
+    assert [(line["step"], line["loss"]) for line in run.lines["eval"]] == [(20, 7.0)]
+
+
+def test_totals_are_over_all_lives_even_where_steps_went_backwards(tmp_path: Path) -> None:
+    ends = [summary_line(20, 20, mfu=0.1, cost_usd=1.0, reason="SIGTERM"), summary_line(15, 5, mfu=0.5, cost_usd=2.0)]
+    found = summarise(tmp_path / "run", [train_line(10), train_line(20), ends[0], train_line(15), ends[1]])
+    assert (found["lives"], found["lives_without_summary"], found["steps"]) == (2, 0, 15)
+    assert (found["train_s"], found["tokens"], found["cost_usd"]) == (25 * STEP_S, 25 * TOKENS_PER_STEP, 3.0)
+    assert found["mfu"] == pytest.approx((0.1 * 20 + 0.5 * 5) / 25)
+    assert found["tokens_per_s"] == pytest.approx(TOKENS_PER_STEP / STEP_S)
+
+
+@pytest.mark.parametrize(("saved", "redone"), [(20, True), (30, False)])
+def test_a_killed_life_counts_by_its_train_lines(tmp_path: Path, saved: int, redone: bool) -> None:
+    lines = [train_line(step) for step in (10, 20, 30)]
+    lines.insert(saved // 10, {"kind": "checkpoint", "step": saved, "save_s": 1.0})
+    lines += [train_line(step) for step in ((30, 40) if redone else (40,))]
+    found = summarise(tmp_path / "run", [*lines, summary_line(40, 40 - saved, cost_usd=2.0)])
+    assert (found["lives"], found["lives_without_summary"]) == (2, 1)
+    assert (found["train_s"], found["tokens"]) == ((30 + 40 - saved) * STEP_S, (30 + 40 - saved) * TOKENS_PER_STEP)
+    assert report.facts(found)["Cost"] == "at least $2.00"
+
+
+def test_the_share_of_waiting_is_of_the_time_since_the_line_before(tmp_path: Path) -> None:
+    lines = [train_line(10), train_line(30), {"kind": "checkpoint", "step": 25}, train_line(26)]
+    run = report.read_run(write_run(tmp_path / "run", lines))
+    shares = [report_figures.waiting_share(line) for life in run.lives for line in life if line["kind"] == "train"]
+    assert shares == [0.5 / (10 * STEP_S), 0.5 / (20 * STEP_S), 0.5 / (1 * STEP_S)]
+
+
+def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    assert report.main([str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    assert re.search(r"MFU</th>\s*<td class=\"unknown\">unknown</td>", html)
+    assert re.search(r"Cost</th>\s*<td class=\"unknown\">unknown</td>", html)
+    assert "MFU unknown: no peak FLOP/s is known for the instance local (instance.device_tflops_fp32)" in html
+    assert "Cost unknown: no price is known for the instance local (instance.usd_per_hour)" in html
+    assert "$" not in capsys.readouterr().out
+    assert not (run / "report" / "mfu.png").exists()
+
+
+def test_known_mfu_and_cost_are_shown(tmp_path: Path) -> None:
+    texts = report.facts(summarise(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1234.5)))
+    assert (texts["MFU"], texts["Cost"]) == ("43.2%", "$1,234.50")
+
+
+def test_validation_loss_is_set_against_the_unigram_entropy(tmp_path: Path) -> None:
+    run = report.read_run(write_run(tmp_path / "run", whole_run()))
+    words = " ".join(re.sub(r"<[^>]+>", "", report.render([run], tmp_path / "out").read_text()).split())
+    assert "Validation loss 5.000, unigram entropy of the corpus 7.500, i.e. 2.500 nats better" in words
+
+
+def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path: Path) -> None:
+    lines = [eval_line(10, f1=0.9, odd=3), eval_line(20, f1=0.4, odd=1), eval_line(30, loss=8.5, perplexity=None)]
+    scores = summarise(tmp_path / "run", [train_line(10), *lines])["scores"]
+    assert scores["loss"] == {"best": (7.0, 20), "last": (8.5, 30)}
+    assert scores["perplexity"] == {"best": (2**7.0, 20), "last": (2**7.0, 20)}
+    assert scores["f1"] == {"best": (0.9, 10), "last": (0.4, 20)}
+    assert scores["odd"] == {"last": (1, 20)}  # nobody said which way is better
+    assert set(scores) == {"loss", "perplexity", "masked_accuracy", "f1", "odd"}
+
+
+def test_a_diverged_run_does_not_show_an_earlier_loss_as_its_last(tmp_path: Path) -> None:
+    found = summarise(tmp_path / "run", [train_line(10), train_line(20, loss=None)])
+    assert ["Final training loss", "unknown"] in report.table([found])
+
+
+def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path: Path) -> None:
+    texts = report.facts(summarise(tmp_path / "run", whole_run()))
+    assert (texts["Sequence length (tokens)"], texts["Backend"], texts["Precision"]) == (str(SEQ_LEN), "ddp", "fp32")
+    assert (texts["Training time (h:mm:ss)"], texts["Steps planned"]) == ("0:00:20", "40")
+
+
+# ---- what it refuses -----------------------------------------------------------------------------------------------
+
+
+def test_a_half_written_last_line_is_ignored(tmp_path: Path) -> None:
+    lines = [train_line(10), train_line(20)]
+    run = report.read_run(write_run(tmp_path / "run", lines, tail='{"kind": "train", "step": 30, "lo'))
+    assert [line["step"] for line in run.lines["train"]] == [10, 20]
+
+
+@pytest.mark.parametrize("broken", ['{"kind": "tr', "[1]", '{"step": 1}', '{"kind": "train", "step": null}'])
+def test_a_broken_line_in_the_middle_is_refused_by_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    tail = f"{broken}\n{json.dumps(train_line(20))}\n"
+    run = write_run(tmp_path / "run", [train_line(10)], tail=tail)
+    assert f"{run / 'metrics.jsonl'} line 2 " in refused(capsys, run)
+    assert not (run / "report").exists()
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "no run", "empty", "half a line", "bad config", "unreadable"])
+def test_what_is_no_run_is_refused_and_nothing_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    run, good = tmp_path / "run", write_run(tmp_path / "good", whole_run())
+    if what == "a file":
+        run.touch()
+    elif what == "no run":
+        run.mkdir()
+    elif what != "missing":
+        write_run(run, [] if what in ("empty", "half a line") else whole_run(), tail='{"kin' if "half" in what else "")
+    if what == "bad config":
+        (run / "config.yaml").write_text("a: [1")
+    elif what == "unreadable":
+        (run / "environment.json").unlink()
+        (run / "environment.json").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert str(run) in refused(capsys, good, run)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    (run / "report").mkdir()
+    (run / "report" / "report.html").write_text("old")
+
+    def no_space(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+    assert "No space left" in refused(capsys, run)
+    assert [path.read_text() for path in (run / "report").iterdir()] == ["old"]
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    (tmp_path / "out").write_text("mine")
+    refused(capsys, run, "--output", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_named_with_its_cure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    monkeypatch.setitem(sys.modules, name, None)
+    said = refused(capsys, run)
+    assert name in said and "pip install 'baretrain[report]'" in said

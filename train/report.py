@@ -1,0 +1,199 @@
+"""Turns run folders into one HTML file to read, keep and send: `python -m train.report RUN [RUN ...] [--output DIR]`.
+
+One run: RUN/report/report.html. Several: report/report.html beside the first run, so runs/report for the usual layout.
+No torch here: a laptop that holds nothing but the copied run folders can write the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError, check
+from train.report_figures import MAX_POINTS, PANELS, draw, eval_panels, look, x_axis
+from train.report_run import Line, Run, as_text, labels, number, printable, read_run, summarise, why_unknown
+
+# ---- table ---------------------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+
+
+COUNT = "{:,.0f}".format
+ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("Task", "task", str),
+    ("Model", "model", str),
+    ("Parameters", "parameters", COUNT),
+    ("Instance", "instance", str),
+    ("World size (ranks)", "world_size", COUNT),
+    ("Backend", "backend", str),
+    ("Precision", "precision", str),
+    ("Global batch (sequences)", "global_batch_size", COUNT),
+    ("Sequence length (tokens)", "seq_len", COUNT),
+    ("Steps done", "steps", COUNT),
+    ("Steps planned", "steps_total", COUNT),
+    ("Sequences consumed", "examples", COUNT),
+    ("Tokens processed", "tokens", COUNT),
+    ("Training time (h:mm:ss)", "train_s", duration),
+    ("Tokens/s over the whole run", "tokens_per_s", COUNT),
+    ("MFU", "mfu", "{:.1%}".format),
+    ("Cost", "cost_usd", "${:,.2f}".format),
+    ("Final training loss", "train_loss", "{:,.4f}".format),
+    ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
+    ("Faults", "faults", COUNT),
+    ("Checkpoints saved", "checkpoints", COUNT),
+    ("Time spent saving (s)", "save_s", "{:,.1f}".format),
+    ("Lives (first start and resumes)", "lives", COUNT),
+    ("Last life ended", "reason", str),
+)
+
+
+def facts(summary: dict[str, Any]) -> dict[str, str]:
+    """The summary as label and text, in the order of the table."""
+    result = {}
+    for label, key, form in ROWS:
+        value = summary[key]
+        result[label] = "unknown" if value is None else printable(form(value))
+        if key == "cost_usd" and value is not None and summary["cost_partial"]:
+            result[label] = f"at least {result[label]}"
+        if key == "train_loss":
+            for name, score in summary["scores"].items():
+                for which, (value, step) in score.items():
+                    result[printable(f"Validation {name}, {which}".replace("_", " "))] = (
+                        f"{value:,.4f} at step {step:,}"
+                    )
+    return result
+
+
+def table(summaries: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of label and one text per run; what is unknown of every run is left out, but for what nobody may miss."""
+    columns = [facts(summary) for summary in summaries]
+    labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
+    rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
+    return [row for row in rows if row[0] in ("MFU", "Cost", "Final training loss") or set(row[1:]) != {"unknown"}]
+
+
+def config_differences(runs: list[Run]) -> list[list[str]]:
+    """Rows of key and one value per run, for the keys that differ; run_dir always does and is left out."""
+    keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
+    rows = [[key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+# ---- file ----------------------------------------------------------------------------------------------------------
+
+
+def fault_step(line: Line) -> str:
+    step = number(line, "step")
+    return "before a step" if step is None else f"step {step:,}"
+
+
+def describe(run: Run, label: str, place: int) -> dict[str, Any]:
+    """What the template shows of one run."""
+    summary = summarise(run)
+    return {
+        "label": label,
+        "path": printable(run.path),
+        "stroke": look(place),
+        "summary": summary,
+        "why": {
+            key: why_unknown(run, key, summary["precision"]) for key in ("mfu", "cost_usd") if summary[key] is None
+        },
+        "faults": [(fault_step(line), as_text(line.get("reason"))) for line in run.lines["fault"]],
+        "config": [(key, as_text(value)) for key, value in run.config.items()],
+        "environment": [(key, as_text(value)) for key, value in run.environment.items()],
+    }
+
+
+def render(runs: list[Run], output: Path) -> Path:
+    """Write report.html and its PNGs to a folder; returns the path of the HTML."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    x = x_axis(runs)
+    drawn = [(panel, draw(panel, runs, x)) for panel in (*PANELS, *eval_panels(runs))]
+    figures = [(panel, png) for panel, png in drawn if png is not None]
+    described = [describe(run, label, place) for place, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    html = environment.get_template("report.html.j2").render(
+        runs=described,
+        table=table([run["summary"] for run in described]),
+        differences=config_differences(runs),
+        figures=[(panel.title, base64.b64encode(png).decode()) for panel, png in figures],
+        by_sequences=x == "examples",
+        averaged=any(len(run.lines["train"]) > MAX_POINTS for run in runs),
+        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    files = {f"{panel.name}.png": png for panel, png in figures} | {"report.html": html.encode()}
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_whole(output / name, content)
+    except OSError as error:
+        raise InputError(f"cannot write the report to {output}: {error.strerror}") from error
+    return output / "report.html"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that nobody ever sees half of it, or half of it replaces a whole one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def print_table(runs: list[Run]) -> None:
+    rows = [["", *labels(runs)], *table([summarise(run) for run in runs])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show(text: str) -> None:
+    """Print what the terminal's encoding can hold of a text."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.report", description="Write an HTML report on training runs."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder: the run_dir of a training run")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=Path,
+        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for more",
+    )
+    args = parser.parse_args(argv)
+    missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
+    try:
+        check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
+        runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in args.runs)]
+        first = runs[0].path
+        html = render(runs, args.output or (first if len(runs) == 1 else first.parent) / "report")
+    except InputError as error:
+        print("error:", printable(" ".join(str(error).split())), file=sys.stderr)
+        return 2
+    print_table(runs)
+    show(f"\nreport: {html}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The figures of the report, as PNGs. Matplotlib is imported where it is used: reading a run needs none."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from train.report_run import LOWER_IS_BETTER, Line, Run, labels, number, printable, scores, summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: apart for colour-blind eyes
+DASHES = ("-", "--", ":", "-.")  # the second six runs are dashed, and so on
+MAX_POINTS = 200  # of a curve: at 600 px more is noise, and noise is what fills a PNG
+STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "text.parse_math": False,  # a dollar sign in the name of a run is a dollar sign
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    name: str  # of the PNG
+    title: str
+    unit: str  # label of the y axis
+    value: Callable[[Line], float | None]
+    kind: str = "train"
+    percent: bool = False
+    from_zero: bool = True
+    spikes: bool = False  # a logarithmic axis where values differ a hundredfold
+
+
+def metric(key: str) -> Callable[[Line], float | None]:
+    return lambda line: number(line, key)
+
+
+def waiting_share(line: Line) -> float | None:
+    waited, step_s = number(line, "data_wait_s"), number(line, "step_s")
+    return waited / (step_s * line["window_steps"]) if waited is not None and step_s else None
+
+
+PANELS = (
+    Panel("loss", "Loss", "loss (nats)", metric("loss"), from_zero=False),
+    Panel("learning_rate", "Learning rate", "learning rate", metric("lr")),
+    Panel("throughput", "Throughput", "tokens per second", metric("tokens_per_s")),
+    Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", metric("mfu"), percent=True),
+    Panel("data_wait", "Waiting for data", "share of elapsed time", waiting_share, percent=True),
+    Panel("grad_norm", "Gradient norm", "global L2 norm", metric("grad_norm"), spikes=True),
+)
+
+
+def eval_panels(runs: list[Run]) -> Iterator[Panel]:
+    names = {name: None for run in runs for name in scores(run.lines["eval"]) if name != "loss"}
+    for place, name in enumerate(names, 1):
+        word = printable(name.replace("_", " "))
+        file = f"eval_{place}_" + re.sub(r"[^A-Za-z0-9]", "_", name)[:60]
+        spikes = bool(LOWER_IS_BETTER.search(name))
+        yield Panel(file, f"Validation {word}", word, metric(name), kind="eval", from_zero=False, spikes=spikes)
+
+
+def points(lines: list[Line], value: Callable[[Line], float | None], x: str) -> tuple[list[float], list[float]]:
+    pairs = [(number(line, x), value(line)) for line in lines]
+    known = [(a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(b)]
+    return [a for a, _ in known], [b for _, b in known]
+
+
+def x_axis(runs: list[Run]) -> str:
+    """Steps, unless the runs differ in batch size, where equal steps are unequal work: then sequences if all say so."""
+    batches = {summarise(run)["global_batch_size"] for run in runs}
+    lines = [line for run in runs for kind in ("train", "eval") for line in run.lines[kind]]
+    return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
+
+
+def look(place: int) -> dict[str, str]:
+    """Colour and dash of the run at a place, the same on every figure."""
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place // len(COLOURS) % len(DASHES)]}
+
+
+def curve(axes: Axes, xs: list[float], ys: list[float], *, band: bool, **style: Any) -> None:
+    """A line of at most MAX_POINTS means and, so that no spike is lost, a band from the lowest to the highest value."""
+    size = math.ceil(len(xs) / MAX_POINTS) or 1
+    groups = [slice(start, start + size) for start in range(0, len(xs), size)]
+    middle = [fmean(xs[group]) for group in groups]
+    axes.plot(middle, [fmean(ys[group]) for group in groups], marker="o" if len(xs) <= 40 else "", ms=3, **style)
+    if band and size > 1:
+        lows, highs = [min(ys[group]) for group in groups], [max(ys[group]) for group in groups]
+        axes.fill_between(middle, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
+
+
+def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
+    """Validation points and unigram entropy on the loss figure, each named once in the legend."""
+    found = False
+    for place, run in enumerate(runs):
+        xs, ys = points(run.lines["eval"], metric("loss"), x)
+        axes.plot(xs, ys, "o", ms=5, color=look(place)["color"], mec="#222222", mew=0.8)
+        found = found or bool(xs)
+    if found:
+        axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
+    entropies = [summarise(run)["unigram_entropy"] for run in runs]
+    for place, entropy in enumerate(entropies):
+        if entropy is not None and entropy not in entropies[:place]:
+            shared = len(set(entropies)) == 1
+            axes.axhline(entropy, linestyle=(0, (6, 3)), lw=1.2, color="#555555" if shared else look(place)["color"])
+    if any(entropy is not None for entropy in entropies):
+        axes.plot([], [], linestyle=(0, (6, 3)), lw=1.2, color="#555555", label=" unigram entropy of the corpus")
+
+
+def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+    def plain(value: float, _: int | None = None) -> str:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(plain))
+    if panel.spikes and min(ys) > 0 and max(ys) > 100 * min(ys):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif panel.from_zero and min(ys) >= 0:
+        axes.set_ylim(bottom=0)
+    percent = FuncFormatter(lambda value, _: f"{100 * value:g}%")
+    axes.yaxis.set_major_formatter(percent if panel.percent else FuncFormatter(plain))
+
+
+def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
+    """The PNG of a panel, None if no run has anything to show on it."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    curves = [points(run.lines[panel.kind], panel.value, x) for run in runs]
+    values = [y for _, ys in curves for y in ys]
+    if not values:
+        return None
+    names = labels(runs) if len(runs) > 1 else ["training"]
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box in the legend; the HTML names it in full
+        figure = Figure(figsize=(6, 3.4), dpi=200, layout="constrained")
+        axes = figure.add_subplot(title=panel.title, ylabel=panel.unit)
+        axes.set_xlabel("optimizer step" if x == "step" else "sequences consumed")
+        for place, (name, (xs, ys)) in enumerate(zip(names, curves, strict=True)):
+            short = name if len(name) <= 40 else f"{name[:19]}...{name[-18:]}"
+            label = f" {short}"  # the space: a name that begins with "_" would be left out of the legend
+            curve(axes, xs, ys, band=len(runs) == 1, label=label, **look(place))
+        if panel.name == "loss":
+            add_validation(axes, runs, x)
+        finish(axes, panel, values)
+        handles, named = axes.get_legend_handles_labels()
+        if len(handles) > 1:
+            widths = [len(name) + 7 for name in named]  # in letters, of about 75 that fit in a row
+            columns = len(widths) if sum(widths) <= 75 else max(1, 75 // max(widths))
+            figure.legend(loc="outside lower center", ncols=columns)
+            figure.set_figheight(3.4 + 0.21 * math.ceil(len(handles) / columns))  # many runs must not squeeze the axes
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
