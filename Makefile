@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 # the CPU build: make setup PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" TORCH_BUILD=+cpu
 PIP_ARGS ?=
 TORCH_BUILD ?=
+RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 
 .PHONY: setup demo test lint types bench clean
@@ -24,9 +25,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setup: done"
 
 demo: setup
-	@$(BIN)/python -m train.prepare experiment=demo
-	@$(BIN)/python -m train experiment=demo $(DEMO_ARGS)
-	@$(BIN)/python -m train.report runs/demo
+	@$(BIN)/python -m train.prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
+	@$(BIN)/python -m train experiment=demo run_dir=$(RUN_DIR) $(DEMO_ARGS)
+	@$(BIN)/python -m train.report $(RUN_DIR)
 
 test: setup
 	@$(BIN)/python -m pytest

@@ -1,0 +1,1 @@
+"""Machine images. Nothing is built here yet."""

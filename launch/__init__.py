@@ -1,0 +1,1 @@
+"""Launching runs: local, Slurm, EC2. Nothing is built here yet; start runs with torchrun."""

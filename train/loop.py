@@ -163,6 +163,11 @@ def train_batches(
         world_size=backend.world_size,
         first_step=first_step,
     )
-    data, on_gpu = task.train_data(), backend.device.type == "cuda"
-    batches = loader(data, order, num_workers=cfg.data.num_workers, prefetch=cfg.data.prefetch, pin_memory=on_gpu)
+    batches = loader(
+        task.train_data(),
+        order,
+        num_workers=cfg.data.num_workers,
+        prefetch=cfg.data.prefetch,
+        pin_memory=backend.pin_memory,
+    )
     return grouped(backend.feed(batches), plan.accumulation)

@@ -33,6 +33,7 @@ class Backend(Protocol):
     local_rank: int
     world_size: int
     local_world_size: int
+    pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
 
     def wrap(self, model: nn.Module, *, accumulates: bool) -> nn.Module:
         """Put the model on the device and reduce its gradients over the ranks in backward."""

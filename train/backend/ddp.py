@@ -36,6 +36,7 @@ class DDP:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.device = pick_device(cfg.device, self.local_rank, self.local_world_size)
         is_cuda = self.device.type == "cuda"
+        self.pin_memory = is_cuda
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
         self.precision = pick_precision(cfg.precision, self.device)
         self.compresses = cfg.grad_compression == "bf16"
