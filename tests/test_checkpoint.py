@@ -71,12 +71,13 @@ def damage_state(run_dir, step, how):
 @pytest.mark.parametrize("how", ["bit", "short", "empty", "missing", "manifest", "no manifest"])
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run_dir, prepared, how):
     damage_state(run_dir, 6, how)
-    assert checkpoint.newest_whole(run_dir / "checkpoints") == 3
+    assert checkpoint.newest_whole(run_dir / "checkpoints")[0] == 3
     whole = torch.load(step_folder(run_dir, 3) / "state.pt", weights_only=True)
     assert train(run_dir, prepared) == ("done", 6)
     assert checkpoint.damage(run_dir / "checkpoints", 6) is None
     assert len(list((run_dir / "checkpoints").glob("step_00000006.broken-*"))) == 1
     assert whole["progress"]["step"] == 3
+    assert "checkpoint of step 6 is damaged" in lines(run_dir, "fault")[-1]["reason"]
 
 
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
@@ -122,7 +123,7 @@ def test_a_save_that_dies_leaves_the_older_checkpoint_the_newest(run_dir, prepar
         with pytest.raises(OSError, match="No space left"):
             train(run_dir, prepared)
     wanted = 6 if dies_in == "sync_folder" else 3  # by then it has its name
-    assert checkpoint.newest_whole(run_dir / "checkpoints") == wanted
+    assert checkpoint.newest_whole(run_dir / "checkpoints")[0] == wanted
     assert train(run_dir, prepared) == ("done", 6)
 
 

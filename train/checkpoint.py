@@ -116,19 +116,24 @@ def damage(folder: Path, step: int) -> str | None:
     return None
 
 
-def newest_whole(folder: Path) -> int:
-    """The newest checkpoint that is whole; NONE if there never was one. RuntimeError if there are only damaged ones."""
-    found = steps(folder)
+def newest_whole(folder: Path) -> tuple[int, list[str]]:
+    """The newest checkpoint that is whole, NONE if there never was one, and what is wrong with those passed over.
+
+    Raises:
+        RuntimeError: there are checkpoints, but none is whole.
+    """
+    found, faults = steps(folder), []
     for step in reversed(found):
         reason = damage(folder, step)
         if reason is None:
-            return step
-        logger.warning("checkpoint of step %d is damaged (%s): falling back to an older one", step, reason)
+            return step, faults
+        faults.append(f"checkpoint of step {step} is damaged ({reason}): falling back to an older one")
+        logger.warning(faults[-1])
     if found:
         raise RuntimeError(
             f"none of the {len(found)} checkpoints in {folder} is whole; repair one, or remove the folder to start over"
         )
-    return NONE
+    return NONE, []
 
 
 def load(
@@ -138,11 +143,15 @@ def load(
     backend: Backend,
     *,
     identity: dict[str, Any],
-) -> Progress:
-    """Put back the newest whole checkpoint, the same on all ranks; a new Progress if there is none."""
-    step = backend.broadcast(newest_whole(folder) if backend.rank == 0 else NONE)
+) -> tuple[Progress, list[str]]:
+    """Put back the newest whole checkpoint, the same on all ranks; a new Progress if there is none.
+
+    Gives also, on rank 0, what was wrong with newer ones.
+    """
+    step, faults = newest_whole(folder) if backend.rank == 0 else (NONE, [])
+    step = backend.broadcast(step)
     if step == NONE:
-        return Progress()
+        return Progress(), faults
     path = folder / f"step_{step:08d}"
     manifest = json.loads((path / "manifest.json").read_bytes())
     check_same_run(manifest["identity"], identity, place=path)
@@ -152,4 +161,4 @@ def load(
     if backend.rank < len(state["rng"]) and manifest["world_size"] == backend.world_size:
         backend.set_rng_state(state["rng"][backend.rank])
     logger.info("going on from the checkpoint of step %d", step)
-    return Progress(**state["progress"])
+    return Progress(**state["progress"]), faults

@@ -122,6 +122,9 @@ def run(schema: type[Config], action: Callable[[Config], int]) -> int:
         if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
             print(f"error: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return STOPPED
 
 
 def refuse_flags(_: object) -> None:

@@ -58,7 +58,7 @@ def fit(
     engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation)
     optimizer = build_optimizer(cfg.optim, model)
     backend.seed(cfg.seed)  # other dropout on every rank
-    progress = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
+    progress, faults = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
     if backend.rank == 0:
         folder.describe(cfg, identity, facts(plan, task, backend, engine))
     batches = train_batches(cfg, plan, task, backend, first_step=progress.step)
@@ -66,6 +66,8 @@ def fit(
     reason, stopping = "done", False
 
     with Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step) as recorder:
+        for fault in faults:
+            recorder.fault(progress.step, fault)
         while progress.step < plan.total_steps and not is_over(cfg, progress):
             recorder.begin_step()
             micro_batches = next(batches)

@@ -129,6 +129,8 @@ class Recorder:
         if mfu is not None:
             line["mfu"] = mfu
         self.write("train", line)
+        shown = {"loss": f"{self.last_loss:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
+        self.bar.set_postfix(shown if mfu is None else {**shown, "mfu": f"{mfu:.1%}"}, refresh=False)
         width = len(str(self.plan.total_steps))
         utilisation = "" if mfu is None else f"  mfu {mfu:5.1%}"
         logger.info(
@@ -151,6 +153,9 @@ class Recorder:
 
     def checkpoint(self, step: int, sizes: dict[str, float]) -> None:
         self.write("checkpoint", {"step": step, **sizes})
+
+    def fault(self, step: int, reason: str) -> None:
+        self.write("fault", {"step": step, "reason": reason})
 
     def summary(self, step: int, reason: str, facts: dict[str, float]) -> None:
         """The last line of this life of the run. Unknown figures are null."""
