@@ -122,7 +122,8 @@ def newest_whole(folder: Path) -> tuple[int, list[str]]:
     Raises:
         RuntimeError: there are checkpoints, but none is whole.
     """
-    found, faults = steps(folder), []
+    found = steps(folder)
+    faults: list[str] = []
     for step in reversed(found):
         reason = damage(folder, step)
         if reason is None:
