@@ -62,7 +62,11 @@ def test_every_corpus_composes():
         (["checkpoint.keep=1"], "checkpoint.keep=1 must be 0 (all) or at least 2"),
         (["model.hidden_size=100", "model.num_heads=12"], "model.hidden_size=100 must be a multiple"),
         (["seed=-1"], "seed=-1 must be 0 or more"),
-        (["a b"], "a b"),
+        (["experiment=nosuch"], "Could not find 'experiment/nosuch'"),
+        (["optim.betas=[0.9]"], "optim.betas=[0.9] must be two numbers"),
+        (["model.hidden_dropout=1.5"], "model.hidden_dropout=1.5 must lie in [0, 1)"),
+        (["a b"], "a b is not key=value"),
+        (["run_dir=a (1)"], "run_dir=a (1) is not key=value; quote special characters"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(overrides, says):
@@ -89,6 +93,13 @@ def test_cfg_job_prints_the_run():
     found = run(["--cfg", "job", "experiment=demo", "max_steps=77"])
     assert found.returncode == 0, found.stderr
     assert yaml.safe_load(found.stdout)["max_steps"] == 77
+
+
+def test_flags_with_a_wrong_setting_are_refused_in_one_line_too():
+    for arguments in (["--cfg", "job", "max_steps=ten"], ["-m", "max_steps=1,2"]):
+        found = run(arguments)
+        assert found.returncode == 2
+        assert len(found.stderr.splitlines()) == 1, found.stderr
 
 
 def test_plain_form_is_complete():
@@ -137,6 +148,7 @@ def test_the_learning_rate_scales_with_the_batch_when_asked():
         (["global_batch_size=2048"], 2, "holds 1000 training sequences, fewer than one batch of 2048"),
         (["max_steps=null", "max_examples=31"], 1, "shorter than one step"),
         (["global_batch_size=null", "micro_batch_size=1"], 1001, "over 1001 ranks"),
+        (["optim=albert_v1"], 1, "optim.warmup_steps=3125 is longer than the run of 10 steps"),
     ],
 )
 def test_an_impossible_size_is_refused(overrides, world_size, says):

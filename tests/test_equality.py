@@ -110,12 +110,13 @@ def wait_for_steps(run_dir, number, process):
     raise AssertionError("no steps within two minutes")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(prepared, tmp_path, number):
-    arguments = train_overrides(tmp_path / "run", prepared, *LONG)
-    process = subprocess.Popen(command(arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    """Sent to the whole group, loader process included, as terminals and schedulers do."""
+    arguments = train_overrides(tmp_path / "run", prepared, *LONG, "data.num_workers=1")
+    process = subprocess.Popen(command(arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_steps(tmp_path / "run", 3, process)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 75, stderr
     step = lines(tmp_path / "run", "checkpoint")[-1]["step"]
@@ -126,6 +127,27 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(pr
     assert again.returncode == 0, again.stderr
     assert f"going on from the checkpoint of step {step}" in again.stderr
     assert [line["step"] for line in lines(tmp_path / "run", "train")][-2:] == [step + 1, step + 2]
+
+
+def test_sigterm_to_torchrun_stops_all_ranks_with_a_checkpoint(prepared, tmp_path):
+    arguments = train_overrides(tmp_path / "run", prepared, *LONG, "data.num_workers=1")
+    process = subprocess.Popen(command(arguments, ranks=2), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=120)
+    saved = lines(tmp_path / "run", "checkpoint")
+    assert saved, stderr
+    for rank in (0, 1):
+        left = (tmp_path / "run" / "log" / f"exit_rank_000{rank}.json").read_text()
+        assert f'"step": {saved[-1]["step"]}' in left
+
+
+def test_a_stop_on_an_evaluation_step_evaluates(whole, prepared, tmp_path):
+    loop.run(train_config(tmp_path / "run", prepared, "max_steps=2", "optim.warmup_steps=1"), StopRequest())
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    assert loop.run(train_config(tmp_path / "run", prepared, "optim.warmup_steps=1"), asked) == ("SIGTERM", 3)
+    assert lines(tmp_path / "run", "eval")[-1]["step"] == 3
 
 
 def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step(prepared, tmp_path):

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-from runs import ROOT, lines, run, train_config, train_overrides
+from runs import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import loop
+from train import checkpoint, loop, prepare
 from train.config import InputError
 from train.data.shards import ShardSet, read_manifest
 from train.models.encoder import MaskedLM
@@ -107,6 +107,40 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path, prepared):
     found = run(train_overrides(tmp_path / "run", prepared, "optim.lr=1e38", "optim.warmup_steps=0"))
     assert found.returncode == 1
     assert "the loss is nan" in (tmp_path / "run" / "log" / "exit_rank_0000.json").read_text()
+    assert "the loss is nan" in lines(tmp_path / "run", "fault")[0]["reason"]
+
+
+def test_weights_that_are_no_numbers_are_never_saved(tmp_path, prepared):
+    hopeless = ["optim.lr=1e38", "optim.warmup_steps=0", "log_every=1000", "checkpoint.every=1", "checkpoint.keep=2"]
+    with pytest.raises(FloatingPointError):
+        train(tmp_path / "run", prepared, *hopeless, "max_steps=50", "eval_every=null")
+    for step in checkpoint.steps(tmp_path / "run" / "checkpoints"):
+        path = tmp_path / "run" / "checkpoints" / f"step_{step:08d}" / "state.pt"
+        # The update of the very step that is saved may overflow; what its loss and gradient came from did not.
+        assert step <= 1, path
+
+
+def test_an_exit_file_is_of_this_life_and_says_why_it_was_refused(tmp_path, prepared):
+    run_dir = tmp_path / "run"
+    assert run(train_overrides(run_dir, prepared, "max_steps=1")).returncode == 0
+    exit_file = run_dir / "log" / "exit_rank_0000.json"
+    assert json.loads(exit_file.read_text())["reason"] == "done"
+    assert run(train_overrides(run_dir, prepared, "backend.device=cuda")).returncode == 2
+    assert "refused: backend.device=cuda" in json.loads(exit_file.read_text())["reason"]
+
+
+def test_a_run_that_never_took_a_step_does_not_keep_its_folder(tmp_path, prepared):
+    with pytest.raises(InputError, match="no CUDA device"):
+        train(tmp_path / "run", prepared, "backend.device=cuda")
+    assert train(tmp_path / "run", prepared, "seed=9") == ("done", 6)
+
+
+def test_a_pretrained_model_of_another_tokenizer_is_refused(finished, prepared, tmp_path):
+    other = prepare.prepare(prepare_config(tmp_path / "data", write_corpus(tmp_path / "t.txt", seed=5)))
+    assert other.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
+    cfg = train_config(tmp_path / "run", tmp_path / "data", f"model.pretrained={finished / 'export'}")
+    with pytest.raises(InputError, match="has another tokenizer than the data"):
+        loop.run(cfg, StopRequest())
 
 
 def test_a_longer_run_goes_on_from_a_shorter_one(tmp_path, prepared):

@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "roberta": {"intermediate_size": 64},
     "distilbert": {},
     "electra": {"embedding_size": 16, "intermediate_size": 64},
+    "deberta-v2": {"intermediate_size": 64},  # no SDPA in transformers
+    "modernbert": {"intermediate_size": 64},
 }
 
 
@@ -108,6 +110,11 @@ def test_flops_of_an_unknown_architecture_are_unknown():
         ({"vocab_size": 50}, "model.vocab_size=50 is smaller than the tokenizer's 101"),
         ({"architecture": "bert", "embedding_size": 16}, "model.embedding_size=16: bert has no such size"),
         ({"architecture": "albrt"}, "model.architecture=albrt is not a model_type"),
+        (
+            {"architecture": "gpt2", "embedding_size": None, "intermediate_size": None},
+            "no masked language model of type gpt2",
+        ),
+        ({"hidden_size": 32, "num_heads": 5}, "model.hidden_size=32 must be a multiple of model.num_heads=5"),
         ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder is not to be had"),
     ],
 )

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from runs import ROOT, SEQ_LEN, prepare_config, run, write_corpus
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from train import prepare
@@ -96,7 +97,8 @@ import os, signal, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from runs import prepare_config
 from train import prepare
-prepare.CHUNK_BYTES = 1000
+from train.data import tokenizer
+tokenizer.CHUNK_CHARS = 1000
 kept = prepare.{target}
 calls = 0
 def dying(*arguments, **settings):
@@ -149,6 +151,28 @@ def test_a_pretrained_tokenizer_is_taken_as_it_is(prepared, corpus, tmp_path):
     )
     assert again.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
     assert again.seq_len == 16
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_and_padding_still_reads_whole_documents(prepared, corpus, tmp_path):
+    folder = shutil.copytree(prepared / "tokenizer", tmp_path / "tokenizer")
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.enable_truncation(8)
+    stored.enable_padding(length=8)
+    stored.save(str(folder / "tokenizer.json"))
+    again = prepare.prepare(prepare_config(tmp_path / "out", corpus, f"tokenizer.pretrained={folder}"))
+    assert again.counts["tokens"] == read_manifest(prepared).counts["tokens"]
+
+
+def test_special_tokens_spelt_in_a_text_do_not_structure_it(corpus, tmp_path):
+    text = corpus.read_text().replace("ba", "[SEP] [MASK] <pad> [CLS]", 50)
+    (tmp_path / "tricky.txt").write_text(text)
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "tricky.txt"))
+    info = manifest.tokenizer
+    shards = ShardSet(tmp_path / "out", manifest, "train")
+    tokens = shards.rows(np.arange(len(shards))).tokens
+    assert not np.isin(tokens, [info.mask_id, info.pad_id]).any()
+    assert (tokens[:, 1:] != info.cls_id).all()
+    assert (tokens == info.sep_id).sum() < 2 * len(tokens) + 120  # two a sequence, and the ends of 120 documents
 
 
 # ---- refused -------------------------------------------------------------------------------------------------------

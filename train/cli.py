@@ -15,8 +15,9 @@ from typing import TypeVar
 import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train.config import (
@@ -55,17 +56,30 @@ def load_config(schema: type[Config], overrides: list[str]) -> Config:
 
     Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
     """
-    register_schemas()
-    added = [override for override in overrides if override.startswith("+")]
-    check(not added, f"{added and added[0]}: settings cannot be added, only given; write it without +")
+    composed = compose_config(schema, overrides)
     try:
-        with initialize_config_module("conf", version_base="1.3"):
-            composed = compose(config_name(schema), overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema)) from error
     assert isinstance(config, schema)
     return config
+
+
+def compose_config(schema: type[Config], overrides: list[str]) -> DictConfig:
+    """The same without the checks that need every value: names, options and types are right."""
+    register_schemas()
+    parser = OverridesParser.create()
+    for override in overrides:
+        check(not override.startswith("+"), f"{override}: settings cannot be added, only given; write it without +")
+        try:
+            parser.parse_override(override)
+        except HydraException as error:
+            raise InputError(f"{override} is not key=value; quote special characters, as in 'key=\"a (b)\"'") from error
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            return compose(config_name(schema), overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(explain(error, schema)) from error
 
 
 def config_name(schema: type[Config]) -> str:
@@ -114,7 +128,8 @@ def run(schema: type[Config], action: Callable[[Config], int]) -> int:
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
         if flags:
-            register_schemas()
+            check(not {"-m", "--multirun"} & set(flags), "sweeps are not supported: start one run for each value")
+            compose_config(schema, [override for override in overrides if "=" in override])  # not a flag's value
             hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name(schema))(refuse_flags)()
             return DONE
         return action(load_config(schema, overrides))

@@ -77,6 +77,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         check_positive("model.", self, "vocab_size", "max_positions", *sizes)
+        for name in ("hidden_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            check(value is None or 0 <= value < 1, f"model.{name}={value} must lie in [0, 1)")
         if self.hidden_size and self.num_heads:
             check(
                 self.hidden_size % self.num_heads == 0,
@@ -118,7 +121,8 @@ class OptimConfig:
         check_choice("optim.lr_scaling", self.lr_scaling, ("none", "linear", "sqrt"))
         check_positive("optim.", self, "lr", "eps", "max_grad_norm", "power", "reference_batch_size")
         check(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be 0 or more")
-        check(all(0 <= beta < 1 for beta in self.betas), f"optim.betas={list(self.betas)} must lie in [0, 1)")
+        valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
         check((self.warmup_steps or 0) >= 0, f"optim.warmup_steps={self.warmup_steps} must be 0 or more")
         for name in ("warmup_fraction", "final_lr_fraction"):
             value = getattr(self, name)
@@ -274,7 +278,7 @@ class TokenizerConfig:
     pretrained: str | None = None  # Hub id or folder of a fast tokenizer; None: train one on the corpus
     vocab_size: int = 30000  # pieces of a trained tokenizer
     lowercase: bool = True  # with accents stripped, as ALBERT's
-    train_bytes: int = 256 * 2**20  # text that a new tokenizer is trained on at most
+    train_bytes: int = 256 * 2**20  # text that a new tokenizer is trained on at most; of a Hub stream, the first
 
     def __post_init__(self) -> None:
         check(16 <= self.vocab_size <= 2**31, f"tokenizer.vocab_size={self.vocab_size} must be at least 16")
@@ -367,6 +371,10 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
     check(total > 0, f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs")
     optim = cfg.optim
     warmup = optim.warmup_steps if optim.warmup_steps is not None else round(total * optim.warmup_fraction)
+    check(
+        warmup <= total,
+        f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or set it to null for a tenth",
+    )
     ratio = global_batch / (optim.reference_batch_size or global_batch)
     factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[optim.lr_scaling]
     return Plan(

@@ -11,7 +11,7 @@ import torch
 
 from train import checkpoint
 from train.backend import Backend, open_backend
-from train.config import InputError, Plan, TrainConfig, launched_world_size, make_plan
+from train.config import InputError, Plan, TrainConfig, check, launched_world_size, make_plan
 from train.data.batches import Batch, grouped, loader
 from train.data.order import EvalOrder, TrainOrder
 from train.metrics import Recorder
@@ -36,11 +36,27 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     identity = identity_of(cfg, plan, task.data_id)
     folder.claim(identity)
     set_up_logging(folder.log)
+    try:
+        return open_and_fit(cfg, plan, task, folder, identity, stop)
+    except InputError as error:
+        folder.exit_file(f"refused: {error}", None)
+        raise
+
+
+def open_and_fit(
+    cfg: TrainConfig, plan: Plan, task: Task, folder: RunFolder, identity: dict[str, object], stop: StopRequest
+) -> tuple[str, int]:
     backend = open_backend(cfg.backend)
-    if cfg.data.verify:
-        verify(task, backend)
-    ended = fit(cfg, plan, task, backend, folder, identity, stop)  # its objects must be gone when the backend closes
-    backend.close()
+    refused: InputError | None = None
+    try:
+        if cfg.data.verify:
+            verify(task, backend)
+        ended = fit(cfg, plan, task, backend, folder, identity, stop)
+    except InputError as error:  # on all ranks alike
+        refused = error.with_traceback(None)
+    backend.close()  # what fit made must be gone by now: hence a function of its own, and no traceback
+    if refused is not None:
+        raise refused
     return ended
 
 
@@ -61,6 +77,9 @@ def fit(
     progress, faults = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
     if backend.rank == 0:
         folder.describe(cfg, identity, facts(plan, task, backend, engine))
+    backend.barrier()
+    num_blind = backend.sum([not folder.environment.is_file()])[0]
+    check(num_blind == 0, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
     batches = train_batches(cfg, plan, task, backend, first_step=progress.step)
     flops = task.flops_per_example(model)
     reason, stopping = "done", False
@@ -74,20 +93,23 @@ def fit(
             recorder.data_ready()
             labels = sum(batch["count"] for batch in micro_batches)
             count, num_stops = backend.sum([labels, stop.reason is not None])
-            stopping = num_stops > 0
+            stopping = num_stops > 0 and progress.step + 1 < plan.total_steps  # the last step ends by itself
             lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
             set_learning_rate(optimizer, lr)
             loss_sum = engine.forward_backward(micro_batches, task.loss, count)
             grad_norm = backend.step(optimizer, engine.parameters, cfg.optim.max_grad_norm)
             progress.step += 1
-            recorder.end_step(progress.step, lr=lr, loss_sum=loss_sum, count=count, grad_norm=grad_norm)
-
-            if due(progress.step, cfg.eval_every, plan.total_steps) and not stopping:
+            evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
+            saves = stopping or due(progress.step, cfg.checkpoint.every, plan.total_steps)
+            recorder.end_step(
+                progress.step, evaluates or saves, lr=lr, loss_sum=loss_sum, count=count, grad_norm=grad_norm
+            )
+            if evaluates:
                 began_s = time.perf_counter()
                 metrics = evaluate(cfg, plan, task, backend, engine)
                 recorder.evaluation(progress.step, metrics, time.perf_counter() - began_s)
                 progress.saw(metrics["loss"], min_delta=cfg.early_stop.min_delta)
-            if stopping or is_over(cfg, progress) or due(progress.step, cfg.checkpoint.every, plan.total_steps):
+            if saves or is_over(cfg, progress):
                 saved = checkpoint.save(
                     folder.checkpoints, progress, model, optimizer, backend, identity=identity, keep=cfg.checkpoint.keep
                 )

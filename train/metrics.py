@@ -71,7 +71,9 @@ class Recorder:
         )
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            self.fault(self.start_step + self.steps_done + self.window.steps, f"{type(error).__name__}: {error}")
         self.bar.close()
         if self.file is not None:
             self.file.close()
@@ -84,17 +86,18 @@ class Recorder:
     def data_ready(self) -> None:
         self.window.wait_s += time.perf_counter() - self.began_s
 
-    def end_step(self, step: int, *, lr: float, loss_sum: Tensor, count: float, grad_norm: Tensor) -> None:
-        """Take note of a step; every `log_every` of them, and after the last, read the device and write a line.
+    def end_step(self, step: int, reads: bool, *, lr: float, loss_sum: Tensor, count: float, grad_norm: Tensor) -> None:
+        """Take note of a step; every `log_every` of them, and when `reads`, read the device and write a line.
 
         Raises:
-            FloatingPointError: the loss is no longer a number; on all ranks alike.
+            FloatingPointError: loss or gradient are no longer numbers; on all ranks alike. Nothing that is saved after
+                a reading is broken.
         """
         window = self.window
         window.steps += 1
         window.loss_sum = window.loss_sum + loss_sum
         window.count += count
-        is_due = step % self.cfg.log_every == 0 or step == self.plan.total_steps
+        is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
             local = [float(window.loss_sum), window.wait_s / self.backend.world_size]  # waits for the device
             norm = float(grad_norm)
@@ -108,8 +111,11 @@ class Recorder:
             self.last_loss = loss_sum_all / max(window.count, 1.0)
             self._write_train(step, lr, norm, wait_s)
             self.window = Window()
-            if not math.isfinite(self.last_loss):
-                raise FloatingPointError(f"the loss is {self.last_loss} at step {step}; lower optim.lr or use fp32")
+            if not (math.isfinite(self.last_loss) and math.isfinite(norm)):
+                raise FloatingPointError(
+                    f"the loss is {self.last_loss}, the gradient's norm {norm} at step {step}: nothing more is saved; "
+                    "a new run_dir with a lower optim.lr, or fp32, may help"
+                )
 
     def _write_train(self, step: int, lr: float, grad_norm: float, wait_s: float) -> None:
         window, batch = self.window, self.plan.global_batch_size

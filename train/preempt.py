@@ -36,7 +36,9 @@ class StopRequest:
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:
-    """For loader workers: a Ctrl-C reaches every process of the terminal, but only the rank decides what it means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    """For loader workers: schedulers and terminals signal every process of a job, but the rank decides what it means.
+
+    A worker that died of the signal would fail the rank before it has saved. Workers end when their rank does.
+    """
+    for number in StopRequest.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

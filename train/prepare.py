@@ -10,8 +10,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -23,17 +22,13 @@ from safetensors.numpy import save
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-import train
 from train import cli
 from train.config import InputError, PrepareConfig, check, to_dict
 from train.data.corpus import Corpus, Document, open_corpus
 from train.data.packing import Packer, Rows
-from train.data.shards import SPLITS, Manifest, Shard, read_manifest, write_manifest, write_shard
-from train.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, word_starts
+from train.data.shards import FORMAT, SPLITS, Manifest, Shard, read_manifest, write_manifest, write_shard
+from train.data.tokenizer import chunks, load_tokenizer, save_tokenizer, tokenised, train_tokenizer, word_starts
 from train.storage import canonical_json, local_path, make_folder, write_atomic
-
-CHUNK_BYTES = 2 * 2**20  # text handed to the tokenizer at once; it spreads a chunk over all cores
-CHUNKS_AHEAD = 2  # tokenised beside the packing
 
 
 def main() -> int:
@@ -77,8 +72,15 @@ def prepare(cfg: PrepareConfig) -> Manifest:
 
 def fingerprint(cfg: PrepareConfig, corpus: Corpus) -> dict[str, Any]:
     """All that decides the result; what two calls must share for one to go on with the other's work."""
-    settings = {key: value for key, value in to_dict(cfg).items() if key != "output"}
-    return {"settings": settings, "input": corpus.fingerprint(), "version": train.__version__}
+    return {"settings": settings_of(cfg), "input": corpus.fingerprint(), "format": FORMAT}
+
+
+def settings_of(cfg: PrepareConfig) -> dict[str, Any]:
+    """The settings that make the data what it is: not where it lies, nor where the text lay."""
+    settings = to_dict(cfg)
+    del settings["output"]
+    settings["corpus"].pop("path", None)
+    return settings
 
 
 def claim(folder: Path, wanted: dict[str, Any]) -> bool:
@@ -138,7 +140,11 @@ def tokenizer_of(cfg: PrepareConfig, corpus: Corpus, folder: Path) -> PreTrained
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
-    """Training documents for the tokenizer: all, or an even sample when the corpus is larger than what it reads."""
+    """Training documents for the tokenizer.
+
+    All of them, or an even sample when the corpus is larger than what the tokenizer reads; of a stream whose size
+    nobody knows, the first ones.
+    """
     share = min(1.0, cfg.tokenizer.train_bytes / corpus.total_bytes) if corpus.total_bytes else 1.0
     found = False
     with tqdm(total=corpus.total_bytes, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
@@ -149,36 +155,6 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
             if split_at >= cfg.validation_fraction and sample_at < share:
                 yield document.text
     check(found, f"the corpus ({cfg.corpus.kind}) holds no text at all")
-
-
-def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
-    size = 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document.text)
-        if size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def tokenised(
-    source: Iterator[list[Document]], tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[list[Document], list[list[int]]]]:
-    """Each chunk with its token ids, in order, the next being worked on meanwhile (tokenizers free the GIL)."""
-    backend = tokenizer.backend_tokenizer
-
-    def encode(chunk: list[Document]) -> tuple[list[Document], list[list[int]]]:
-        found = backend.encode_batch_fast([document.text for document in chunk], add_special_tokens=False)
-        return chunk, [encoding.ids for encoding in found]
-
-    with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(encode, chunk) for chunk in islice(source, CHUNKS_AHEAD)]
-        while pending:
-            yield pending.pop(0).result()
-            pending += [pool.submit(encode, chunk) for chunk in islice(source, 1)]
 
 
 class Preparation:
@@ -196,23 +172,24 @@ class Preparation:
         self.pending: dict[str, list[Rows]] = {split: [packer.add([])] for split, packer in self.packers.items()}
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0}
+        self.empty = np.empty(0, np.int64)
         self.token_counts = np.zeros(len(tokenizer), np.int64)  # of the training split
 
-    def add(self, chunk: list[Document], ids: list[list[int]]) -> None:
+    def add(self, chunk: list[Document], ids: list[np.ndarray]) -> None:
         """Pack a chunk; write each shard that is full."""
-        splits: dict[str, list[list[int]]] = {split: [] for split in SPLITS}
+        splits: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
         for document, document_ids in zip(chunk, ids, strict=True):
             held_out = digest(document.text, self.cfg.seed)[0] < self.cfg.validation_fraction
             splits[SPLITS[held_out]].append(document_ids)
         for split, documents in splits.items():
             self.pending[split].append(self.packers[split].add(documents))
-        flat = np.fromiter((token for document in splits["train"] for token in document), np.int64)
-        counts = np.bincount(flat, minlength=len(self.token_counts))
+        counts = np.bincount(np.concatenate([self.empty, *splits["train"]]), minlength=len(self.token_counts))
         self.token_counts += counts
         self.done["documents"] += len(chunk)
         self.done["source_bytes"] += sum(document.source_bytes for document in chunk)
         self.done["tokens"] += sum(map(len, ids))
-        self.done["unknown_tokens"] += int(counts[self.tokenizer.unk_token_id or 0])
+        if self.tokenizer.unk_token_id is not None:
+            self.done["unknown_tokens"] += int(counts[self.tokenizer.unk_token_id])
         if self.flush(full_only=True):
             self.save_progress()
 
@@ -267,14 +244,12 @@ class Preparation:
             total = waiting[split] + sum(shard.rows for shard in self.shards[split])
             tokens = len(self.packers[split].stream)
             hint = "raise validation_fraction or lower seq_len" if split == "validation" else "give more text"
-            check(
-                total > 0, f"the {split} part has {tokens} tokens, less than one sequence of {self.cfg.seq_len}; {hint}"
-            )
+            if self.done["documents"] < 10:
+                hint = f"the text is {self.done['documents']} documents, which are not divided: set corpus.separator"
+            size = self.cfg.seq_len
+            check(total > 0, f"the {split} part has {tokens} tokens, less than one sequence of {size}; {hint}")
         self.flush(full_only=False)
         share = self.token_counts[self.token_counts > 0] / max(1, self.token_counts.sum())
-        settings = to_dict(self.cfg)
-        del settings["output"]
-        settings["corpus"].pop("path", None)  # where the text lay does not make the data another
         manifest = write_manifest(
             self.folder,
             seq_len=self.cfg.seq_len,
@@ -282,7 +257,7 @@ class Preparation:
             splits=self.shards,
             tokenizer=save_tokenizer(self.tokenizer, self.folder / "tokenizer"),
             counts={**self.done, "unigram_entropy": round(float(-(share * np.log(share)).sum()), 6)},
-            config=settings,
+            config=settings_of(self.cfg),
         )
         (self.folder / "progress.safetensors").unlink(missing_ok=True)
         return manifest

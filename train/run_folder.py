@@ -43,26 +43,32 @@ class RunFolder:
 
     def claim(self, identity: dict[str, Any]) -> None:
         """Refuse a folder that is another run's, or is no run folder at all, before anything is written to it."""
-        if self.environment.is_file():
+        if self.environment.is_file() and (self.metrics.is_file() or self.checkpoints.is_dir()):
             check_same_run(json.loads(self.environment.read_bytes()).get("identity", {}), identity, place=self.path)
-        else:
+        elif not self.environment.is_file():
             check(
                 not self.config.exists() and not self.checkpoints.exists(),
                 f"run_dir={self.path} holds files that are not a run's; choose another folder",
             )
         make_folder(self.path)
         self.log.mkdir(exist_ok=True)
+        self.exit_path.unlink(missing_ok=True)  # of an earlier life
 
     def describe(self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any]) -> None:
         """Write config.yaml and environment.json. Rank 0 calls it."""
-        write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+        # The environment first: it is what tells the folder from somebody else's.
         write_atomic(self.environment, canonical_json({"identity": identity, **environment(), **facts}))
+        write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+
+    @property
+    def exit_path(self) -> Path:
+        return self.log / f"exit_rank_{launched_rank():04d}.json"
 
     def exit_file(self, reason: str, step: int | None) -> None:
         """Leave word of how this rank ended; launchers judge by it."""
         if self.log.is_dir():
             content = {"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)}
-            write_atomic(self.log / f"exit_rank_{launched_rank():04d}.json", canonical_json(content))
+            write_atomic(self.exit_path, canonical_json(content))
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class DDP:
         self.is_distributed = "RANK" in os.environ
         if is_cuda:
             torch.cuda.set_device(self.device)
-            torch.backends.cuda.matmul.allow_tf32 = True
         if self.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
             dist.init_process_group(names, timeout=timedelta(seconds=cfg.timeout_s))

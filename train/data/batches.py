@@ -67,6 +67,7 @@ def loader(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
+        multiprocessing_context="fork" if num_workers else None,  # shares the memory maps instead of copying them
         worker_init_fn=leave_signals_to_the_parent,
         generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
     )

@@ -51,11 +51,11 @@ class Packer:
     num_rows: int = 0  # sequences given out so far
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # tokens not yet in a sequence
 
-    def add(self, documents: list[list[int]]) -> Rows:
+    def add(self, documents: list[np.ndarray]) -> Rows:
         """Append documents (token ids without special ones) and give the sequences that are full now."""
         parts = [self.stream]
         for ids in documents:
-            parts.append(np.asarray([*ids, self.sep_id], np.int64))
+            parts += [np.asarray(ids, np.int64), np.array([self.sep_id])]
         stream = np.concatenate(parts)
         starts, cuts, at_end, used = self._cut(stream)
         self.stream = stream[used:]

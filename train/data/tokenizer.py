@@ -8,7 +8,10 @@ through `tokenizers`, so that `transformers` loads the folder as any other fast 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +20,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from train.config import InputError, check
+from train.data.documents import Document
 from train.data.shards import TokenizerInfo
 from train.storage import sha256_file
+
+logger = logging.getLogger("train")
 
 # ALBERT's special pieces in ALBERT's places, https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
 TRAINER_THREADS = 16  # part of the result: sentencepiece adds its counts thread by thread
+CHUNK_CHARS = 2 * 2**20  # text handed to the tokenizer at once; it spreads a chunk over all cores
+CHUNKS_AHEAD = 2  # tokenised beside the packing
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
@@ -108,6 +116,8 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"tokenizer {source} is not to be had: {reason}") from error
     check(tokenizer.is_fast, f"tokenizer {source} is a slow one (pure Python); only fast tokenizers are supported")
+    tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every document short
+    tokenizer.backend_tokenizer.no_padding()
     for name in ("cls_token", "sep_token", "mask_token", "pad_token"):
         check(getattr(tokenizer, name) is not None, f"tokenizer {source} has no {name}; masked models need one")
     return tokenizer
@@ -127,6 +137,30 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Tokenize
     )
 
 
+def text_pieces(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """[vocab] bool: False for [CLS], [SEP], [MASK] and padding, which structure sequences and which no text holds."""
+    is_text = np.ones(len(tokenizer), bool)
+    is_text[[tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id]] = False
+    return is_text
+
+
+def check_same_vocabulary(source: str, folder: Path) -> None:
+    """Refuse a pretrained model whose tokenizer is not the one in `folder`: its embeddings would be of other pieces.
+
+    A model that comes without a tokenizer cannot be checked, and a warning says so.
+    """
+    try:
+        theirs = load_tokenizer(source)
+    except InputError as error:
+        logger.warning("model.pretrained=%s comes without a tokenizer to compare with the data's (%s)", source, error)
+        return
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    check(
+        theirs.get_vocab() == ours,
+        f"model.pretrained={source} has another tokenizer than the data; prepare it with tokenizer.pretrained={source}",
+    )
+
+
 def word_starts(folder: Path) -> np.ndarray:
     """[vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling)."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -134,3 +168,36 @@ def word_starts(folder: Path) -> np.ndarray:
     if any(piece.startswith("##") for piece in pieces):
         return np.array([not piece.startswith("##") for piece in pieces])
     return np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
+
+
+def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.text)
+        if size >= CHUNK_CHARS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def tokenised(
+    source: Iterator[list[Document]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+    """Each chunk with its token ids, in order, the next being worked on meanwhile (tokenizers free the GIL)."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True  # "[SEP]" in a text is text
+    is_text = text_pieces(tokenizer)
+
+    def encode(chunk: list[Document]) -> tuple[list[Document], list[np.ndarray]]:
+        found = backend.encode_batch_fast([document.text for document in chunk], add_special_tokens=False)
+        ids = (np.array(encoding.ids, np.int64) for encoding in found)
+        return chunk, [document[is_text[document]] for document in ids]  # a text may still spell "<pad>"
+
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(encode, chunk) for chunk in islice(source, CHUNKS_AHEAD)]
+        while pending:
+            yield pending.pop(0).result()
+            pending += [pool.submit(encode, chunk) for chunk in islice(source, 1)]

@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens, P places to predict, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ SIZES = {
     "hidden_dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
 }
+logger = logging.getLogger("train")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # count positions from pad_token_id + 1
 
 
@@ -72,13 +74,19 @@ def build_masked_lm(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: 
     """Model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
+    known = type(config) in AutoModelForMaskedLM._model_mapping
+    check(known, f"transformers has no masked language model of type {config.model_type}; choose albert, bert, ...")
+    fast = AutoModelForMaskedLM._model_mapping[type(config)]._supports_sdpa
+    if not fast:
+        logger.warning("%s has no SDPA attention in transformers: slower and larger steps", config.model_type)
+    attention = "sdpa" if fast else "eager"
     if cfg.pretrained is None:
-        return MaskedLM(AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa"))
+        return MaskedLM(AutoModelForMaskedLM.from_config(config, attn_implementation=attention))
     try:
         network = AutoModelForMaskedLM.from_pretrained(
-            cfg.pretrained, config=config, attn_implementation="sdpa", dtype=torch.float32
+            cfg.pretrained, config=config, attn_implementation=attention, dtype=torch.float32
         )
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise InputError(unavailable(cfg.pretrained, error)) from error
     return MaskedLM(network)
 
@@ -102,18 +110,21 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
             )
     else:
         try:
-            config = AutoConfig.for_model(cfg.architecture)
+            defaults = AutoConfig.for_model(cfg.architecture)
         except ValueError as error:
             raise InputError(
                 f"model.architecture={cfg.architecture} is not a model_type of transformers (albert, bert, ...)"
             ) from error
         for ours, theirs in SIZES.items():
-            if theirs in given:
-                known = hasattr(config, theirs)
-                check(known, f"model.{ours}={given[theirs]}: {cfg.architecture} has no such size; leave it out")
-                setattr(config, theirs, given[theirs])
-        config.vocab_size = cfg.vocab_size or vocab_size
-        config.pad_token_id = pad_id
+            known = theirs not in given or hasattr(defaults, theirs)
+            check(known, f"model.{ours}={given.get(theirs)}: {cfg.architecture} has no such size; leave it out")
+        given = {"vocab_size": vocab_size, "pad_token_id": pad_id, **given}
+        config = AutoConfig.for_model(cfg.architecture, **given)  # other fields may follow from these
+    heads = getattr(config, "num_attention_heads", 1)
+    check(
+        config.hidden_size % heads == 0,
+        f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={heads}",
+    )
     if getattr(config, "hidden_act", None) == "gelu_new":
         # The same function as one kernel instead of eight, with 33-40 % less saved for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"

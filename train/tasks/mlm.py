@@ -18,7 +18,7 @@ from train.config import InputError, MLMConfig, TrainConfig, check
 from train.data.batches import MaskedRows
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.shards import ShardSet, check_files, read_manifest
-from train.data.tokenizer import word_starts
+from train.data.tokenizer import check_same_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
 from train.models.flops import train_flops_per_sequence
 from train.storage import local_path
@@ -53,6 +53,8 @@ class MaskedLMTask:
             vocab_size=info.vocab_size,
             seq_len=self.seq_len,
         )
+        if cfg.model.pretrained is not None:
+            check_same_vocabulary(cfg.model.pretrained, self.folder / "tokenizer")
         self.masker = Masker(
             seed=cfg.seed,
             mask_rate=cfg.task.mask_rate,
