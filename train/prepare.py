@@ -249,7 +249,8 @@ class Preparation:
             size = self.cfg.seq_len
             check(total > 0, f"the {split} part has {tokens} tokens, less than one sequence of {size}; {hint}")
         self.flush(full_only=False)
-        share = self.token_counts[self.token_counts > 0] / max(1, self.token_counts.sum())
+        predicted = np.delete(self.token_counts, self.tokenizer.all_special_ids)  # <unk> is never asked for
+        share = predicted[predicted > 0] / max(1, predicted.sum())
         manifest = write_manifest(
             self.folder,
             seq_len=self.cfg.seq_len,
