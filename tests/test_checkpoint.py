@@ -177,6 +177,7 @@ def test_a_finished_run_is_not_trained_again(run_dir, prepared):
     before = len(lines(run_dir, "train"))
     assert train(run_dir, prepared) == ("done", 6)
     assert len(lines(run_dir, "train")) == before
+    assert len(lines(run_dir, "summary")) == 1
 
 
 def test_precision_is_chosen_by_name_and_shown(tmp_path, prepared):

@@ -119,7 +119,8 @@ def fit(
                 break
         if not stopping and is_over(cfg, progress):
             reason = "early_stop"
-        recorder.summary(progress.step, reason, task.facts)
+        if recorder.steps_done:  # a finished run that is started again has nothing to add
+            recorder.summary(progress.step, reason, task.facts)
     if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
         task.export(model, folder.export)
     return reason, progress.step
