@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from runs import prepare_config, write_corpus
+from running import prepare_config, write_corpus
 
 from train import prepare
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from runs import lines, train_config
+from running import lines, train_config
 
 from train import checkpoint, loop
 from train.backend.ddp import DDP

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import run
+from running import run
 
 from train import cli
 from train.config import InputError, PrepareConfig, TrainConfig, make_plan, to_dict

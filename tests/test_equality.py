@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from runs import ROOT, command, lines, run, train_config, train_overrides
+from running import ROOT, command, lines, run, train_config, train_overrides
 
 from train import loop
 from train.preempt import StopRequest

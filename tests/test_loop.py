@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from runs import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
+from running import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from train import checkpoint, loop, prepare

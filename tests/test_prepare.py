@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from runs import ROOT, SEQ_LEN, prepare_config, run, write_corpus
+from running import ROOT, SEQ_LEN, prepare_config, run, write_corpus
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -95,7 +95,7 @@ SMALL = ["rows_per_shard=16"]
 KILLED_AT = """
 import os, signal, sys
 sys.path[:0] = [{root!r}, {tests!r}]
-from runs import prepare_config
+from running import prepare_config
 from train import prepare
 from train.data import tokenizer
 tokenizer.CHUNK_CHARS = 1000

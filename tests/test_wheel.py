@@ -5,7 +5,7 @@ import sys
 import zipfile
 
 import pytest
-from runs import ROOT
+from running import ROOT
 
 
 @pytest.fixture(scope="module")
