@@ -55,7 +55,7 @@ def test_lamb_is_googles(start):
             parameter.copy_(torch.tensor(start * rng.normal(size=tuple(parameter.shape))))
     before = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
     gradients = {name: rng.normal(size=(4, *value.shape)) for name, value in before.items()}
-    optimizer = build_optimizer(OptimConfig(name="lamb", lr=0.01, weight_decay=0.1), model)
+    optimizer = build_optimizer(OptimConfig(name="lamb", lr=0.01, weight_decay=0.1), model.parameters())
     for step in range(4):
         for name, parameter in model.named_parameters():
             parameter.grad = torch.tensor(gradients[name][step], dtype=torch.float32)
@@ -72,7 +72,7 @@ def test_lamb_is_googles(start):
 def test_biases_and_normalisation_do_not_decay_and_tied_weights_come_once(name):
     model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 7))
     model[2].weight = model[0].weight
-    optimizer = build_optimizer(OptimConfig(name=name), model)
+    optimizer = build_optimizer(OptimConfig(name=name), model.parameters())
     decayed, plain = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
     assert decayed == {id(model[0].weight)}
     assert plain == {id(model[1].weight), id(model[1].bias), id(model[2].bias)}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from train.optim import load_state
 from train.run_folder import check_same_run
 from train.storage import canonical_json, sha256_file, sync_file, sync_folder, write_atomic
 
@@ -156,10 +157,13 @@ def load(
     path = folder / f"step_{step:08d}"
     manifest = json.loads((path / "manifest.json").read_bytes())
     check_same_run(manifest["identity"], identity, place=path)
-    state = backend.load(path / "state.pt")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    if backend.rank < len(state["rng"]) and manifest["world_size"] == backend.world_size:
-        backend.set_rng_state(state["rng"][backend.rank])
+    with backend.in_turn():
+        state = backend.load(path / "state.pt")
+        model.load_state_dict(state["model"])
+        load_state(optimizer, state["optimizer"])
+        if backend.rank < len(state["rng"]) and manifest["world_size"] == backend.world_size:
+            backend.set_rng_state(state["rng"][backend.rank])
+        progress = Progress(**state["progress"])
+        del state
     logger.info("going on from the checkpoint of step %d", step)
-    return Progress(**state["progress"]), faults
+    return progress, faults

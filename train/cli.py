@@ -28,6 +28,7 @@ from train.config import (
     MLMConfig,
     PrepareConfig,
     TrainConfig,
+    XLAConfig,
     check,
     launched_rank,
 )
@@ -44,6 +45,7 @@ def register_schemas() -> None:
     store.store(name="prepare_schema", node=PrepareConfig)
     for group, name, node in (
         ("task", "mlm_schema", MLMConfig),
+        ("backend", "xla_schema", XLAConfig),
         ("corpus", "plain_schema", CorpusConfig),
         ("corpus", "files_schema", FilesCorpusConfig),
         ("corpus", "hf_schema", HFCorpusConfig),
@@ -119,7 +121,10 @@ def known_keys(schema: type) -> list[str]:
         names.append(item.name)
         if callable(item.default_factory) and is_dataclass(item.default_factory):
             names += [inner.name for inner in fields(item.default_factory)]
-    return [*names, *(item.name for kind in (MLMConfig, FilesCorpusConfig, HFCorpusConfig) for item in fields(kind))]
+    return [
+        *names,
+        *(item.name for kind in (MLMConfig, XLAConfig, FilesCorpusConfig, HFCorpusConfig) for item in fields(kind)),
+    ]
 
 
 def run(schema: type[Config], action: Callable[[Config], int]) -> int:

@@ -8,6 +8,7 @@ reports can read a configuration on a machine without it. None means "off" or "w
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,18 +139,45 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class BackendConfig:
-    name: str = "auto"  # auto | ddp
-    device: str = "auto"  # auto | cpu | cuda
+    name: str = "auto"  # auto | ddp | xla | neuron
+    device: str = "auto"  # auto | cpu | cuda | neuron
     precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 where the hardware multiplies it natively
     grad_compression: str = "none"  # none | bf16: halves the bytes of the gradient reduction (CUDA)
+    activation_checkpointing: bool = False  # keep only each layer's input and compute the layer again in backward
     timeout_s: float = 600.0  # a collective that takes longer is an error
 
     def __post_init__(self) -> None:
-        check_choice("backend.name", self.name, ("auto", "ddp"))
-        check_choice("backend.device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("backend.precision", self.precision, ("auto", "fp32", "bf16"))
+        check_choice("backend.name", self.name, ("auto", "ddp", "xla", "neuron"))
+        check_choice("backend.device", self.device, ("auto", "cpu", "cuda", "neuron"))
+        check_choice("backend.precision", self.precision, self.precisions())
         check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16"))
         check_positive("backend.", self, "timeout_s")
+
+    def precisions(self) -> tuple[str, ...]:
+        return ("auto", "fp32", "bf16")
+
+
+@dataclass(kw_only=True)
+class XLAConfig(BackendConfig):
+    """PyTorch/XLA, on Trainium 1 or the CPU. Two precisions more: bf16_master (everything in bf16, computed from fp32
+    weights that the optimizer keeps) and bf16_stochastic (bf16 weights, updated in fp32 and rounded stochastically by
+    the hardware: 2 bytes a weight; the CPU rounds to nearest).
+    """
+
+    name: str = "xla"
+    layers: str = "auto"  # unrolled | scan: a shared layer is compiled once | auto: scan on CPUs, unrolled on Trainium
+    batches_per_execution: int = 1  # micro batches in one graph; all of a step's give one execution a step
+    loader_prefetch: int = 8  # micro batches kept ready on the host
+    device_prefetch: int = 4  # and on the device; that many are sent together
+    max_graphs: int | None = None  # compiled in a run; more stop it on CPUs, warn on Trainium. None: what it needs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
+        check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
+
+    def precisions(self) -> tuple[str, ...]:
+        return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
 
 
 @dataclass(kw_only=True)
@@ -165,7 +193,9 @@ class InstanceConfig:
     """One machine type. Unknown figures stay None and what needs them (MFU, cost) is left out, never guessed."""
 
     name: str = "local"
+    device: str | None = None  # what it has: cuda | neuron; a run that says this instance needs it. None: anything
     devices: int | None = None  # ranks that fill one machine
+    rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
     device_tflops_bf16: float | None = None  # dense peak of one rank's device, 1e12 FLOP/s
     device_tflops_fp32: float | None = None
     usd_per_hour: float | None = None  # on demand, one machine
@@ -206,6 +236,7 @@ class TrainConfig:
     log_every: int = 10  # steps between lines in metrics.jsonl and on the console
     eval_every: int | None = 500  # steps between evaluations; None: only at the end
     eval_examples: int | None = None  # validation sequences used; None: all
+    collect_graphs: bool = False  # train.precompile's short run: each graph once, no number judged, nothing saved
     export: bool = True  # write run_dir/export for plain transformers at the end
     tensorboard: bool = True
     task: TaskConfig = MISSING
@@ -318,6 +349,33 @@ def to_dict(config: TrainConfig | PrepareConfig) -> dict[str, Any]:
 def launched_world_size() -> int:
     """Ranks that torchrun started (its WORLD_SIZE), 1 without it. Known before any device opens."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_launch(cfg: TrainConfig, environ: Mapping[str, str]) -> None:
+    """Raises InputError for a number of ranks that the instance cannot run, and for tasks that torchrun did not start.
+
+    Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are refused by the runtime.
+    """
+    world, local = int(environ.get("WORLD_SIZE", "1")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    check(
+        "RANK" in environ or tasks == 1,
+        f"Slurm started {tasks} tasks without torchrun: each would train alone; run one torchrun a machine",
+    )
+    instance = cfg.instance
+    if instance.rank_counts is None:
+        return
+    valid = instance.rank_counts
+    check(
+        local in valid,
+        f"{local} ranks on one machine: {instance.name} runs {' or '.join(map(str, valid))}; "
+        f"start torchrun with --nproc-per-node={max(valid)}",
+    )
+    check(
+        world == local or local == max(valid),
+        f"{local} ranks on each of {world // local} machines: several {instance.name} work together with all "
+        f"{max(valid)} each; start torchrun with --nproc-per-node={max(valid)}",
+    )
 
 
 def launched_rank() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,10 +12,11 @@ import torch
 
 from train import checkpoint
 from train.backend import Backend, open_backend
-from train.config import InputError, Plan, TrainConfig, check, launched_world_size, make_plan
+from train.config import InputError, Plan, TrainConfig, check, check_launch, launched_world_size, make_plan
 from train.data.batches import Batch, grouped, loader
 from train.data.order import EvalOrder, TrainOrder
 from train.metrics import Recorder
+from train.monitor import open_monitor
 from train.optim import build_optimizer, learning_rate, set_learning_rate
 from train.parallel import Engine, build_engine
 from train.preempt import StopRequest
@@ -30,6 +32,7 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or the name
     of the signal that asked for it) and the step.
     """
+    check_launch(cfg, os.environ)
     task = build_task(cfg)
     plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
     folder = RunFolder(cfg.run_dir)
@@ -46,7 +49,7 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
 def open_and_fit(
     cfg: TrainConfig, plan: Plan, task: Task, folder: RunFolder, identity: dict[str, object], stop: StopRequest
 ) -> tuple[str, int]:
-    backend = open_backend(cfg.backend)
+    backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
     refused: InputError | None = None
     try:
         if cfg.data.verify:
@@ -72,19 +75,24 @@ def fit(
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = task.build_model()
     engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation)
-    optimizer = build_optimizer(cfg.optim, model)
+    optimizer = build_optimizer(cfg.optim, engine.parameters, adamw=backend.adamw)
     backend.seed(cfg.seed)  # other dropout on every rank
     progress, faults = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
+    backend.own(optimizer, engine.parameters)
     if backend.rank == 0:
         folder.describe(cfg, identity, facts(plan, task, backend, engine))
     backend.barrier()
     num_blind = backend.sum([not folder.environment.is_file()])[0]
-    check(num_blind == 0, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
+    shares = num_blind == 0 or cfg.collect_graphs  # whose run folder is a temporary one of each machine
+    check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
     batches = train_batches(cfg, plan, task, backend, first_step=progress.step)
     flops = task.flops_per_example(model)
     reason, stopping = "done", False
 
-    with Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step) as recorder:
+    monitor = open_monitor(
+        backend.monitor_kind, num_devices=backend.local_world_size, is_first_on_machine=backend.local_rank == 0
+    )
+    with monitor, Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step, monitor) as recorder:
         for fault in faults:
             recorder.fault(progress.step, fault)
         while progress.step < plan.total_steps and not is_over(cfg, progress):
@@ -96,19 +104,21 @@ def fit(
             stopping = num_stops > 0 and progress.step + 1 < plan.total_steps  # the last step ends by itself
             lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
             set_learning_rate(optimizer, lr)
-            loss_sum = engine.forward_backward(micro_batches, task.loss, count)
+            engine.forward_backward(micro_batches, task.loss, count)
             grad_norm = backend.step(optimizer, engine.parameters, cfg.optim.max_grad_norm)
             progress.step += 1
             evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
             saves = stopping or due(progress.step, cfg.checkpoint.every, plan.total_steps)
+            saves = saves and not cfg.collect_graphs
             recorder.end_step(
-                progress.step, evaluates or saves, lr=lr, loss_sum=loss_sum, count=count, grad_norm=grad_norm
+                progress.step, evaluates or saves, lr=lr, count=count, take_loss=engine.take_loss, grad_norm=grad_norm
             )
             if evaluates:
                 began_s = time.perf_counter()
                 metrics = evaluate(cfg, plan, task, backend, engine)
-                recorder.evaluation(progress.step, metrics, time.perf_counter() - began_s)
-                progress.saw(metrics["loss"], min_delta=cfg.early_stop.min_delta)
+                if metrics is not None:
+                    recorder.evaluation(progress.step, metrics, time.perf_counter() - began_s)
+                    progress.saw(metrics["loss"], min_delta=cfg.early_stop.min_delta)
             if saves or is_over(cfg, progress):
                 saved = checkpoint.save(
                     folder.checkpoints, progress, model, optimizer, backend, identity=identity, keep=cfg.checkpoint.keep
@@ -119,7 +129,7 @@ def fit(
                 break
         if not stopping and is_over(cfg, progress):
             reason = "early_stop"
-        if recorder.steps_done:  # a finished run that is started again has nothing to add
+        if recorder.steps_done and not cfg.collect_graphs:  # a finished run that is started again has nothing to add
             recorder.summary(progress.step, reason, task.facts)
     if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
         task.export(model, folder.export)
@@ -142,19 +152,26 @@ def is_over(cfg: TrainConfig, progress: checkpoint.Progress) -> bool:
     return cfg.early_stop.patience is not None and progress.evals_since_best >= cfg.early_stop.patience
 
 
-def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, float]:
-    """Metrics over the validation data, each example once whatever the number of ranks."""
-    order = EvalOrder(task.eval_rows, plan.micro_batch_size, backend.rank, backend.world_size)
+def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, float] | None:
+    """Metrics over the validation data, each example once whatever the number of ranks. None where only the graph is
+    wanted: a batch for each rank, whose numbers mean nothing.
+    """
+    rows = task.eval_rows
+    if cfg.collect_graphs:
+        rows = min(rows, plan.micro_batch_size * backend.world_size)
+    order = EvalOrder(rows, plan.micro_batch_size, backend.rank, backend.world_size)
     batches = loader(task.eval_data(), order, num_workers=0, prefetch=cfg.data.prefetch, pin_memory=False)
-    sums: list[float] = []
+    found = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
-    with torch.no_grad(), backend.autocast():
+    with torch.no_grad():
         for batch in backend.feed(batches):
-            # Added up on the host in double precision: float32 on the device would lose counts past 2**24.
-            found = task.eval_sums(engine.model, batch["inputs"]).tolist()
-            sums = [a + b for a, b in zip(sums, found, strict=True)] if sums else found
+            with backend.autocast():  # for each batch: casts of weights that outlive it make the next another graph
+                found.append(task.eval_sums(engine.model, batch["inputs"]))
     engine.model.train()
-    return task.eval_metrics(backend.sum(sums))
+    # Added up on the host in double precision: float32 on the device would lose counts past 2**24.
+    sums = torch.stack(backend.read(found)).double().sum(0).tolist()
+    sums = backend.sum(sums)
+    return None if cfg.collect_graphs else task.eval_metrics(sums)
 
 
 def facts(plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, object]:

@@ -9,12 +9,14 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
 
 from train.config import InstanceConfig, Plan, TrainConfig
+from train.monitor import Monitor, Sample
 from train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -30,10 +32,10 @@ class Window:
     """What has gathered since the last line."""
 
     steps: int = 0
-    loss_sum: Tensor | float = 0.0  # this rank's, on the device
     count: float = 0.0  # labels of all ranks
     wait_s: float = 0.0  # this rank's, for data
-    busy_s: float = 0.0  # in steps, data included; evaluation and saving left out
+    busy_s: float = 0.0  # in steps, data included; evaluation, saving and compiling left out
+    compile_s: float = 0.0  # in steps
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Recorder:
     seq_len: int
     flops_per_example: float | None
     start_step: int
+    monitor: Monitor
     window: Window = field(default_factory=Window)
     train_s: float = 0.0
     steps_done: int = 0
@@ -72,8 +75,11 @@ class Recorder:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        step = self.start_step + self.steps_done + self.window.steps
+        for text in self.monitor.alarms():  # of this machine alone: the other ranks may be gone
+            self.alarm(step, text)
         if error is not None:
-            self.fault(self.start_step + self.steps_done + self.window.steps, f"{type(error).__name__}: {error}")
+            self.fault(step, f"{type(error).__name__}: {error}")
         self.bar.close()
         if self.file is not None:
             self.file.close()
@@ -81,12 +87,21 @@ class Recorder:
             self.board.close()
 
     def begin_step(self) -> None:
-        self.began_s = time.perf_counter()
+        self.began_s, self.compiled_s = time.perf_counter(), self.backend.compiled()[1]
 
     def data_ready(self) -> None:
         self.window.wait_s += time.perf_counter() - self.began_s
 
-    def end_step(self, step: int, reads: bool, *, lr: float, loss_sum: Tensor, count: float, grad_norm: Tensor) -> None:
+    def end_step(
+        self,
+        step: int,
+        reads: bool,
+        *,
+        lr: float,
+        count: float,
+        take_loss: Callable[[], float],
+        grad_norm: Tensor,
+    ) -> None:
         """Take note of a step; every `log_every` of them, and when `reads`, read the device and write a line.
 
         Raises:
@@ -95,29 +110,29 @@ class Recorder:
         """
         window = self.window
         window.steps += 1
-        window.loss_sum = window.loss_sum + loss_sum
         window.count += count
         is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
-            local = [float(window.loss_sum), window.wait_s / self.backend.world_size]  # waits for the device
-            norm = float(grad_norm)
-            loss_sum_all, wait_s = self.backend.sum(local)
+            local = [take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
+            norm = float(self.backend.read([grad_norm])[0])
+            loss_sum_all, wait_s, *readings = self.backend.sum([*local, *self.monitor.read().values()])
         self.bar.update()
-        now_s = time.perf_counter()
-        window.busy_s += now_s - self.began_s
+        compile_s = self.backend.compiled()[1] - self.compiled_s
+        window.compile_s += compile_s
+        window.busy_s += max(time.perf_counter() - self.began_s - compile_s, 1e-9)
         if is_due:
             self.train_s += window.busy_s
             self.steps_done += window.steps
             self.last_loss = loss_sum_all / max(window.count, 1.0)
-            self._write_train(step, lr, norm, wait_s)
+            self._write_train(step, lr, norm, wait_s, Sample.from_values(readings))
             self.window = Window()
-            if not (math.isfinite(self.last_loss) and math.isfinite(norm)):
+            if not (math.isfinite(self.last_loss) and math.isfinite(norm)) and not self.cfg.collect_graphs:
                 raise FloatingPointError(
                     f"the loss is {self.last_loss}, the gradient's norm {norm} at step {step}: nothing more is saved; "
                     "a new run_dir with a lower optim.lr, or fp32, may help"
                 )
 
-    def _write_train(self, step: int, lr: float, grad_norm: float, wait_s: float) -> None:
+    def _write_train(self, step: int, lr: float, grad_norm: float, wait_s: float, sample: Sample) -> None:
         window, batch = self.window, self.plan.global_batch_size
         examples_per_s = window.steps * batch / window.busy_s
         line = {
@@ -134,7 +149,14 @@ class Recorder:
         mfu = self.mfu(examples_per_s)
         if mfu is not None:
             line["mfu"] = mfu
+        if window.compile_s:
+            line |= {"compile_s": window.compile_s, "graphs": self.backend.compiled()[0]}
+        line |= sample.fields(peak_flops_per_s=peak_flops_per_s(self.cfg.instance, self.backend.precision))
         self.write("train", line)
+        if sample.num_alarms:  # of all machines: the ranks see one number, so all of them gather
+            for found in self.backend.gather({"alarms": self.monitor.alarms()}):
+                for text in found["alarms"]:
+                    self.alarm(step, text)
         shown = {"loss": f"{self.last_loss:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
         self.bar.set_postfix(shown if mfu is None else {**shown, "mfu": f"{mfu:.1%}"}, refresh=False)
         width = len(str(self.plan.total_steps))
@@ -143,6 +165,7 @@ class Recorder:
             f"step {step:{width}}/{self.plan.total_steps}  loss {self.last_loss:7.4f}  lr {lr:.2e}  "
             f"grad {grad_norm:6.3f}  {line['tokens_per_s']:9,.0f} tokens/s{utilisation}  "
             f"data wait {wait_s / window.busy_s:4.0%}"
+            + (f"  compiled {window.compile_s:.1f} s" if window.compile_s else "")
         )
 
     def mfu(self, examples_per_s: float) -> float | None:
@@ -163,10 +186,15 @@ class Recorder:
     def fault(self, step: int, reason: str) -> None:
         self.write("fault", {"step": step, "reason": reason})
 
+    def alarm(self, step: int, text: str) -> None:
+        logger.warning(f"step {step}: {text}")
+        self.fault(step, text)
+
     def summary(self, step: int, reason: str, facts: dict[str, float]) -> None:
         """The last line of this life of the run. Unknown figures are null."""
         examples = self.steps_done * self.plan.global_batch_size
         tokens = examples * self.seq_len
+        graphs, compile_s = self.backend.compiled()
         self.write(
             "summary",
             {
@@ -174,6 +202,8 @@ class Recorder:
                 "steps_total": self.plan.total_steps,
                 "reason": reason,
                 "train_s": self.train_s,
+                "compile_s": compile_s,
+                "graphs": graphs,
                 "tokens": tokens,
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
                 "mfu": self.mfu(examples / self.train_s) if self.train_s else None,
@@ -187,10 +217,10 @@ class Recorder:
         )
 
     def cost_usd(self) -> float | None:
-        """Training time at the instance's price; None where the price is unknown."""
+        """Training and compiling time at the instance's price; None where the price is unknown."""
         price = self.cfg.instance.usd_per_hour
         machines = math.ceil(self.backend.world_size / self.backend.local_world_size)
-        return None if price is None else price * machines * self.train_s / 3600
+        return None if price is None else price * machines * (self.train_s + self.backend.compiled()[1]) / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl, and its numbers to TensorBoard. Other ranks than 0 write nothing."""
@@ -209,7 +239,7 @@ def finite(value: Any) -> bool:
 
 
 def peak_flops_per_s(instance: InstanceConfig, precision: str) -> float | None:
-    tflops = instance.device_tflops_bf16 if precision == "bf16" else instance.device_tflops_fp32
+    tflops = instance.device_tflops_fp32 if precision == "fp32" else instance.device_tflops_bf16
     return None if tflops is None else tflops * 1e12
 
 

@@ -37,23 +37,48 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def build_optimizer(cfg: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer over the model's parameters, in two groups: decayed, and biases and normalisation weights not."""
+def build_optimizer(
+    cfg: OptimConfig, parameters: Iterable[nn.Parameter], *, adamw: dict[str, bool] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer, in two groups: decayed, and biases and normalisation weights not. `adamw` chooses one of torch's
+    implementations. The state is float32 and there from the start: made in the first step, it would make that step
+    another graph than the following ones.
+    """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
-    for parameter in model.parameters():  # a tied parameter comes once
-        if parameter.requires_grad:
-            (decayed if parameter.ndim >= 2 else plain).append(parameter)
+    for parameter in parameters:
+        (decayed if parameter.ndim >= 2 else plain).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": cfg.weight_decay, "trust_ratio": True},
         {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
     ]
     settings: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
+    optimizer: torch.optim.Optimizer
     if cfg.name == "lamb":
-        return Lamb(groups, **settings)
-    for group in groups:
-        del group["trust_ratio"]
-    return torch.optim.AdamW(groups, fused=True, **settings)
+        optimizer = Lamb(groups, **settings)
+    else:
+        for group in groups:
+            del group["trust_ratio"]
+        optimizer = torch.optim.AdamW(groups, **{**settings, **(adamw or {"fused": True})})
+    for parameter in [*decayed, *plain]:
+        state = optimizer.state[parameter]
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        if cfg.name == "adamw":
+            state["step"] = torch.zeros((), device=parameter.device)
+    return optimizer
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Put back what `optimizer.state_dict()` gave, on any device. The settings stay those of this run: a saved
+    choice of implementation may not exist here.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    order = [index for group in saved["param_groups"] for index in group["params"]]
+    for index, parameter in zip(order, parameters, strict=True):
+        own = optimizer.state[parameter]
+        for name, value in saved["state"][index].items():
+            own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -81,10 +106,7 @@ class Lamb(torch.optim.Optimizer):
             grads = [parameter.grad for parameter in params]
             means, squares = [], []
             for parameter in params:
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state = self.state[parameter]  # as build_optimizer made it
                 means.append(state["exp_avg"])
                 squares.append(state["exp_avg_sq"])
             beta1, beta2 = group["betas"]

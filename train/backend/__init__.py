@@ -6,15 +6,18 @@ step over the hosts (gloo), so that no decision of the loop has to wait for a de
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from train.config import BackendConfig, check_choice
+from train import machine
+from train.config import BackendConfig, InstanceConfig, check, launched_world_size
 
 if TYPE_CHECKING:
     from train.data.batches import Batch
@@ -28,15 +31,20 @@ class Backend(Protocol):
     name: str
     device: torch.device
     device_name: str
-    precision: str  # fp32 | bf16
+    precision: str  # what was chosen: fp32, bf16, ...
+    adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
+    monitor_kind: str  # what to read utilisation from: neuron | nvidia | cpu
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
 
-    def wrap(self, model: nn.Module, *, accumulates: bool) -> nn.Module:
-        """Put the model on the device and reduce its gradients over the ranks in backward."""
+    def wrap(self, model: nn.Module, *, accumulation: int) -> nn.Module:
+        """Put the model on the device; its gradients will be reduced over the ranks once a step."""
+
+    def own(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Check that the optimizer holds these parameters; weights and state are as the first step finds them."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches with their inputs on the device."""
@@ -45,10 +53,16 @@ class Backend(Protocol):
         """Forward passes run in the run's precision inside."""
 
     def accumulate(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Gradients stay local in backward passes inside, but for the last of a step."""
+        """Inside runs one micro batch, forward and backward. Gradients stay local but for the last of a step."""
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Clip, update, clear the gradients. Gives the gradients' global norm before clipping, left on the device."""
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the host. Waits for the device."""
+
+    def compiled(self) -> tuple[int, float]:
+        """Graphs compiled in this process and the seconds it took; 0 where nothing is compiled."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Numbers added over all ranks, on the hosts."""
@@ -71,15 +85,42 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> State: ...
 
+    def in_turn(self) -> AbstractContextManager[None]:
+        """A few ranks of a machine at a time inside, so that its memory does not hold a checkpoint for each."""
+
     def barrier(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def open_backend(cfg: BackendConfig) -> Backend:
-    """Open the device and join the other ranks. Raises InputError if this machine has no such device."""
-    from train.backend import ddp  # here: each backend's imports are paid by its own runs
+def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool = False) -> Backend:
+    """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
-    table = {"auto": ddp.DDP, "ddp": ddp.DDP}
-    check_choice("backend.name", cfg.name, tuple(table))
-    return table[cfg.name](cfg)
+    `collects`: only graphs are wanted, the numbers that come back mean nothing.
+    """
+    wanted = instance.device
+    check(
+        wanted is None or cfg.device in ("auto", wanted),
+        f"instance={instance.name} is for its {wanted} devices, backend.device={cfg.device} is not; say instance=local",
+    )
+    cfg = replace(cfg, device=wanted or cfg.device)
+    name = cfg.name
+    if name == "auto":
+        has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))
+        name = "xla" if has_neuron else "ddp"
+    # Each backend's imports are paid by its own runs.
+    if name == "xla":
+        from train.backend import xla_environment
+
+        nodes = launched_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        xla_environment.ready(cfg, nodes=nodes, collects=collects)
+        from train.backend.xla import XLA  # only now: torch_xla reads the environment
+
+        return XLA(cfg, collects=collects)
+    if name == "neuron":
+        from train.backend.neuron import Neuron
+
+        return Neuron(cfg)
+    from train.backend.ddp import DDP
+
+    return DDP(cfg)

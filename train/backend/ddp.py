@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,25 +14,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from train.config import BackendConfig, check, launched_rank, launched_world_size
+from train.backend import guards
+from train.backend.hosts import RANK_STRIDE, Hosts, to_cpu
+from train.config import BackendConfig, check
 
 if TYPE_CHECKING:
     from train.backend import State
     from train.data.batches import Batch
 
-RANK_STRIDE = 1_000_003  # a prime: seeds of neighbouring runs and ranks do not meet
 
-
-class DDP:
+class DDP(Hosts):
     """See `train.backend.Backend`."""
 
     name = "ddp"
+    adamw = {"fused": True}
 
     def __init__(self, cfg: BackendConfig) -> None:
-        self.rank, self.world_size = launched_rank(), launched_world_size()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        super().__init__()
         self.device = pick_device(cfg.device, self.local_rank, self.local_world_size)
         is_cuda = self.device.type == "cuda"
         self.pin_memory = is_cuda
@@ -41,7 +40,8 @@ class DDP:
         self.precision = pick_precision(cfg.precision, self.device)
         self.compresses = cfg.grad_compression == "bf16"
         check(is_cuda or not self.compresses, "backend.grad_compression=bf16 needs CUDA; gloo cannot add bf16 numbers")
-        self.is_distributed = "RANK" in os.environ
+        self.monitor_kind = "nvidia" if is_cuda else "cpu"
+        self.recomputes = cfg.activation_checkpointing
         if is_cuda:
             torch.cuda.set_device(self.device)
         if self.is_distributed:
@@ -51,16 +51,22 @@ class DDP:
             if seen != self.world_size:
                 raise RuntimeError(f"{seen:g} ranks answered, WORLD_SIZE says {self.world_size}")
 
-    def wrap(self, model: nn.Module, *, accumulates: bool) -> nn.Module:
+    def wrap(self, model: Any, *, accumulation: int) -> nn.Module:
+        tied = guards.tied_names(model)
         model.to(self.device)
+        guards.tie(model, tied)
+        guards.check_tied(model, tied)
+        if self.recomputes:
+            model.recompute_layers(partial(checkpoint, use_reentrant=False))
         if not self.is_distributed:
-            return model
+            whole: nn.Module = model
+            return whole
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
             broadcast_buffers=False,  # constants (position ids) only
             gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
-            static_graph=not accumulates,  # true for every task here; torch does not support it with no_sync
+            static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
         )
         if self.compresses:
             wrapped.register_comm_hook(None, bf16_compress_hook)
@@ -85,58 +91,37 @@ class DDP:
         optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        if not self.is_distributed:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor]
+    def own(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        guards.check_owned(optimizer, parameters)
 
-    def gather(self, value: State) -> list[State]:
-        if not self.is_distributed:
-            return [value]
-        found: list[State] | None = [{} for _ in range(self.world_size)] if self.rank == 0 else None
-        dist.gather_object(value, found)
-        return found or []
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [tensor.detach().cpu() for tensor in tensors]
 
-    def broadcast(self, value: int) -> int:
-        return int(self.sum([value if self.rank == 0 else 0])[0])
+    def compiled(self) -> tuple[int, float]:
+        return 0, 0.0
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed + RANK_STRIDE * (self.rank + 1))  # all devices
 
     def rng_state(self) -> State:
         state = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        if self.device.type != "cpu":
+            state[self.device.type] = torch.get_device_module(self.device).get_rng_state(self.device)
         return state
 
     def set_rng_state(self, state: State) -> None:
         torch.set_rng_state(state["cpu"])
-        if self.device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self.device)
+        if self.device.type != "cpu" and self.device.type in state:
+            torch.get_device_module(self.device).set_rng_state(state[self.device.type], self.device)
 
     def save(self, state: State, path: Path) -> None:
         torch.save(to_cpu(state), path)
 
-    def load(self, path: Path) -> State:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
-        return state
-
-    def barrier(self) -> None:
-        self.sum([0.0])
-
-    def close(self) -> None:
-        """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and
-        gloo threads that still hold its tensors at exit abort the process (https://github.com/pytorch/pytorch/pull/179291).
-        """
-        if self.is_distributed:
-            gc.collect()
-            self.barrier()
-            dist.destroy_process_group()
-
 
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    check(
+        name != "neuron", "backend=ddp runs on CPUs and CUDA; on trn1 say backend=xla, on trn2 and trn3 backend=neuron"
+    )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -160,13 +145,3 @@ def pick_precision(name: str, device: torch.device) -> str:
     else:
         is_native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if is_native else "fp32"
-
-
-def to_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_cpu(item) for item in value)
-    return value

@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens, P places to predict, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 
 from train.config import InputError, ModelConfig, check
+from train.models.layers import Checkpoint, Run, recompute_layers, run_shared_layer_by, shared_layer
 
 # Our names and those of transformers' configurations (with their aliases for the older models).
 SIZES = {
@@ -65,9 +67,25 @@ class MaskedLM(nn.Module):
             )
         return logits
 
+    def recompute_layers(self, checkpoint: Checkpoint) -> None:
+        """Keep only the input of each layer for the backward pass. RuntimeError if no layer was recognised."""
+        if not recompute_layers(self.network, checkpoint):
+            raise RuntimeError(f"{type(self.network).__name__} has no layers that are known to be recomputable")
+
+    def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
+        """Run a shared layer by `make_loop(layer, depth)`; False, and nothing is done, if no one layer is shared."""
+        found = shared_layer(self.network)
+        if found is None:
+            return False
+        encoder, layer, depth = found
+        run_shared_layer_by(encoder, make_loop(layer, depth))
+        return True
+
     def export(self, folder: Path) -> None:
-        """Write what `transformers` loads with from_pretrained."""
-        self.network.save_pretrained(folder)
+        """Write what `transformers` loads with from_pretrained: a copy on the host, in float32."""
+        copy = type(self.network)(self.network.config)
+        copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
+        copy.save_pretrained(folder)
 
 
 def build_masked_lm(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> MaskedLM:

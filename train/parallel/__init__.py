@@ -20,11 +20,11 @@ class Engine(Protocol):
     model: nn.Module  # the bare one: its parameters are trained, saved and exported
     parameters: list[nn.Parameter]
 
-    def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> Tensor:
-        """Gradients of the mean loss over `count` labels of all ranks and micro batches.
+    def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> None:
+        """Gradients of the mean loss over `count` labels of all ranks and micro batches."""
 
-        Gives this rank's loss sum, left on the device.
-        """
+    def take_loss(self) -> float:
+        """This rank's loss sum since it was last taken. It is kept on the device: this waits for it."""
 
 
 def build_engine(cfg: ParallelConfig, backend: Backend, model: nn.Module, *, accumulation: int) -> Engine:

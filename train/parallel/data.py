@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -17,18 +18,26 @@ class DataParallel:
 
     def __init__(self, backend: Backend, model: nn.Module, *, accumulation: int) -> None:
         self.backend, self.model = backend, model
-        self.wrapped = backend.wrap(model, accumulates=accumulation > 1)
+        self.wrapped = backend.wrap(model, accumulation=accumulation)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.loss_sum = torch.zeros(1).to(backend.device)
 
-    def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> Tensor:
+    def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> None:
         # The ranks' gradients are averaged, the loss is a sum over all of them: hence the world size.
         scale = self.backend.world_size / max(count, 1.0)
-        total: Tensor | None = None
         for number, batch in enumerate(micro_batches, start=1):
             with self.backend.accumulate(self.wrapped, is_last=number == len(micro_batches)):
-                with self.backend.autocast():
-                    loss_sum = loss(self.wrapped, batch["inputs"])
-                (loss_sum * scale).backward()
-            total = loss_sum.detach() if total is None else total + loss_sum.detach()
-        assert total is not None
-        return total
+                self._add_gradients(batch, loss, scale)
+
+    def _add_gradients(self, batch: Batch, loss: LossFunction, scale: float) -> None:
+        # A function of its own: nothing of it is alive when the backend cuts the graph, so all cuts are alike.
+        with self.backend.autocast():
+            loss_sum = loss(self.wrapped, batch["inputs"])
+        (loss_sum * scale).backward()
+        self.loss_sum += loss_sum.detach()
+
+    def take_loss(self) -> float:
+        [taken] = self.backend.read([self.loss_sum])
+        # The same tensor, filled from the host: a new one, or zeros made on the device, would change the graph.
+        self.loss_sum.copy_(torch.zeros(1))
+        return float(taken)

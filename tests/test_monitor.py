@@ -1,0 +1,556 @@
+"""The monitor: what it reads from each source, what it leaves out, and that nothing it meets stops a run.
+
+`recorded/monitor` holds neuron-monitor lines of the shape that the Neuron SDK's guide documents, with made-up values;
+`effective_flops.jsonl` has the keys that published recordings show instead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from train import monitor
+from train.monitor import MachineMonitor, Sample, open_monitor
+from train.monitor_neuron import Notes, Parser, Reading
+
+RECORDED = Path(__file__).parent / "recorded" / "monitor"
+PERIOD_S = 0.02
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)  # another test's run may have turned it off
+    caplog.set_level(logging.INFO, "train")
+    return caplog
+
+
+def eventually(found: Callable[[], Any]) -> Any:
+    """The first true value, or a failure after the deadline."""
+    until_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until_s:
+        value = found()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError("nothing came")
+
+
+def recorded(name: str) -> list[bytes]:
+    return (RECORDED / f"{name}.jsonl").read_bytes().splitlines()
+
+
+def parse(name: str, *, num_devices: int = 2, run_tag: str | None = "run_a") -> list[Reading]:
+    parser = Parser(num_devices, run_tag, Notes())
+    found = [parser.parse(line) for line in recorded(name)]
+    return [reading for reading in found if reading is not None]
+
+
+def gathered(*readings: Reading) -> Sample:
+    """What a monitor says after these readings."""
+    watch = MachineMonitor(lambda _stop: iter(()), period_s=1.0)
+    for reading in readings:
+        watch.add(reading)
+    return watch.read()
+
+
+# ---- samples -------------------------------------------------------------------------------------------------------
+
+
+def test_machines_added_up_are_one_machine_with_all_devices() -> None:
+    a = {"device_utilisation": (1.2, 2.0), "device_memory_bytes": (3e9, 2.0), "device_flops_per_s": (5e13, 2.0)}
+    b = {"device_utilisation": (0.4, 1.0), "device_memory_bytes": (1e9, 1.0), "device_flops_per_s": (2e13, 1.0)}
+    both = {"device_utilisation": (1.6, 3.0), "device_memory_bytes": (4e9, 3.0), "device_flops_per_s": (7e13, 3.0)}
+    first, second, one = (
+        gathered(Reading(totals, errors=errors))
+        for totals, errors in ((a, Counter(x=2)), (b, Counter(y=1)), (both, Counter(x=2, y=1)))
+    )
+    nothing = Sample().values()  # of the ranks that have no monitor
+    added = [sum(parts) for parts in zip(first.values(), second.values(), nothing, strict=True)]
+    fields = Sample.from_values(added).fields(peak_flops_per_s=95e12)
+    assert fields == pytest.approx(one.fields(peak_flops_per_s=95e12))
+    assert fields["device_utilisation"] == pytest.approx(1.6 / 3)
+    assert fields["hardware_mfu"] == pytest.approx(7e13 / (3 * 95e12))
+    assert fields["device_errors"] == 3
+    assert added[-1] == one.num_alarms == 2
+
+
+def test_a_machine_without_readings_does_not_change_the_means() -> None:
+    known = gathered(Reading({"device_utilisation": (0.5, 1.0)}))
+    added = [a + b for a, b in zip(known.values(), Sample().values(), strict=True)]
+    assert Sample.from_values(added).fields(peak_flops_per_s=None) == {"device_utilisation": 0.5}
+
+
+def test_what_has_no_source_is_left_out() -> None:
+    assert Sample().fields(peak_flops_per_s=1e12) == {}
+    assert gathered(Reading({"device_flops_per_s": (1e12, 1.0)})).fields(peak_flops_per_s=None) == {}
+
+
+def test_utilisation_is_a_mean_over_time_and_memory_the_latest() -> None:
+    readings = [Reading({"device_utilisation": (u, 1.0), "device_memory_bytes": (m, 1.0)}, s) for u, m, s in
+                ((1.0, 5.0, 3.0), (0.0, 7.0, 1.0))]  # fmt: skip
+    assert gathered(*readings).fields(peak_flops_per_s=None) == {"device_utilisation": 0.75, "device_memory_bytes": 7.0}
+
+
+def test_a_reading_is_told_once_but_memory_stays() -> None:
+    watch = MachineMonitor(lambda _stop: iter(()), period_s=1.0)
+    watch.add(Reading({"device_utilisation": (1.0, 1.0), "device_memory_bytes": (5.0, 1.0)}, 1.0, Counter(x=2)))
+    assert watch.read().fields(peak_flops_per_s=None)["device_errors"] == 2
+    assert watch.alarms() == [f"{platform.node()}: x: 2"]
+    assert watch.read().fields(peak_flops_per_s=None) == {"device_memory_bytes": 5.0, "device_errors": 0}
+    assert watch.alarms() == [] and watch.read().num_alarms == 0
+
+
+# ---- neuron-monitor's lines ----------------------------------------------------------------------------------------
+
+
+def test_trn1_line_gives_the_figures_of_both_ranks() -> None:
+    fields = gathered(*parse("trn1")).fields(peak_flops_per_s=95e12)
+    assert fields == pytest.approx(
+        {
+            "device_utilisation": 0.52,
+            "device_memory_bytes": 7e9,
+            "hardware_mfu": 5e13 / (2 * 95e12),
+            "device_errors": 0,
+        }
+    )
+
+
+def test_trn2_counts_logical_cores_once() -> None:
+    (reading,) = parse("trn2", num_devices=4)
+    assert reading.totals["device_utilisation"] == (pytest.approx(0.82), 4)  # two of the four idle, and not listed
+    assert reading.totals["device_flops_per_s"] == (98e12, 4)
+
+
+def test_keys_of_recordings_are_read_and_generic_errors_are_not() -> None:
+    (reading,) = parse("effective_flops", num_devices=1, run_tag=None)
+    assert reading.totals["device_flops_per_s"] == (875590474948, 1)
+    assert reading.errors == {}
+
+
+@pytest.mark.parametrize("spelling", ["numerical", "numeric"])
+def test_numerical_errors_name_their_core_and_count_once(spelling: str) -> None:
+    (reading,) = parse(spelling)
+    assert reading.errors == {"NeuronCore 1: executions completed with numerical errors (NaN)": 2}
+
+
+def test_other_errors_are_counted_by_kind_and_memory_errors_when_they_rise() -> None:
+    first, second = parse("errors")
+    assert first.errors == {
+        "NeuronCore 0: hardware errors": 1,
+        "NeuronCore 0: Neuron runtime errors": 2,
+        "NeuronCore 0: executions timed out": 1,
+        "NeuronCore 0: executions completed with other errors": 1,  # four failed, three of them have a type
+    }
+    assert second.errors == {"Neuron device 0: uncorrected memory errors (sram_ecc_uncorrected)": 1}
+
+
+def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(notes: pytest.LogCaptureFixture) -> None:
+    first, second = parse("broken_groups")
+    assert first.totals == {} and second.totals == {}  # a sum over one of two ranks would be neither's nor both's
+    assert first.errors == {"Neuron process 1001: executions timed out": 1}
+    assert second.errors is None
+    assert "could not read counters" in notes.text and "Neuron Driver is not installed" in notes.text
+
+
+def test_runs_are_told_apart_by_their_tag(notes: pytest.LogCaptureFixture) -> None:
+    assert parse("trn1", run_tag="run_b")[0].totals == {}  # another run's devices are nobody's guess
+    assert parse("effective_flops", run_tag="run_b")[0].totals != {}  # its only process has no tag but its number
+    assert notes.text.count("no Neuron process carries the tag run_b") == 1
+
+
+def test_no_line_whatever_it_holds_stops_the_parser() -> None:
+    rng = random.Random(0)
+    parser = Parser(2, "run_a", Notes())
+    odd: list[Any] = [None, True, -1, 1e999, float("nan"), "", "x", [], [None], {}, {"error": 5}, 10**400]
+
+    def spoil(value: Any) -> Any:
+        if rng.random() < 0.08:
+            return rng.choice(odd)
+        if isinstance(value, dict):
+            return {key: spoil(item) for key, item in value.items()}
+        return [spoil(item) for item in value] if isinstance(value, list) else value
+
+    for line in [line for path in RECORDED.iterdir() for line in path.read_bytes().splitlines()]:
+        for _ in range(100):
+            parser.parse(json.dumps(spoil(json.loads(line))).encode())
+        for _ in range(20):
+            parser.parse(line[: rng.randrange(len(line))])
+    for text in (b"", b"5", b"null", b"[]", b"\xff\xfe{", b"[" * 100_000):
+        assert parser.parse(text) is None
+
+
+# ---- the tool ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts a neuron-monitor on PATH that writes the given lines one by one, then ends or repeats the last for ever."""
+
+    def make(*parts: bytes, repeats: bool = True, ignores: str = "", says: str = "") -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / "lines").write_bytes(b"\n".join(parts) + b"\n")
+        (folder / "neuron-monitor").write_text(
+            f"#!{sys.executable} -IS\n"
+            "import json, os, signal, sys, time\n"
+            f"if {ignores == 'SIGTERM'}: signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "def write(part):\n"
+            "    try: os.write(1, part)\n"
+            "    except BrokenPipeError:\n"
+            f"        if {ignores != 'SIGPIPE'}: raise\n"
+            "assert sys.argv[1] == '-c' and json.load(open(sys.argv[2]))['period']\n"
+            f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+            f"lines = open({str(folder / 'lines')!r}, 'rb').readlines()\n"
+            f"for line in lines: write(line[:40]); time.sleep(0.005); write(line[40:])\n"
+            f"sys.stderr.write({says!r})\n"
+            f"while {repeats}: time.sleep(0.02); write(lines[-1])\n"
+            "sys.exit(3)\n"
+        )
+        (folder / "neuron-monitor").chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    yield make
+    pid = tmp_path / "pid"
+    if pid.is_file() and psutil.pid_exists(int(pid.read_text())):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def opened(kind: str = "neuron", *, num_devices: int = 2) -> monitor.Monitor:
+    return open_monitor(kind, num_devices=num_devices, is_first_on_machine=True, run_tag="run_a", period_s=PERIOD_S)
+
+
+def fields_with(watch: monitor.Monitor, name: str) -> dict[str, float]:
+    """Those of the first sample that has the one named."""
+
+    def found() -> dict[str, float] | None:
+        fields = watch.read().fields(peak_flops_per_s=95e12)
+        return fields if name in fields else None
+
+    fields: dict[str, float] = eventually(found)
+    return fields
+
+
+def child_of(tmp_path: Path) -> int:
+    pid = tmp_path / "pid"
+    return int(eventually(lambda: pid.is_file() and pid.read_text()))
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_healthy_tool_gives_readings_and_is_gone_after_close(tool: Any, tmp_path: Path, notes: Any) -> None:
+    tool(*recorded("trn1"))
+    with opened() as watch:
+        fields = fields_with(watch, "device_utilisation")
+        pid = child_of(tmp_path)
+    assert fields["device_utilisation"] == pytest.approx(0.52)
+    assert fields["device_memory_bytes"] == 7e9 and fields["host_memory_bytes"] > 0 and "cpu_utilisation" in fields
+    assert not psutil.pid_exists(pid)
+    assert not notes.records
+
+
+def test_a_tool_that_ignores_the_request_is_ended(tool: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("train.monitor_neuron.STOP_S", 0.1)
+    tool(*recorded("trn1"), ignores="SIGTERM")
+    with opened() as watch:
+        fields_with(watch, "device_utilisation")
+        pid = child_of(tmp_path)
+    assert not psutil.pid_exists(pid)
+
+
+def test_garbage_in_the_middle_is_noted_once_and_passed_over(tool: Any, notes: Any) -> None:
+    (line,) = recorded("trn1")
+    tool(line, b"panic: runtime error", line[:100], b"", recorded("numerical")[0], line)
+    with opened() as watch:
+        alarms = eventually(watch.alarms)
+        assert fields_with(watch, "device_utilisation")["device_utilisation"] == pytest.approx(0.52)
+    assert alarms == [f"{platform.node()}: NeuronCore 1: executions completed with numerical errors (NaN): 2"]
+    assert [record.message.startswith("neuron-monitor wrote a line that is no JSON") for record in notes.records] == [
+        True
+    ]
+
+
+def test_numerical_errors_between_two_readings_are_all_told(tool: Any) -> None:
+    bad, good = recorded("numerical")[0], recorded("trn1")[0]
+    tool(good, bad, good, bad, bad, *[good] * 5, repeats=False)
+    samples: list[Sample] = []
+    with opened() as watch:
+        eventually(
+            lambda: (
+                samples.append(watch.read()) or sum(each.totals.get("device_errors", (0,))[0] for each in samples) == 6
+            )
+        )
+        assert any(sample.num_alarms for sample in samples)
+        assert watch.alarms() == [
+            f"{platform.node()}: NeuronCore 1: executions completed with numerical errors (NaN): 6"
+        ]
+
+
+def test_a_tool_that_dies_is_noted_once_and_its_readings_stop(tool: Any, notes: Any) -> None:
+    tool(*recorded("trn1") * 3, repeats=False, says="first\ndriver went away")
+    with opened() as watch:
+        eventually(lambda: notes.records)
+        fields_with(watch, "device_utilisation")
+        eventually(lambda: "device_memory_bytes" not in watch.read().fields(peak_flops_per_s=None))
+        later = fields_with(watch, "cpu_utilisation")
+    assert set(later) == {"cpu_utilisation", "host_memory_bytes"}  # the host is still read
+    (note,) = notes.records
+    assert "ended (exit code 3, driver went away)" in note.message
+
+
+@pytest.mark.parametrize("kind", ["neuron", "nvidia", "nvidia, really"])
+def test_a_missing_tool_or_driver_is_one_note(kind: str, notes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("train.monitor_neuron.FOLDER", str(tmp_path))
+    if kind == "nvidia":
+        monkeypatch.setattr(monitor, "pynvml", FakeNvml([], driver=False))
+    if kind == "nvidia, really" and Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has the driver")
+    with opened(kind.split(",")[0]) as watch:
+        assert set(fields_with(watch, "cpu_utilisation")) == {"cpu_utilisation", "host_memory_bytes"}
+        assert watch.alarms() == []
+    (note,) = notes.records
+    assert "training goes on" in note.message
+
+
+def test_a_file_that_cannot_be_run_is_one_note(tmp_path: Path, notes: Any, monkeypatch: Any) -> None:
+    (tmp_path / "neuron-monitor").write_bytes(b"\x7fELF of another machine")
+    (tmp_path / "neuron-monitor").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with opened() as watch:
+        fields_with(watch, "cpu_utilisation")
+    (note,) = notes.records
+    assert "does not start" in note.message
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool: Any, tmp_path: Path, how: str) -> None:
+    tool(*recorded("trn1"), ignores="" if how == "killed" else "SIGPIPE")
+    run = (
+        "import os, signal, sys, time\n"
+        "from train.monitor import open_monitor\n"
+        "watch = open_monitor('neuron', num_devices=2, is_first_on_machine=True, run_tag='run_a').__enter__()\n"
+        "while 'device_utilisation' not in watch.read().totals: time.sleep(0.01)\n"
+        f"if {how == 'killed'}: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", run], cwd=RECORDED.parents[2], timeout=DEADLINE_S, check=False)
+    assert ended.returncode == (-signal.SIGKILL if how == "killed" else 0)
+    eventually(lambda: is_gone(child_of(tmp_path)))
+
+
+def test_a_source_that_breaks_is_noted_and_the_host_still_read(notes: Any) -> None:
+    def source(_stop: threading.Event) -> Iterator[Reading]:
+        yield Reading({"device_memory_bytes": (1.0, 1.0)})
+        raise RuntimeError("unforeseen")
+
+    with MachineMonitor(source, period_s=PERIOD_S) as watch:
+        eventually(lambda: notes.records)
+        eventually(lambda: set(watch.read().totals) == {"cpu_utilisation", "host_memory_bytes"})
+    assert "RuntimeError: unforeseen" in notes.text and len(notes.records) == 1
+
+
+def test_only_the_first_rank_of_a_machine_reads(notes: Any) -> None:
+    num_threads = threading.active_count()
+    with open_monitor("neuron", num_devices=2, is_first_on_machine=False) as watch:
+        assert threading.active_count() == num_threads
+        assert watch.read() == Sample() and watch.alarms() == []
+    assert not notes.records
+
+
+# ---- psutil --------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_readings_see_the_work_and_memory_of_this_process_and_its_children() -> None:
+    child = subprocess.Popen([sys.executable, "-IS", "-c", "held = b'x' * 200_000_000\nwhile True: pass"])
+    try:
+        eventually(lambda: psutil.Process(child.pid).memory_info().rss > 200e6)
+        with opened("cpu", num_devices=1) as watch:
+            found = [fields_with(watch, "device_utilisation") for _ in range(5)]
+        own = psutil.Process().memory_info().rss
+        assert found[-1]["device_memory_bytes"] > own / 2
+        assert {os.getpid(), child.pid} <= {process.pid for process in monitor.Cpu(1, 1.0).processes()}
+        assert 0 < max(fields["device_utilisation"] for fields in found) <= 1
+        assert all("hardware_mfu" not in fields and "device_errors" not in fields for fields in found)
+        assert psutil.virtual_memory().total >= found[-1]["host_memory_bytes"] > 200e6
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_process_that_began_between_two_looks_counts_whole_and_one_that_ended_not_at_all() -> None:
+    cpu = monitor.Cpu(1, 1.0, {1: 5.0, 2: 50.0})
+    own = psutil.Process()
+    cpu.processes = lambda: [own]  # type: ignore[method-assign]
+    times = own.cpu_times()
+    busy_s, _ = cpu.look()
+    assert busy_s >= times.user + times.system  # process 2 and its 50 s are gone, this one is new
+    assert list(cpu.used_s) == [own.pid]
+
+
+def test_all_ranks_of_a_machine_are_counted() -> None:
+    """Ranks are a launcher's children; the first of them sees the others."""
+    rank = (
+        "import json, os, time\n"
+        "from train.monitor import Cpu\n"
+        "for _ in range(500):\n"  # the other may not have been started yet
+        "    found = [each.pid for each in Cpu(2, 1.0).processes()]\n"
+        "    if len(found) == 2: break\n"
+        "    time.sleep(0.01)\n"
+        "os.write(1, (json.dumps(found) + chr(10)).encode())\n"  # whole: three processes write here
+        "os.read(0, 1)\n"
+    )
+    launcher = (
+        "import os, subprocess, sys\n"
+        f"ranks = [subprocess.Popen([sys.executable, '-c', {rank!r}], stdin=0) for _ in range(2)]\n"
+        "os.write(1, (str([rank.pid for rank in ranks]) + chr(10)).encode())\n"
+        "[rank.wait() for rank in ranks]\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher],
+        cwd=RECORDED.parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        said = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.communicate("\n\n")
+    assert sorted(said[0]) == sorted(said[1]) == sorted(said[2])
+
+
+# ---- NVML ----------------------------------------------------------------------------------------------------------
+
+
+class FakeNvml:
+    """As much of pynvml as is used; a handle is the number of its device."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 0x40, 0x20
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, devices: list[dict[str, Any]], *, driver: bool = True) -> None:
+        self.devices, self.driver, self.is_open = devices, driver, False
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError("NVML Shared Library Not Found")
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return str(self.devices[handle]["uuid"])
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return SimpleNamespace(gpu=self.get(handle, "gpu"), memory=0)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(used=self.get(handle, "used"))
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, _kind: int, _since: int) -> Any:
+        return self.get(handle, "ecc")
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> Any:
+        return self.get(handle, "reasons")
+
+    def get(self, handle: int, name: str) -> Any:
+        assert self.is_open
+        if name not in self.devices[handle]:
+            raise self.NVMLError("Not Supported")
+        return self.devices[handle][name]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    devices = [
+        {"uuid": "GPU-aa01", "gpu": 80, "used": 10_000, "ecc": 7, "reasons": 0x4},
+        {"uuid": "GPU-ab02", "gpu": 40, "used": 30_000, "ecc": 0, "reasons": 0x4},
+        {"uuid": "GPU-cc03", "gpu": 0, "used": 50_000, "ecc": 0, "reasons": 0x4},
+    ]
+    fake = FakeNvml(devices)
+    monkeypatch.setattr(monitor, "pynvml", fake)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+def test_nvml_gives_the_devices_of_the_run(gpus: FakeNvml, notes: Any) -> None:
+    with opened("nvidia", num_devices=2) as watch:
+        fields = fields_with(watch, "device_utilisation")
+    assert fields["device_utilisation"] == pytest.approx(0.6) and fields["device_memory_bytes"] == 20_000
+    assert fields["device_errors"] == 0 and "hardware_mfu" not in fields  # errors of before the run are not the run's
+    assert not gpus.is_open and not notes.records
+
+
+def test_nvml_errors_and_heat_are_alarms(gpus: FakeNvml) -> None:
+    with opened("nvidia", num_devices=2) as watch:
+        fields_with(watch, "device_utilisation")
+        gpus.devices[1].update(ecc=2, reasons=0x44)
+        found = eventually(watch.alarms)
+        gpus.devices[1].update(reasons=0x4)
+        fields_with(watch, "device_utilisation")
+        gpus.devices[1].update(reasons=0x20, ecc=3)
+        again = eventually(watch.alarms)
+    host = platform.node()
+    assert found == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: slowed down by its temperature"]
+    assert again == [f"{host}: GPU 1: uncorrected memory errors: 1"]
+
+
+def test_what_a_device_does_not_support_is_noted_once_and_left_out(gpus: FakeNvml, notes: Any) -> None:
+    for device in gpus.devices:
+        del device["ecc"]
+    del gpus.devices[0]["gpu"]
+    with opened("nvidia", num_devices=2) as watch:
+        fields = [fields_with(watch, "device_utilisation") for _ in range(3)][-1]
+    assert fields["device_utilisation"] == pytest.approx(0.4) and "device_errors" not in fields
+    assert sorted(record.message.split(": ")[1] for record in notes.records) == [
+        "nvmlDeviceGetTotalEccErrors",
+        "nvmlDeviceGetUtilizationRates",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-c, 1", [2, 1]),
+        ("0,GPU-a,1", [0]),  # the start of two UUIDs
+        ("1,-1,2", [1]),
+        ("0,7,1", [0]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(gpus: FakeNvml, names: str | None, found: list[int]) -> None:
+    assert monitor.visible(names) == found
+
+
+def test_the_real_binding_has_every_name_that_is_used() -> None:
+    names = {name for name in vars(FakeNvml) if name.lower().startswith("nvml")}
+    assert names <= set(dir(monitor.pynvml))

@@ -1,0 +1,145 @@
+"""Checks of what goes wrong without an error: each of these has cost somebody a run that looked healthy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.config import InputError, check
+
+Tied = list[list[str]]  # names of one and the same parameter
+
+
+def tied_names(model: nn.Module) -> Tied:
+    """The groups of names that stand for one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def tie(model: nn.Module, tied: Tied) -> None:
+    """Make each group one parameter again. Moving a module to an XLA device copies each name's tensor by itself,
+    https://github.com/pytorch/xla/issues/2719.
+    """
+    for first, *others in tied:
+        parameter = model.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def check_tied(model: nn.Module, tied: Tied) -> None:
+    """Raises RuntimeError if parameters that were one are now several: they would be trained apart."""
+    found = tied_names(model)
+    for group in tied:
+        if not any(set(group) <= set(other) for other in found):
+            raise RuntimeError(f"{' and '.join(group)} were one weight and are no longer, after the move to the device")
+
+
+def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Raises RuntimeError unless the optimizer holds exactly the model's parameters, by identity: one built before the
+    move to the device updates tensors that nobody reads, https://github.com/pytorch/xla/issues/6861.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wanted = {id(parameter) for parameter in parameters}
+    if held != wanted:
+        raise RuntimeError(
+            f"the optimizer holds {len(held & wanted)} of the model's {len(wanted)} parameters and "
+            f"{len(held - wanted)} that are not the model's; it must be built after the move to the device"
+        )
+
+
+def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
+    """Raises RuntimeError unless the launcher, the device runtime, the process group and a sum of ones agree: ranks
+    that do not know of each other train one model each, https://github.com/pytorch/xla/issues/5438.
+    """
+    if not launched == device == group == ones:
+        raise RuntimeError(
+            f"the launcher started {launched} ranks, the device runtime sees {device}, the process group {group}, and "
+            f"ones summed over the ranks give {ones:g}: they would train apart. Start by torchrun, one rank a core, "
+            "and see python -m train.doctor"
+        )
+
+
+def check_distinct_seeds(seeds: Sequence[int]) -> None:
+    """Raises RuntimeError if ranks draw the same dropout: an XLA device starts from one constant in every process,
+    https://github.com/pytorch/xla/issues/2092.
+    """
+    if len(set(seeds)) != len(seeds):
+        raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: they would drop out the same units")
+
+
+def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: str) -> None:
+    """Raises RuntimeError if no value changed: the update went to other tensors, or was never run."""
+    if all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
+        raise RuntimeError(
+            f"{step} changed no weights: the gradient is 0 everywhere, the learning rate too small for the precision, "
+            "or the update did not reach the model"
+        )
+
+
+def watch_masks(model: nn.Module) -> None:
+    """Have the outermost modules that take an attention mask refuse one that is not a float [batch, 1, 1 or S, S].
+
+    A [batch, S] mask is looked into by transformers at every forward pass (a stop of the device, and a graph more for
+    each kind of batch); a 4-D mask of booleans is added to the scores as 0 and 1 by eager attention: it hides nothing.
+    """
+    for module in outermost(model, "attention_mask"):
+        module.register_forward_pre_hook(refuse_other_masks, with_kwargs=True)
+
+
+def refuse_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    found = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
+    if found is not None and not (found.ndim == 4 and found.is_floating_point()):
+        raise InputError(
+            f"{type(module).__name__} was given an attention mask {list(found.shape)} of {found.dtype}; on XLA "
+            "it must be a float mask [batch, 1, 1, seq], 0 where to look and -1e4 where not"
+        )
+
+
+def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
+    """The modules whose forward has an argument, without those inside of them."""
+    if argument in inspect.signature(model.forward).parameters:
+        yield model
+        return
+    for child in model.children():
+        yield from outermost(child, argument)
+
+
+class Shapes:
+    """The shapes of a stream of batches. Each distinct one is a graph to compile; a ragged last batch is refused."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, tuple[int, ...]]] = []
+
+    def see(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether they are new. Raises InputError for a batch of another number of rows than the first."""
+        shapes = {name: tuple(value.shape) for name, value in inputs.items()}
+        if shapes in self.seen:
+            return False
+        if self.seen:
+            for name, shape in shapes.items():
+                first = self.seen[0].get(name, shape)
+                check(
+                    shape[:1] == first[:1],
+                    f"ragged batch: {name} is {list(shape)} after {list(first)}; on XLA all batches have one number of "
+                    "rows, leave out the incomplete one or pad it",
+                )
+        self.seen.append(shapes)
+        return True
+
+    def last_change(self) -> str:
+        """What distinguishes the newest shape from the first, in words."""
+        if len(self.seen) < 2:
+            return (
+                "no input changed its shape: look for a Python number that becomes 0 or 1, or for control flow that "
+                "depends on values (PT_XLA_DEBUG_LEVEL=2 shows the line)"
+            )
+        first, last = self.seen[0], self.seen[-1]
+        changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]
+        return "inputs changed their shape: " + ", ".join(changed)

@@ -1,0 +1,87 @@
+"""What ranks tell each other from host to host, beside the devices: a few plain numbers a step, over gloo."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from train.config import launched_rank, launched_world_size
+
+if TYPE_CHECKING:
+    from train.backend import State
+
+RANK_STRIDE = 1_000_003  # a prime: seeds of neighbouring runs and ranks do not meet
+LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
+
+
+class Hosts:
+    """Rank, world size and the verbs of `train.backend.Backend` that every backend shares."""
+
+    group: dist.ProcessGroup | None = None  # None: the default one, which then speaks gloo for host tensors
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = launched_rank(), launched_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.is_distributed = "RANK" in os.environ
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        if not self.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        return [float(value) for value in tensor]
+
+    def gather(self, value: State) -> list[State]:
+        if not self.is_distributed:
+            return [value]
+        found: list[State] | None = [{} for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather_object(value, found, group=self.group)
+        return found or []
+
+    def broadcast(self, value: int) -> int:
+        return int(self.sum([value if self.rank == 0 else 0])[0])
+
+    def barrier(self) -> None:
+        self.sum([0.0])
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        num_turns = -(-self.local_world_size // LOADING_RANKS)
+        mine = self.local_rank // LOADING_RANKS
+        for _ in range(mine):
+            self.barrier()
+        yield
+        for _ in range(num_turns - mine):
+            self.barrier()
+
+    def load(self, path: Path) -> State:
+        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+    def close(self) -> None:
+        """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and
+        gloo threads that still hold its tensors at exit abort the process (https://github.com/pytorch/pytorch/pull/179291).
+        """
+        if self.is_distributed:
+            gc.collect()
+            self.barrier()
+            dist.destroy_process_group()
+
+
+def to_cpu(value: Any) -> Any:
+    """Tensors of nested containers, copied to the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_cpu(item) for item in value)
+    return value

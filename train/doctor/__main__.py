@@ -1,0 +1,76 @@
+"""`python -m train.doctor`: one screen that says whether this machine can train. `explain "..."`: what an error means.
+
+Exit code 0: nothing to mend (or the error is known), 1: something is red (or it is not known), 2: wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from train.doctor import checks
+from train.doctor.explain import explain
+from train.doctor.finding import is_red, screen, wrap
+from train.doctor.instance import instance_names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = read_arguments(arguments)
+    if options.command == "explain":
+        return print_causes(sys.stdin.read() if options.text == "-" else options.text)
+    probe = checks.here(instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines)
+    findings = checks.examine(probe, bucket=options.bucket)
+    if options.json:
+        print(json.dumps({"ok": not is_red(findings), "findings": list(map(dataclasses.asdict, findings))}, indent=1))
+    else:
+        print(screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    return 1 if is_red(findings) else 0
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m train.doctor", description="Is this machine fit to train?")
+    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: what the firmware says)")
+    parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
+    parser.add_argument("--machines", type=positive, default=1, metavar="N", help="machines of the run (default: 1)")
+    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="ask S3 about this bucket too")
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    commands = parser.add_subparsers(dest="command")
+    explaining = commands.add_parser("explain", help="what an error text means, and its cure")
+    explaining.add_argument("text", help='the text, or "-" to read it from standard input')
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return int(text)
+
+
+def s3_location(text: str) -> str:
+    if not text.startswith("s3://") or not text.removeprefix("s3://").split("/")[0]:
+        raise argparse.ArgumentTypeError(f"{text} does not look like s3://bucket")
+    return text
+
+
+def columns() -> int:
+    return min(max(shutil.get_terminal_size().columns, 60), 120)
+
+
+def print_causes(text: str) -> int:
+    causes = explain(text)
+    for cause in causes:
+        print(cause.name)
+        for line in (*wrap(cause.cause, width=columns() - 4), *wrap(f"-> {cause.cure}", width=columns() - 4)):
+            print(f"    {line}")
+    if not causes:
+        print("nothing known about this text: give the first error of the rank that failed first (log/rank_*.txt)")
+    return 0 if causes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Python, packages and Neuron's system packages against the known-good table. Trainium parts: not run on hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.doctor.finding import Finding, bad, ok, skip, warn
+from train.doctor.probe import Probe, numbers
+from train.machine import minor, package_faults
+
+INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
+PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
+SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
+NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
+NEURON_PYTHONS = ((3, 11), (3, 13))  # of the last SDKs that ship torch-neuronx for XLA
+
+
+@dataclass(frozen=True)
+class Sdk:
+    """Versions that one release of the Neuron SDK ships together (its n2-manifest.json)."""
+
+    name: str
+    torch_neuronx: str  # without the release of torch in front
+    neuronx_cc: str
+    libneuronxla: str
+    runtime: str
+    dkms: str
+
+
+SDKS = (
+    Sdk("2.26.1", "2.10.16998", "2.21.33363.0", "2.2.12677.0", "2.28.23", "2.24.7"),
+    Sdk("2.27.1", "2.11.19912", "2.22.12471.0", "2.2.14584.0", "2.29.40", "2.25.4"),
+    Sdk("2.28.0", "2.12.22436", "2.23.6484.0", "2.2.15515.0", "2.30.51", "2.26.5"),
+    Sdk("2.29.1", "2.13.26312", "2.24.8799.0", "2.2.16408.0", "2.31.24", "2.27.4"),
+    Sdk("2.30.0", "2.14.27725", "2.25.3371.0", "2.2.16974.0", "2.32.31", "2.28.0"),
+    Sdk("2.31.1", "2.15.32035", "2.26.6360.0", "2.2.17544.0", "2.33.10", "2.29.0"),
+    # No new torch-neuronx for XLA; the manual's page pairs that of 2.31.1 with the newer rest.
+    Sdk("2.32.0", "2.15.32035", "2.27.5334.0", "", "2.34.10", "2.30.2"),
+    Sdk("2.33.0", "2.15.32035", "2.28.7631.0", "3.0.10135.0", "2.35.30", "2.31.7"),
+)
+LAST = SDKS[5]  # the last that ships torch-neuronx for XLA
+INSTALL = f"pip install neuronx-cc=={LAST.neuronx_cc} torch-neuronx==2.9.0.{LAST.torch_neuronx} {INDEX}"
+
+
+def python(probe: Probe) -> Finding:
+    """Python and glibc: both decide whether Neuron's wheels can be installed at all."""
+    name, version = "Python", ".".join(map(str, probe.python[:3]))
+    text = f"{version}" + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
+    if probe.python[:2] < (3, 10):
+        return bad(name, f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
+    if not probe.is_trainium:
+        return ok(name, text)
+    low, high = NEURON_PYTHONS
+    if not low <= probe.python[:2] <= high:
+        return bad(name, f"{text}: Neuron SDK {LAST.name} has wheels for 3.11 to 3.13", cure="python3.12 -m venv .venv")
+    if probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
+        text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
+        return bad(name, text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
+    return ok(name, text)
+
+
+def packages(probe: Probe) -> Finding:
+    name, versions = "packages", dict(probe.versions)
+    text = ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions)
+    torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
+    if not torch:
+        return bad(name, "torch is not installed", cure="pip install .")
+    native = bool(probe.instance and probe.instance.is_native) and minor(neuronx) != "2.9"
+    if native:
+        versions.pop("torch-neuronx", None)  # the native build is right there
+    faults = [fault.partition("; ") for fault in package_faults(versions)]
+    if faults:
+        return bad(name, "; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults))
+    if probe.has_gpu and not probe.is_trainium and "+cpu" in torch:
+        return bad(name, f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
+    if native:
+        if neuronx:
+            return warn(name, f"{text}: no table for the native build yet", cure="see train/doctor/checks_versions.py")
+        return bad(name, f"torch-neuronx is missing ({text})", cure=f"pip install 'torch-neuronx>2.9' {INDEX}")
+    if probe.is_trainium or neuronx:
+        return neuron_packages(text, versions)
+    return ok(name, text)
+
+
+def neuron_packages(text: str, versions: dict[str, str]) -> Finding:
+    """Python packages of a trn1: all there, and shipped together by one SDK."""
+    name = "packages"
+    missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
+    if missing:
+        return bad(name, f"{', '.join(missing)} missing ({text})", cure=INSTALL)
+    build = plain(versions["torch-neuronx"]).split(".", 3)[-1]
+    sdks = [sdk for sdk in SDKS if sdk.torch_neuronx == build]
+    if not sdks:
+        return warn(name, f"torch-neuronx {versions['torch-neuronx']} is in no SDK of the table", cure=INSTALL)
+    sdks = [sdk for sdk in sdks if sdk.neuronx_cc == plain(versions["neuronx-cc"])]
+    if not sdks:
+        both = f"torch-neuronx {versions['torch-neuronx']} with neuronx-cc {versions['neuronx-cc']}"
+        return warn(name, f"{both}: no SDK ships them together", cure=INSTALL)
+    library = plain(versions.get("libneuronxla", sdks[0].libneuronxla))
+    if sdks[0].libneuronxla and library != sdks[0].libneuronxla:
+        cure = f"pip install libneuronxla=={sdks[0].libneuronxla} {INDEX}"
+        return warn(name, f"libneuronxla {library}: SDK {sdks[0].name} ships {sdks[0].libneuronxla}", cure=cure)
+    return ok(name, f"{text}: SDK {sdks[0].name}")
+
+
+def plain(version: str) -> str:
+    return version.split("+")[0]
+
+
+def read_dpkg(text: str) -> dict[str, str]:
+    """Versions of `dpkg-query -W -f='${Package} ${Version}\\n'`; a removed package has a name and no version."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def driver(probe: Probe) -> Finding:
+    """Neuron's driver, runtime and collectives. The driver that counts is the one that is loaded."""
+    name = "Neuron driver"
+    if not probe.is_trainium:
+        return skip(name, "no Trainium")
+    answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
+    if answer.code is None:
+        return skip(name, f"{answer.fault}: versions unknown")
+    found = read_dpkg(answer.out)  # a package that is not known makes the exit code 1, the others are listed
+    missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in found]
+    if missing:
+        return bad(name, f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
+    loaded = probe.text("/sys/module/neuron/version") or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
+    dkms, runtime = loaded or found.get("aws-neuronx-dkms", ""), found["aws-neuronx-runtime-lib"]
+    text = f"driver {dkms or 'unknown'}, runtime {runtime}"
+    if not dkms:
+        cure = f"sudo apt-get install aws-neuronx-dkms={LAST.dkms}*"
+        return bad(name, f"{text}: no driver is installed", cure=cure)
+    if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
+        cure = f"sudo apt-get install aws-neuronx-runtime-lib={LAST.runtime}* (or newer)"
+        return bad(name, f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
+    sdk = next((s for s in SDKS if numbers(s.dkms) == numbers(dkms) and numbers(s.runtime) == numbers(runtime)), None)
+    if sdk is None:
+        cure = f"sudo apt-get install aws-neuronx-dkms={LAST.dkms}* aws-neuronx-runtime-lib={LAST.runtime}*"
+        return warn(name, f"{text}: no SDK of the table ships them together", cure=cure)
+    return ok(name, f"{text}: SDK {sdk.name}")

@@ -1,0 +1,56 @@
+"""What an instance type should have: `conf/instance/<name>.yaml`, and how many EFA interfaces it can carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+import yaml
+
+# MaximumEfaInterfaces of EC2's DescribeInstanceTypes, as of 2026-11; 0: none.
+EFA_INTERFACES = {
+    "trn1.2xlarge": 0,
+    "trn1.32xlarge": 8,
+    "trn1n.32xlarge": 16,
+    "trn2.3xlarge": 1,
+    "trn2.48xlarge": 16,
+    "p4d.24xlarge": 4,
+    "p4de.24xlarge": 4,
+    "p5.48xlarge": 32,
+    "p5e.48xlarge": 32,
+    "p5en.48xlarge": 16,
+    "p6-b200.48xlarge": 8,
+}
+
+
+@dataclass(frozen=True)
+class Instance:
+    name: str
+    devices: int | None = None  # ranks that fill the machine
+    rank_counts: tuple[int, ...] = ()  # ranks that it can be run with; () unknown
+
+    @property
+    def num_efa(self) -> int | None:
+        return EFA_INTERFACES.get(self.name)
+
+    @property
+    def is_trainium(self) -> bool:
+        return self.name.startswith("trn")
+
+    @property
+    def is_native(self) -> bool:
+        """Whether PyTorch speaks to it without XLA (trn2, trn3)."""
+        return self.name.startswith(("trn2", "trn3"))
+
+
+def instance_names() -> list[str]:
+    folder = resources.files("conf") / "instance"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def read_instance(name: str) -> Instance:
+    """An instance type by its name; one without a YAML file has a name and nothing else."""
+    if name not in instance_names():
+        return Instance(name)
+    found = yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text())
+    return Instance(name, found.get("devices"), tuple(found.get("rank_counts") or ()))

@@ -1,0 +1,162 @@
+"""All that a check may look at, behind one object: a test gives it recorded files and answers instead of a machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from train.doctor.instance import Instance
+
+TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
+TIMEOUT_S = 20.0  # a tool that asks a broken driver may never answer; a slow one takes a few seconds
+AMAZON, NVIDIA = "0x1d0f", "0x10de"  # PCI vendors
+TRAINIUM_PCI = ("0x7164", "0x7364")  # trn1, trn2: PCI ids of the Neuron driver's neuron_device.h
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool said. A tool that is not there, or hangs, is an answer too."""
+
+    tool: str
+    code: int | None = None  # exit code; None: it did not end
+    out: str = ""
+    error: str = ""
+    waited_s: float = 0.0  # > 0: it gave no answer for so long
+
+    @property
+    def is_missing(self) -> bool:
+        return self.code is None and not self.waited_s
+
+    @property
+    def fault(self) -> str | None:
+        """Why there is no output to read, in a few words; None if there is."""
+        if self.is_missing:
+            return f"{self.tool} is not installed"
+        if self.code is None:
+            return f"{self.tool} gave no answer in {self.waited_s:g} s"
+        if self.code:
+            said = (self.error.strip() or self.out.strip() or "without a word").splitlines()[0]
+            return f"{self.tool} failed ({self.code}): {said[:160]}"
+        return None
+
+
+def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> Answer:
+    """Run a tool and give what it said; it is looked for on the PATH and in the folders of Neuron and EFA."""
+    tool = command[0]
+    path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *TOOL_FOLDERS]))
+    if path is None:
+        return Answer(tool)
+    try:
+        process = subprocess.Popen(
+            [path, *command[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except OSError as error:  # there, but cannot be executed
+        return Answer(tool, code=126, error=error.strerror or str(error))
+    try:
+        out, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # Not subprocess.run: after the kill it waits without end for a process that sleeps in a driver.
+        process.kill()
+        return Answer(tool, waited_s=timeout_s)
+    return Answer(tool, process.returncode, out, said)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One machine, and what is asked of it."""
+
+    ask: Callable[..., Answer]  # ask("neuron-ls", "-j")
+    versions: Mapping[str, str] = field(default_factory=dict)  # installed packages
+    environ: Mapping[str, str] = field(default_factory=dict)
+    root: Path = Path("/")
+    system: str = "Linux"
+    kernel: str = ""  # "6.8.0-1021-aws"
+    hostname: str = ""
+    python: tuple[int, ...] = (3, 11, 0)
+    glibc: str = ""  # "2.35"; "" unknown
+    num_cpus: int = 1
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # soft and hard; inf: unlimited
+    memory_bytes: tuple[int, int] = (0, 0)  # available, total
+    free_bytes: Callable[[Path], int | None] = lambda path: None  # on the disk that holds a path
+    cwd: Path = Path()
+    now_s: float = 0.0
+    instance: Instance | None = None
+    num_ranks: int | None = None
+    num_machines: int = 1
+
+    def text(self, path: str) -> str | None:
+        """Content of a file given by its absolute path, stripped; None if there is none to read."""
+        try:
+            return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def files(self, pattern: str) -> list[Path]:
+        return sorted(self.root.glob(pattern.lstrip("/")))
+
+    @property
+    def kernel_number(self) -> tuple[int, int] | None:
+        found = re.match(r"(\d+)\.(\d+)", self.kernel)
+        return (int(found[1]), int(found[2])) if found and self.system == "Linux" else None
+
+    @property
+    def is_old_kernel(self) -> bool:
+        """Before Linux 5.15, where a fork needs EFA's help to leave its memory alone."""
+        return self.kernel_number is not None and self.kernel_number < (5, 15)
+
+    @property
+    def neuron_devices(self) -> list[Path]:
+        return self.files("/dev/neuron[0-9]*")
+
+    @property
+    def efa_devices(self) -> list[str]:
+        return [file.parts[-3] for file in self.files("/sys/class/infiniband/*/device/vendor") if reads(file, AMAZON)]
+
+    @property
+    def is_trainium(self) -> bool:
+        if self.instance and self.instance.is_trainium:
+            return True
+        chips = (file for file in self.pci(AMAZON) if reads(file.with_name("device"), *TRAINIUM_PCI))
+        return bool(self.neuron_devices) or any(chips)
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether an NVIDIA display or 3D controller (PCI class 03) sits on the bus, or its driver shows one."""
+        classes = (file.with_name("class") for file in self.pci(NVIDIA))
+        found = any(file.is_file() and file.read_text().startswith("0x03") for file in classes)
+        return found or bool(self.files("/dev/nvidia[0-9]*"))
+
+    @property
+    def is_accelerated(self) -> bool:
+        return self.is_trainium or self.has_gpu
+
+    def pci(self, vendor: str) -> list[Path]:
+        """The vendor files of this vendor's devices."""
+        return [file for file in self.files("/sys/bus/pci/devices/*/vendor") if reads(file, vendor)]
+
+
+def reads(file: Path, *wanted: str) -> bool:
+    return file.is_file() and file.read_text().strip() in wanted
+
+
+def numbers(version: str, count: int = 3) -> tuple[int, ...]:
+    """The first numbers of a version: (2, 33, 10) of "2.33.10.0-e2ac4bb8c"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:count])
+
+
+def nearest(path: Path) -> Path:
+    """A path, or the closest folder above it that is there."""
+    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises where a folder is closed to us
+        path = path.parent
+    return path

@@ -1,0 +1,192 @@
+"""What a machine and its environment say without a device being opened. No torch here.
+
+Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching), of
+SDK 2.31, the last that ships it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
+NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3", "fuse.mount-s3")
+ROOT_COMM_PORT = 48620  # below the ephemeral range's start on no system: reserve it, see `python -m train.doctor`
+
+
+@dataclass(frozen=True)
+class Knob:
+    """An environment variable that does not do what its user hopes for."""
+
+    name: str
+    why: str
+    is_dangerous: bool = False  # it changes what is computed
+
+
+KNOBS = (
+    Knob("XLA_USE_BF16", "rounds every float32 to bfloat16 in silence; unset it, say backend.precision=bf16", True),
+    Knob("XLA_DOWNCAST_BF16", "rounds float32 to bfloat16 in silence; unset it, say backend.precision=bf16", True),
+    Knob("NEURON_EXTRACT_GRAPHS_ONLY", "only collects graphs, every number computed is 0; unset it", True),
+    Knob("XLA_USE_DUMMY_STORE", "leaves the ranks without a store to meet by; unset it", True),
+    Knob("XRT_TPU_CONFIG", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
+    Knob("XRT_WORKERS", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
+    Knob("XRT_DEVICE_MAP", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
+    Knob("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "has had no effect since SDK 2.31; unset it"),
+    Knob("BUCKET_CAP_MB", "is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"),
+    Knob("FI_EFA_FORK_SAFE", "is for kernels before 5.15 only; unset it on newer ones"),
+)
+
+
+def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
+    """Those of KNOBS that are set (to anything but nothing or 0)."""
+    return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
+
+
+# ---- compiler flags and cache --------------------------------------------------------------------------------------
+
+
+def with_flags(flags: str, wanted: Iterable[str]) -> str:
+    """NEURON_CC_FLAGS with what is wanted appended; an option that the user gave already stays as it is."""
+    given = {part.split("=")[0] for part in shlex.split(flags)}
+    return " ".join([*([flags] if flags.strip() else []), *(f for f in wanted if f.split("=")[0] not in given)])
+
+
+def cache_location(environ: Mapping[str, str]) -> str:
+    """Where neuronx-cc keeps compiled graphs: --cache_dir wins over NEURON_COMPILE_CACHE_URL over the default."""
+    found = re.findall(r"--cache_dir[= ]\s*(\S+)", environ.get("NEURON_CC_FLAGS", ""))
+    return found[-1].strip("'\"") if found else environ.get("NEURON_COMPILE_CACHE_URL") or DEFAULT_CACHE
+
+
+def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """Type of the file system that holds a path, or will once it is made ("ext4", "nfs4", "lustre"); "" if unknown."""
+    place, best, kind = Path(path).expanduser().absolute(), -1, ""
+    place = Path(os.path.realpath(place))
+    if not mountinfo.is_file():
+        return ""
+    for line in mountinfo.read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        point = Path(left.split()[4].encode().decode("unicode_escape"))
+        if (place == point or point in place.parents) and len(point.parts) >= best:  # later mounts lie over earlier
+            best, kind = len(point.parts), right.split()[0]
+    return kind
+
+
+def is_network_filesystem(kind: str) -> bool:
+    return any(kind.startswith(name) for name in NETWORK_FILESYSTEMS)
+
+
+def cache_fault(environ: Mapping[str, str]) -> str | None:
+    """Why the compile cache cannot stay where it is; None if it can."""
+    place = cache_location(environ)
+    if "://" in place:
+        return None if place.startswith("s3://") else f"compile cache {place} must be a folder or s3://bucket/folder"
+    kind = filesystem(place)
+    if not is_network_filesystem(kind):
+        return None
+    return (
+        f"compile cache {place} is on {kind}, whose file locks break neuronx-cc; set NEURON_COMPILE_CACHE_URL to a "
+        f"folder of this machine's own disk ({DEFAULT_CACHE}) or to s3://bucket/folder"
+    )
+
+
+def count_cached(place: str, name: str) -> int | None:
+    """Graphs of a local compile cache beside which there is a file: model.done (compiled), model.log (failed),
+    *.lock (being compiled, or left by what was killed). None for a cache in S3.
+
+    The layout is that of optimum-neuron's cache guide: neuronxcc-<version>/MODULE_<graph>+<flags>/.
+    """
+    return None if "://" in place else sum(1 for _ in Path(place).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}"))
+
+
+# ---- what PyTorch on Trainium wants of its environment -------------------------------------------------------------
+
+
+def neuron_environment(environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool) -> dict[str, str]:
+    """Variables to set before the Neuron runtime starts; what the user set stays, compiler flags are appended to."""
+    wanted = {
+        "NEURON_RT_EXEC_TIMEOUT": "600",  # seconds; peers may still compile
+        "XLA_TRANSFER_SEED_ASYNC": "1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if stochastic_rounding else "0",
+    }
+    if stochastic_rounding:
+        wanted["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = "0"
+    if nodes > 1:
+        wanted |= {
+            "FI_PROVIDER": "efa",
+            "FI_EFA_USE_DEVICE_RDMA": "1",
+            "NEURON_RT_ROOT_COMM_ID": f"{environ.get('MASTER_ADDR', 'localhost')}:{ROOT_COMM_PORT}",
+            "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "512",
+        }
+    flags = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
+    found = {name: value for name, value in wanted.items() if name not in environ}
+    return {**found, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), flags)}
+
+
+def first_slurm_host(environ: Mapping[str, str]) -> str | None:
+    """The machine of a Slurm job on which its node 0 runs; None outside Slurm."""
+    scontrol, hosts = shutil.which("scontrol", path=environ.get("PATH")), environ.get("SLURM_JOB_NODELIST")
+    if scontrol is None or not hosts:
+        return None
+    found = subprocess.run([scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False)
+    return found.stdout.split()[0] if found.returncode == 0 and found.stdout.split() else None
+
+
+# ---- packages ------------------------------------------------------------------------------------------------------
+
+
+def installed_versions(*names: str) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def package_faults(versions: Mapping[str, str]) -> list[str]:
+    """What is wrong with the installed torch, torch-xla, torch-neuronx and neuronx-cc together, each with its cure."""
+    faults = []
+    torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
+    if xla and minor(torch) != minor(xla):
+        faults.append(
+            f"torch {torch or 'is missing'} with torch-xla {xla}: both must be of the same release; "
+            f"pip install 'torch=={minor(xla)}.*'"
+        )
+    neuronx = versions.get("torch-neuronx", "")
+    index = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
+    if neuronx and neuronx.split(".")[0] == "1" and "+" not in neuronx and neuronx.count(".") < 3:
+        faults.append(
+            f"torch-neuronx {neuronx} is the public index's empty stub; "
+            f"pip uninstall torch-neuronx && pip install 'torch-neuronx==2.9.*' {index}"
+        )
+    elif neuronx and minor(neuronx) != "2.9":
+        faults.append(
+            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: "
+            f"pip install 'torch-neuronx==2.9.*' {index}"
+        )
+    compiler = versions.get("neuronx-cc", "")
+    if compiler and compiler.split(".")[0] in ("0", "1"):
+        faults.append(
+            f"neuronx-cc {compiler} is the public index's empty stub; "
+            f"pip uninstall neuronx-cc && pip install 'neuronx-cc==2.26.6360.0' {index}"
+        )
+    return faults
+
+
+def minor(version: str) -> str:
+    """Major and minor number: "2.9" of "2.9.0.2.15.32035"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def neuron_devices() -> list[str]:
+    """Device files of the Neuron driver: one for each chip."""
+    return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))

@@ -1,0 +1,59 @@
+"""The repeated layers of `transformers` encoders: what a backend may do with them without knowing the architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertTransformer
+
+Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
+Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask or None) -> hidden
+
+
+def recompute_layers(network: PreTrainedModel, checkpoint: Checkpoint) -> int:
+    """Keep only the input of each layer for the backward pass. Gives the number of layers that do.
+
+    transformers' own switch passes over ALBERT, and its default recomputation is not the one that XLA needs.
+    """
+    layers = [
+        module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)
+    ]
+    for layer in layers:
+        layer.forward = recomputed(layer.forward, checkpoint, layer)
+    return len(layers)
+
+
+def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Module) -> Callable[..., Any]:
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not layer.training or not hidden.requires_grad:
+            return forward(hidden, *args, **kwargs)
+        return checkpoint(lambda value: forward(value, *args, **kwargs), hidden)
+
+    return run
+
+
+def shared_layer(network: PreTrainedModel) -> tuple[AlbertTransformer, nn.Module, int] | None:
+    """The encoder, its one layer and how often it is applied; None if layers differ or draw random numbers."""
+    config = network.config
+    encoders = [module for module in network.modules() if isinstance(module, AlbertTransformer)]
+    if not encoders or config.num_hidden_groups != 1 or config.num_hidden_layers < 2:
+        return None
+    if config.hidden_dropout_prob or config.attention_probs_dropout_prob:
+        return None
+    return encoders[0], encoders[0].albert_layer_groups[0], config.num_hidden_layers
+
+
+def run_shared_layer_by(encoder: AlbertTransformer, run: Run) -> None:
+    """Have the encoder apply its shared layer by `run` instead of one call after the other."""
+
+    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> BaseModelOutput:
+        return BaseModelOutput(
+            last_hidden_state=run(encoder.embedding_hidden_mapping_in(hidden_states), attention_mask)
+        )
+
+    encoder.forward = forward

@@ -1,0 +1,299 @@
+"""`python -m train.precompile key=value ...`: fill Neuron's compile cache before a run on Trainium.
+
+Takes the settings of `python -m train`, on each machine of the run. Neuron's neuron_parallel_compile then runs a few
+steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
+side by side; the run finds them in the cache. Exit codes as in cli: 0 all compiled, 1 failed, 2 refused.
+
+Not run on hardware. What is known of the tool is from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
+CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
+
+- it reads the list of graphs from what the run prints, so nothing of the run's output may be redirected;
+- it writes its results into the current folder: hence a folder of its own, which the run leaves by `env --chdir`;
+- its exit status is the number of failed graphs, or 1 for a failed run: the results tell one from the other;
+- `--command compile` takes every graph of the cache that waits, also those of other runs; only this run's count here.
+  Whether it takes failed ones again depends on --retry_failed_compilation, and no source shows that it always does:
+  so a graph counts as failed until the results or the cache's own files say otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from train import cli, machine
+from train.config import InputError, Plan, TrainConfig, check, check_launch, make_plan
+
+TOOL = "neuron_parallel_compile"
+INSTALL = "pip install '.[trn1]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
+SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
+# Step 1 may differ (fresh state), step 2 logs, step 3 does not, step 4 is the last: it logs and evaluates.
+STEPS, LOG_EVERY = 4, 2
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of the run, and which of them this one is."""
+
+    count: int
+    rank: int
+    master: str | None  # host name of machine 0; None: this machine is alone
+
+
+@dataclass(frozen=True)
+class Job:
+    """What will be run and with which variables added to the environment."""
+
+    command: list[str]  # the short run, without the tool before it
+    added: dict[str, str]
+    cache: str
+    plan: Plan
+    work: Path  # a folder of this machine: results of the tool, run folder of the short run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Give the exit code (see cli)."""
+    options = parse(arguments)
+    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # made only if something runs
+    try:
+        job = build_job(options, os.environ, work=work)
+        describe(job)
+        if options.dry_run:
+            return cli.DONE
+        environ = {**os.environ, **job.added}
+        check(
+            shutil.which(TOOL, path=environ.get("PATH")) is not None,
+            f"{TOOL} is not installed; on a machine with Trainium: {INSTALL} (README, On trn1)",
+        )
+        return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return cli.REFUSED
+    except KeyboardInterrupt:
+        print("interrupted; what was being compiled stays locked: add --clear-locks next time", file=sys.stderr)
+        return cli.FAILED
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.precompile",
+        description="Compile every graph of a run on Trainium before it starts. Run it on each machine of the run, "
+        "with the settings of the run; under Slurm: srun --ntasks-per-node=1 python -m train.precompile ...",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the settings of `python -m train`")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this machine [instance.devices]")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="machines of the run [SLURM_NNODES, else 1]")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine from 0 [SLURM_NODEID]")
+    parser.add_argument("--master-addr", metavar="HOST", help="machine 0 [the first of Slurm's list]")
+    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="of several machines [29500]")
+    parser.add_argument("--retries", type=int, default=1, metavar="N", help="rounds over what failed to compile [1]")
+    parser.add_argument("--clear-locks", action="store_true", help="first; only while nothing else uses the cache")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be run and stop")
+    return parser.parse_intermixed_args(arguments)
+
+
+# ---- what to run ---------------------------------------------------------------------------------------------------
+
+
+def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> Job:
+    """Check everything that can be checked without the tool. Raises InputError."""
+    check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
+    check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
+    cfg = cli.load_config(TrainConfig, options.overrides)
+    nodes = find_nodes(options, environ)
+    ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
+    check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
+    world = ranks * nodes.count
+    check_launch(cfg, {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks)})  # as torchrun will say
+    overrides = [*options.overrides, *short_run(work / "run")]
+    cli.load_config(TrainConfig, overrides)
+    plan = make_plan(cfg, world_size=world, rows=2**62)  # the data are not opened here: enough for all
+    added = environment(environ, instance=cfg.instance.name)
+    fault = machine.cache_fault({**environ, **added})
+    check(fault is None, fault or "")
+    return Job(
+        command=launch(nodes, port=options.master_port, ranks=ranks, overrides=overrides, folder=Path.cwd()),
+        added=added,
+        cache=machine.cache_location({**environ, **added}),
+        plan=plan,
+        work=work,
+    )
+
+
+def short_run(run_dir: Path) -> list[str]:
+    """Overrides that make of any run one that meets every graph once, judges nothing and leaves nothing behind.
+
+    Model, task, optimizer and batches stay: they are the graphs. The length only moves the learning rate, an input.
+    """
+    return [
+        f'run_dir="{run_dir}"',
+        "collect_graphs=true",
+        f"max_steps={STEPS}",
+        "max_examples=null",
+        "max_epochs=null",
+        "optim.warmup_steps=null",  # a fixed number could be longer than the run
+        f"log_every={LOG_EVERY}",
+        "eval_every=null",  # still once, at the end, for its graph
+        "early_stop.patience=null",
+        "export=false",
+        "tensorboard=false",
+        "data.verify=false",
+    ]
+
+
+def find_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nodes:
+    """From the options, else from Slurm, else this machine alone."""
+    count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
+    check(count > 0, f"--nnodes={count} must be above 0")
+    if count == 1:
+        check(not options.node_rank, f"--node-rank={options.node_rank} needs --nnodes")
+        return Nodes(count=1, rank=0, master=None)
+    rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
+    check(0 <= rank < count, f"{count} machines: give each its --node-rank, 0 to {count - 1}")
+    task = environ.get("SLURM_LOCALID", "0")
+    check(task == "0", f"Slurm task {task} of this machine: start one on each, srun --ntasks-per-node=1")
+    master = options.master_addr or machine.first_slurm_host(environ)
+    check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
+    return Nodes(count=count, rank=rank, master=master)
+
+
+def launch(nodes: Nodes, *, port: int, ranks: int, overrides: list[str], folder: Path) -> list[str]:
+    """The command of the short run: torchrun in the user's folder, whatever folder the tool is in."""
+    place = ["--standalone"]
+    if nodes.count > 1:
+        place = [f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}"]
+        place += [f"--master-addr={nodes.master}", f"--master-port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={ranks}"]
+    return ["env", f"--chdir={folder}", *torchrun, "-m", "train", *overrides]
+
+
+def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
+    """What the tool needs and the user did not set; compiler flags are appended to the user's.
+
+    The other variables of machine.neuron_environment are the backend's to set, in this run as in the real one.
+    """
+    flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)["NEURON_CC_FLAGS"]
+    wanted = {
+        "NEURON_PARALLEL_COMPILE_MAX_RETRIES": "1" if instance in SMALL_HOSTS else "2",
+        "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1",
+    }
+    added = {name: value for name, value in wanted.items() if not environ.get(name)}
+    path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
+    if here not in path.split(os.pathsep):  # python of an environment that is not activated: the tools are beside it
+        added["PATH"] = os.pathsep.join([path, here]) if path else here
+    return {"NEURON_CC_FLAGS": flags, **added}
+
+
+def describe(job: Job) -> None:
+    """Say what will be run, with what, and how long it takes."""
+    for name, value in job.added.items():
+        print(f"{name}={shlex.quote(value)}")
+    print(shlex.join([TOOL, *job.command]))
+    plan = job.plan
+    print(
+        f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}; "
+        f"compile cache {job.cache}",
+        flush=True,
+    )
+
+
+# ---- running it ----------------------------------------------------------------------------------------------------
+
+
+def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
+    """Collect, compile, compile again what failed. Gives the exit code."""
+    if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=job.work / "clear_locks") != 0:
+        return fail(f"{TOOL} could not clear the locks of {job.cache}", job)
+    num_locks = machine.count_cached(job.cache, "*.lock")
+    if num_locks:  # they keep their graphs from being compiled, in silence
+        print(f"{job.cache} holds {num_locks} locks: if nothing else compiles into it now, add --clear-locks")
+    print(
+        "compiling takes minutes a graph; Neuron reports 13 minutes for BERT-large on a trn1.32xlarge, 40 without "
+        "this. Losses and figures below are not real.",
+        flush=True,
+    )
+    began_s = time.monotonic()
+    status = run_tool(job.command, environ, folder=job.work / "attempt_0")
+    results = read_results(job.work / "attempt_0")
+    if results is None and status != 0:
+        return fail(f"the short run failed (exit status {status}), see above", job)
+    graphs = results or {}
+    failed = find_failed(graphs)
+    for attempt in range(1, retries + 1):
+        if not failed:
+            break
+        print(f"{len(failed)} of {len(graphs)} graphs failed; round {attempt} of {retries} over them", flush=True)
+        run_tool(["--command", "compile"], environ, folder=job.work / f"attempt_{attempt}")
+        later = read_results(job.work / f"attempt_{attempt}") or {}
+        failed = find_failed({graph: later.get(graph, False) for graph in failed})
+    took = f"in {time.monotonic() - began_s:.0f} s"
+    if failed:
+        names = "\n  ".join(failed)
+        return fail(f"{len(failed)} of {len(graphs)} graphs failed to compile {took}:\n  {names}", job)
+    if graphs:
+        print(f"{len(graphs)} graphs compiled {took}")
+    elif machine.count_cached(job.cache, "model.done") == 0:
+        return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", job)
+    else:
+        print(f"no new graph: the cache has them all ({took}), unless another machine is compiling them now")
+    print(advice(job))
+    shutil.rmtree(job.work, ignore_errors=True)
+    return cli.DONE
+
+
+def run_tool(arguments: list[str], environ: dict[str, str], *, folder: Path) -> int:
+    """Run neuron_parallel_compile in a folder of its own; its exit status."""
+    folder.mkdir(parents=True)
+    return subprocess.run([TOOL, *arguments], cwd=folder, env=environ, check=False).returncode
+
+
+def fail(message: str, job: Job) -> int:
+    print(f"error: {message}\nwhat the tool and the short run wrote is in {job.work}", file=sys.stderr)
+    return cli.FAILED
+
+
+def read_results(folder: Path) -> dict[str, bool] | None:
+    """Graphs by the path of their HLO, True if compiled; None if the tool wrote no results that can be read."""
+    found: dict[str, bool] | None = None
+    for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # the time is in the name
+        try:
+            report = json.loads(path.read_bytes())["compilation_report"]
+            statuses = {str(graph): entry["status"] is True for graph, entry in report.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            print(f"{path.name} is not as {TOOL} wrote it in torch-neuronx 2.6 ({error!r}); passed over")
+            continue
+        found = {**(found or {}), **statuses}
+    return found
+
+
+def find_failed(graphs: Mapping[str, bool]) -> list[str]:
+    """Graphs that neither the results nor the cache beside them call compiled.
+
+    torch-neuronx 2.9 may report a failure after a whole compilation (aws-neuron-sdk issue 1299).
+    """
+    return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
+
+
+def advice(job: Job) -> str:
+    """Where the graphs are and what makes them useless."""
+    versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
+    compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
+    return (
+        f"cache: {job.cache}\nA graph is found again by its operations and shapes (model, task, optimizer, precision, "
+        f"seq_len, micro_batch_size={job.plan.micro_batch_size}, accumulation, world size {job.plan.world_size}), by "
+        f"NEURON_CC_FLAGS={shlex.quote(job.added['NEURON_CC_FLAGS'])} and by {compiler}: change one and it is compiled "
+        "anew. Start the run with the same NEURON_CC_FLAGS and NEURON_COMPILE_CACHE_URL."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
