@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import subprocess
@@ -76,10 +77,17 @@ def train_config(run_dir: Path, data: Path, *overrides: str) -> TrainConfig:
     return cli.load_config(TrainConfig, train_overrides(run_dir, data, *overrides))
 
 
-def run(arguments: list[str], *, ranks: int = 1, module: str = "train") -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: list[str], *, ranks: int = 1, module: str = "train", env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """`python -m train ...`, alone or on several ranks of this machine under torchrun."""
     return subprocess.run(
-        command(arguments, ranks=ranks, module=module), capture_output=True, text=True, cwd=ROOT, check=False
+        command(arguments, ranks=ranks, module=module),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, **(env or {})},
     )
 
 

@@ -59,6 +59,7 @@ def save(
     """Publish a checkpoint of this step; all ranks call it. Gives seconds and bytes, for the metrics."""
     began_s = time.monotonic()
     rng = backend.gather(backend.rng_state())
+    moments = backend.optimizer_state(optimizer)
     written_bytes = 0
     if backend.rank == 0:
         final = folder / f"step_{progress.step:08d}"
@@ -66,8 +67,9 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         state = temporary / "state.pt"
-        weights, moments = model.state_dict(), optimizer.state_dict()
-        backend.save({"model": weights, "optimizer": moments, "rng": rng, "progress": asdict(progress)}, state)
+        backend.save(
+            {"model": model.state_dict(), "optimizer": moments, "rng": rng, "progress": asdict(progress)}, state
+        )
         sync_file(state)
         written_bytes = state.stat().st_size
         manifest = {

@@ -169,12 +169,18 @@ class XLAConfig(BackendConfig):
     batches_per_execution: int = 1  # micro batches in one graph; all of a step's give one execution a step
     loader_prefetch: int = 8  # micro batches kept ready on the host
     device_prefetch: int = 4  # and on the device; that many are sent together
-    max_graphs: int | None = None  # compiled in a run; more stop it on CPUs, warn on Trainium. None: what it needs
+    zero1: bool = False  # split AdamW's state over the ranks: less memory for more communication
+    max_graphs: int | None = None  # of a run; one more stops it on CPUs, warns on Trainium. None: as many as needed
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
         check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
+
+        check(
+            not self.zero1 or self.precision in ("auto", "fp32", "bf16"),
+            f"backend.zero1=true has fp32 weights of its own; backend.precision={self.precision} does not go with it",
+        )
 
     def precisions(self) -> tuple[str, ...]:
         return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")

@@ -78,9 +78,10 @@ def fit(
     optimizer = build_optimizer(cfg.optim, engine.parameters, adamw=backend.adamw)
     backend.seed(cfg.seed)  # other dropout on every rank
     progress, faults = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
-    backend.own(optimizer, engine.parameters)
+    optimizer = backend.own(optimizer, engine.parameters, cfg.optim.max_grad_norm)
     if backend.rank == 0:
         folder.describe(cfg, identity, facts(plan, task, backend, engine))
+    logger.info(describe(plan, backend))
     backend.barrier()
     num_blind = backend.sum([not folder.environment.is_file()])[0]
     shares = num_blind == 0 or cfg.collect_graphs  # whose run folder is a temporary one of each machine
@@ -134,6 +135,14 @@ def fit(
     if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
         task.export(model, folder.export)
     return reason, progress.step
+
+
+def describe(plan: Plan, backend: Backend) -> str:
+    machines = backend.world_size // backend.local_world_size
+    return (
+        f"{backend.name} on {backend.device_name}, {backend.precision}: {machines} x {backend.local_world_size} ranks, "
+        f"{plan.global_batch_size} sequences a step ({plan.micro_batch_size} x {plan.accumulation} a rank)"
+    )
 
 
 def verify(task: Task, backend: Backend) -> None:

@@ -78,7 +78,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     for index, parameter in zip(order, parameters, strict=True):
         own = optimizer.state[parameter]
         for name, value in saved["state"][index].items():
-            own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
+            if value.ndim == 0:
+                own[name].fill_(value.item())  # copied, XLA lets all parameters share one step count at first
+            else:
+                own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
 
 
 class Lamb(torch.optim.Optimizer):

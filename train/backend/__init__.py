@@ -43,8 +43,15 @@ class Backend(Protocol):
     def wrap(self, model: nn.Module, *, accumulation: int) -> nn.Module:
         """Put the model on the device; its gradients will be reduced over the ranks once a step."""
 
-    def own(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        """Check that the optimizer holds these parameters; weights and state are as the first step finds them."""
+    def own(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
+    ) -> torch.optim.Optimizer:
+        """The optimizer to step with, made of the one given, once weights and state are as the first step finds them.
+        Raises RuntimeError unless it holds exactly these parameters.
+        """
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Its state_dict() with whole tensors, complete on rank 0."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches with their inputs on the device."""
@@ -62,7 +69,7 @@ class Backend(Protocol):
         """Copies on the host. Waits for the device."""
 
     def compiled(self) -> tuple[int, float]:
-        """Graphs compiled in this process and the seconds it took; 0 where nothing is compiled."""
+        """Graphs compiled since the first batch, and the seconds of all compiling; 0 where nothing is compiled."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Numbers added over all ranks, on the hosts."""

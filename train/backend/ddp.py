@@ -91,8 +91,11 @@ class DDP(Hosts):
         optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def own(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    def own(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
+    ) -> torch.optim.Optimizer:
         guards.check_owned(optimizer, parameters)
+        return optimizer
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]

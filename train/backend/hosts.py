@@ -62,6 +62,9 @@ class Hosts:
         for _ in range(num_turns - mine):
             self.barrier()
 
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        return optimizer.state_dict()
+
     def load(self, path: Path) -> State:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
         return state

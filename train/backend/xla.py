@@ -24,10 +24,11 @@ import torch_xla.distributed.xla_backend  # registers the process group "xla"
 import torch_xla.runtime as xr
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
-from train.backend import guards
+from train.backend import guards, zero1
 from train.backend.graphs import GraphBudget, Watched
 from train.backend.hosts import RANK_STRIDE, Hosts
 from train.backend.shared_layer import scanned
@@ -52,11 +53,15 @@ class XLA(Hosts):
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
         super().__init__()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
+        self.is_neuron = xr.device_type() == "NEURON"
         self.collects = collects  # only to find the graphs: every number that comes back is 0
         check(
             self.cfg.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla"
         )
-        self.is_neuron = xr.device_type() == "NEURON"
+        check(
+            not self.cfg.zero1 or self.is_neuron or self.world_size == 1,
+            "backend.zero1 on several ranks needs Trainium: CPU processes have no collectives between their devices",
+        )
         automatic = "bf16" if self.is_neuron else "fp32"
         self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
         self.reduces_on_host = self.is_distributed and not self.is_neuron
@@ -68,7 +73,7 @@ class XLA(Hosts):
         self.model: Any = None
         self.tied: guards.Tied = []
         self.micro, self.steps = 0, 0
-        self.budget = GraphBudget(lambda: self.compiled()[0], is_fatal=not self.is_neuron)
+        self.budget = GraphBudget(lambda: compilations()[0], is_fatal=not self.is_neuron)
 
     def _join(self) -> None:
         """Meet the other ranks, before anything asks the device runtime: its first answer to "how many" stays."""
@@ -141,11 +146,29 @@ class XLA(Hosts):
         if self.cfg.activation_checkpointing and not is_looped:  # the loop computes its layer again anyway
             model.recompute_layers(checkpoint)
 
-    def own(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    def own(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
+    ) -> torch.optim.Optimizer:
         guards.check_owned(optimizer, parameters)
         guards.check_tied(self.model, self.tied)
+        if self.cfg.zero1:
+            check(
+                isinstance(optimizer, torch.optim.AdamW), "backend.zero1 splits tensors, which LAMB's norms cannot be"
+            )
+            optimizer = zero1.split_optimizer(optimizer, ZeroRedundancyOptimizer, max_norm=max_norm)
         self._clear(parameters)
+        seed = xm.get_rng_state()  # every cut moves it on; a resumed run goes on from the saved one
         torch_xla.sync()
+        xm.set_rng_state(seed)
+        return optimizer
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            return super().optimizer_state(optimizer)
+        shares = self.gather(xm._maybe_convert_to_cpu(zero1.own_share(optimizer)))
+        settings = torch.optim.Optimizer.state_dict(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {**settings, "state": zero1.whole_state(shares, parameters)} if shares else {}
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
@@ -184,6 +207,23 @@ class XLA(Hosts):
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         smallest = sorted(parameters, key=lambda parameter: parameter.numel())[:NUM_WATCHED]
         before = [] if self.steps else self.read(smallest)
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.step()  # reduces and clips as well
+            norm = optimizer.grad_norm
+        else:
+            norm = self._update(optimizer, parameters, max_norm)
+        self._clear(parameters)
+        torch_xla.sync()
+        if self.steps == 0 and not self.collects:
+            guards.check_changed(before, self.read(smallest), step="the first step")
+        self.steps += 1
+        self.budget.check(self.steps)
+        return norm
+
+    def _update(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
+    ) -> Tensor:
+        """Reduce, then clip, then step."""
         if self.reduces_on_host:
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self._add_up(grads)
@@ -193,12 +233,6 @@ class XLA(Hosts):
         with self._fp32_weights(parameters):
             norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else float("inf"))
             optimizer.step()
-        self._clear(parameters)
-        torch_xla.sync()
-        if self.steps == 0 and not self.collects:
-            guards.check_changed(before, self.read(smallest), step="the first step")
-        self.steps += 1
-        self.budget.check(self.steps)
         return norm
 
     @contextmanager
@@ -229,8 +263,7 @@ class XLA(Hosts):
         return copies
 
     def compiled(self) -> tuple[int, float]:
-        found = metrics.metric_data("CompileTime")
-        return (0, 0.0) if found is None else (found[0], found[1] / 1e9)
+        return self.budget.used, compilations()[1]
 
     # ---- random numbers and files ----------------------------------------------------------------------------------
 
@@ -255,3 +288,9 @@ class XLA(Hosts):
         self.model = None
         xm.wait_device_ops()
         super().close()
+
+
+def compilations() -> tuple[int, float]:
+    """Graphs that this process has compiled, and the seconds it took."""
+    found = metrics.metric_data("CompileTime")
+    return (0, 0.0) if found is None else (found[0], found[1] / 1e9)

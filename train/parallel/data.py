@@ -37,7 +37,7 @@ class DataParallel:
         self.loss_sum += loss_sum.detach()
 
     def take_loss(self) -> float:
-        [taken] = self.backend.read([self.loss_sum])
+        taken = float(self.backend.read([self.loss_sum])[0])
         # The same tensor, filled from the host: a new one, or zeros made on the device, would change the graph.
         self.loss_sum.copy_(torch.zeros(1))
-        return float(taken)
+        return taken

@@ -1,0 +1,366 @@
+"""Training through PyTorch/XLA on the CPU: the same run as on ddp, in as many graphs as it should take.
+
+Counts are taken in processes of their own: within one, a second run finds the graphs of the first.
+"""
+
+import itertools
+import json
+import os
+
+import pytest
+import torch
+from running import lines, run, train_config, train_overrides
+from transformers import AutoModelForMaskedLM
+
+from train import loop
+from train.backend import zero1
+from train.preempt import StopRequest
+
+os.environ["PJRT_DEVICE"] = "CPU"
+pytest.importorskip("torch_xla")
+
+# Sums in another order differ in the last bits, and Adam's division can enlarge that: differences of up to 3e-6 were
+# seen in losses of 5, and 1e-5 in gradient norms. The bounds are ten times that.
+LOSS, NORM = 3e-5, 1e-4
+XLA = ["backend=xla"]
+
+
+def losses(run_dir):
+    return [line["loss"] for line in lines(run_dir, "train")]
+
+
+def assert_same_curve(found, wanted, *, start=0):
+    for key, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
+        values = [
+            [line[key] for line in lines(run_dir, "train") if line["step"] > start] for run_dir in (found, wanted)
+        ]
+        assert values[0] == pytest.approx(values[1], rel=tolerance)
+    values = [[line["loss"] for line in lines(run_dir, "eval") if line["step"] > start] for run_dir in (found, wanted)]
+    assert values[0] == pytest.approx(values[1], rel=LOSS)
+
+
+def train(run_dir, prepared, *overrides):
+    loop.run(train_config(run_dir, prepared, *overrides), StopRequest())
+    return run_dir
+
+
+def state(run_dir, step=6):
+    return torch.load(run_dir / "checkpoints" / f"step_{step:08d}" / "state.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory, prepared):
+    return train(tmp_path_factory.mktemp("ddp") / "run", prepared)
+
+
+@pytest.fixture(scope="module")
+def xla(tmp_path_factory, prepared):
+    return train(tmp_path_factory.mktemp("xla") / "run", prepared, *XLA)
+
+
+def test_the_run_is_that_of_ddp(xla, ddp):
+    assert losses(xla)[-1] < losses(xla)[0] - 0.05
+    assert_same_curve(xla, ddp)
+    assert lines(xla, "summary")[0]["backend"] == "xla"
+
+
+@pytest.mark.parametrize("functionalization", ["on", "off"])  # off is how Neuron runs
+@pytest.mark.parametrize(("micro", "expected"), [(8, 2), (4, 3)])  # one training graph, two to accumulate; evaluation
+def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
+    prepared, tmp_path, functionalization, micro, expected
+):
+    # With these betas Adam's bias corrections are 1.0 to the last bit after 17 steps, a constant if they were numbers.
+    arguments = train_overrides(
+        tmp_path / "run",
+        prepared,
+        *XLA,
+        f"micro_batch_size={micro}",
+        "optim.betas=[0.1,0.1]",
+        "log_every=3",
+        "eval_every=7",
+        "checkpoint.every=5",
+        "export=false",
+    )
+    env = {"XLA_DISABLE_FUNCTIONALIZATION": "1"} if functionalization == "off" else {}
+    for steps in (12, 40):
+        found = run([*arguments, f"max_steps={steps}"], env=env)
+        assert found.returncode == 0, found.stderr
+    first, second = lines(tmp_path / "run", "summary")
+    assert (first["graphs"], second["graphs"]) == (expected, expected)
+    assert (first["step"], second["step"]) == (12, 40)
+    last = lines(tmp_path / "run", "train")[-1]
+    assert last["epoch"] > 1
+    assert second["compile_s"] > 0
+
+
+@pytest.mark.parametrize("micro", [4, 2])
+def test_two_ranks_are_one_with_the_double_batch(ddp, prepared, tmp_path, micro):
+    found = run(train_overrides(tmp_path / "run", prepared, *XLA, f"micro_batch_size={micro}"), ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert_same_curve(tmp_path / "run", ddp)
+    summary = lines(tmp_path / "run", "summary")[0]
+    assert (summary["world_size"], summary["graphs"]) == (2, 3)  # backward, update, evaluation
+
+
+@pytest.mark.parametrize(("first", "second"), [("xla", "ddp"), ("ddp", "xla")])
+def test_a_checkpoint_goes_on_with_the_other_backend(ddp, prepared, tmp_path, first, second):
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    assert loop.run(train_config(tmp_path / "run", prepared, f"backend={first}"), asked)[1] == 1
+    train(tmp_path / "run", prepared, f"backend={second}")
+    assert_same_curve(tmp_path / "run", ddp, start=1)
+    # To the file it makes no difference who wrote it: the same names, types and settings.
+    for part in ("model", "optimizer"):
+        assert layout(state(tmp_path / "run")[part]) == layout(state(ddp)[part])
+
+
+def layout(value):
+    """Names, shapes and types, without what chooses an implementation of AdamW."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape))
+    if isinstance(value, dict):
+        return {key: layout(item) for key, item in value.items() if key not in ("fused", "capturable", "foreach")}
+    if isinstance(value, list | tuple):
+        return [layout(item) for item in value]
+    return value
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path, dropout):
+    options = [*XLA, f"model.hidden_dropout={dropout}", "checkpoint.every=2"]
+    train(tmp_path / "whole", prepared, *options)
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    assert loop.run(train_config(tmp_path / "cut", prepared, *options), asked) == ("SIGTERM", 1)
+    assert loop.run(train_config(tmp_path / "cut", prepared, *options), StopRequest()) == ("done", 6)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for name, tensor in state(tmp_path / "cut")["model"].items():
+        assert torch.equal(tensor, state(tmp_path / "whole")["model"][name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["backend.layers=unrolled"],
+        ["backend.layers=unrolled", "backend.activation_checkpointing=true"],
+        ["micro_batch_size=2", "backend.batches_per_execution=2"],
+        ["backend.zero1=true"],
+        ["backend.zero1=true", "micro_batch_size=4"],
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_how_it_is_computed_does_not_change_what(xla, prepared, tmp_path, options):
+    train(tmp_path / "run", prepared, *XLA, *options)
+    assert_same_curve(tmp_path / "run", xla)
+
+
+def test_activation_checkpointing_on_ddp_changes_nothing(ddp, prepared, tmp_path):
+    train(tmp_path / "run", prepared, "backend.activation_checkpointing=true")
+    assert_same_curve(tmp_path / "run", ddp)
+
+
+@pytest.fixture(scope="module")
+def with_lamb(tmp_path_factory, prepared):
+    return train(tmp_path_factory.mktemp("lamb") / "run", prepared, "optim=lamb")
+
+
+@pytest.mark.parametrize(
+    ("precision", "optim"),
+    [
+        ("bf16", "adamw"),
+        ("bf16_master", "adamw"),
+        ("bf16_stochastic", "adamw"),
+        ("fp32", "lamb"),
+        ("bf16_stochastic", "lamb"),
+    ],
+)
+def test_bf16_policies_train_and_keep_the_optimizer_in_fp32(ddp, with_lamb, prepared, tmp_path, precision, optim):
+    train(tmp_path / "run", prepared, *XLA, f"backend.precision={precision}", f"optim={optim}")
+    wanted = losses(with_lamb if optim == "lamb" else ddp)
+    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=LOSS if precision == "fp32" else 2**-8)  # bf16's bits
+    assert (losses(tmp_path / "run") == pytest.approx(wanted, rel=LOSS)) == (precision == "fp32")
+    saved = state(tmp_path / "run")
+    weights = {tensor.dtype for tensor in saved["model"].values() if tensor.is_floating_point()}
+    assert weights == {torch.bfloat16 if precision == "bf16_stochastic" else torch.float32}
+    moments = [entry[name] for entry in saved["optimizer"]["state"].values() for name in ("exp_avg", "exp_avg_sq")]
+    assert {moment.dtype for moment in moments} == {torch.float32}
+
+
+def test_a_run_in_bf16_weights_goes_on_in_fp32(prepared, tmp_path):
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    loop.run(train_config(tmp_path / "run", prepared, *XLA, "backend.precision=bf16_stochastic"), asked)
+    train(tmp_path / "run", prepared)
+    assert {tensor.dtype for tensor in state(tmp_path / "run")["model"].values()} >= {torch.float32}
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+
+
+def executions(prepared, tmp_path, *options):
+    """Executions over six steps, read before the evaluation at the end."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    from train.backend.xla import XLA as Backend
+
+    counts, original = [], Backend.step
+
+    def step(self, *args):
+        norm = original(self, *args)
+        xm.wait_device_ops()
+        counts.append(metrics.metric_data("ExecuteTime")[0])
+        return norm
+
+    Backend.step = step
+    try:
+        train(tmp_path, prepared, *XLA, "log_every=6", "eval_every=6", "checkpoint.every=6", "export=false", *options)
+    finally:
+        Backend.step = original
+    return [after - before for before, after in itertools.pairwise(counts)]
+
+
+def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(prepared, tmp_path):
+    assert executions(prepared, tmp_path / "one") == [1] * 5
+    assert executions(prepared, tmp_path / "four", "micro_batch_size=2") == [4] * 5
+    merged = executions(prepared, tmp_path / "merged", "micro_batch_size=2", "backend.batches_per_execution=4")
+    assert merged == [1] * 5
+
+
+def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path):
+    import torch_xla.debug.metrics as metrics
+
+    from train.backend.xla import XLA as Backend
+
+    reads, original = [], Backend.step
+
+    def step(self, *args):
+        norm = original(self, *args)
+        found = metrics.metric_data("TransferFromDeviceTime")
+        reads.append((0 if found is None else found[0], metrics.counter_value("aten::_local_scalar_dense") or 0))
+        return norm
+
+    Backend.step = step
+    try:
+        train(tmp_path / "run", prepared, *XLA, "log_every=3", "eval_every=6", "checkpoint.every=6", "export=false")
+    finally:
+        Backend.step = original
+    assert reads[0] == reads[1] == reads[2]  # the first step's own look at the weights is over by then
+    assert reads[2][0] < reads[3][0]  # the line of step 3
+    assert reads[3] == reads[4] == reads[5]
+    assert reads[5][1] == reads[0][1]
+
+
+def test_gradients_are_reduced_then_clipped_then_used_then_the_graph_is_cut(prepared, tmp_path, monkeypatch):
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    order = []
+
+    def noting(name, function):
+        def call(*args, **kwargs):
+            order.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(xm, "reduce_gradients", noting("reduce", xm.reduce_gradients))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", noting("clip", torch.nn.utils.clip_grad_norm_))
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting("step", torch.optim.AdamW.step))
+    monkeypatch.setattr(torch_xla, "sync", noting("cut", torch_xla.sync))
+    train(tmp_path / "run", prepared, *XLA, "max_steps=2", "optim.warmup_steps=1", "export=false")
+    first = order.index("reduce")
+    assert order[first : first + 4] == ["reduce", "clip", "step", "cut"]
+    assert order.count("reduce") == 2
+
+
+def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
+    """As the unrolled encoder does: same values, same gradients, with a float mask."""
+    import torch_xla
+    from torch_xla.experimental.scan import _scan_impl_pytree
+    from transformers import AlbertConfig, AlbertModel
+
+    from train.backend.shared_layer import scanned
+    from train.models.layers import run_shared_layer_by, shared_layer
+
+    torch.manual_seed(0)
+    config = AlbertConfig(
+        vocab_size=50,
+        embedding_size=8,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = AlbertModel(config).to(torch_xla.device())
+    ids = torch.randint(0, 50, (2, 6)).to(torch_xla.device())
+    mask = torch.zeros(2, 1, 1, 6)
+    mask[1, ..., 4:] = -1e4
+
+    def outcome():
+        model.zero_grad()
+        hidden = model(input_ids=ids, attention_mask=mask.to(torch_xla.device())).last_hidden_state
+        (hidden**2).sum().backward()
+        torch_xla.sync()
+        return hidden.detach().cpu(), [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    wanted, wanted_grads = outcome()
+    encoder, layer, depth = shared_layer(model)
+    run_shared_layer_by(encoder, scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
+    found, found_grads = outcome()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert len(found_grads) == len(wanted_grads) > 10
+    for a, b in zip(found_grads, wanted_grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    ids[1, 4:] = 3  # hidden: what stands there must not matter elsewhere
+    torch.testing.assert_close(outcome()[0][1, :4], found[1, :4], rtol=1e-6, atol=1e-6)
+
+
+def test_a_split_state_is_put_together_whatever_the_padding():
+    parameters = [torch.randn(7, 3), torch.randn(4), torch.randn(2)]
+    whole = [{"exp_avg": parameter.clone(), "step": torch.tensor(5.0)} for parameter in parameters]
+
+    def shard(tensor, rank, world=3):
+        rest = -len(tensor) % world
+        padded = torch.cat([tensor, torch.zeros(rest, *tensor.shape[1:])])
+        return padded.chunk(world)[rank]
+
+    shares = [
+        {i: {"exp_avg": shard(s["exp_avg"], rank), "step": s["step"]} for i, s in enumerate(whole)} for rank in range(3)
+    ]
+    found = zero1.whole_state(shares, parameters)
+    for number, entry in enumerate(whole):
+        assert torch.equal(found[number]["exp_avg"], entry["exp_avg"])
+        assert found[number]["step"] == 5
+
+
+def test_what_zero1_saves_goes_on_elsewhere(ddp, prepared, tmp_path):
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    loop.run(train_config(tmp_path / "run", prepared, *XLA, "backend.zero1=true"), asked)
+    train(tmp_path / "run", prepared, *XLA, "backend.zero1=true", "max_steps=6")
+    assert_same_curve(tmp_path / "run", ddp, start=1)
+    assert layout(state(tmp_path / "run")["optimizer"]["state"]) == layout(state(ddp)["optimizer"]["state"])
+
+
+def test_the_export_is_the_trained_model(xla):
+    exported = AutoModelForMaskedLM.from_pretrained(xla / "export").state_dict()
+    saved = state(xla)["model"]
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, saved[f"network.{name}"]), name
+
+
+def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, monkeypatch):
+    from train.tasks.mlm import MaskedLMTask
+
+    def zeros(self, model, inputs):  # what a device gives that only collects
+        return torch.zeros(3)
+
+    monkeypatch.setattr(MaskedLMTask, "eval_sums", zeros)
+    options = ["collect_graphs=true", "export=false", "checkpoint.every=2"]
+    reason, step = loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest())
+    assert (reason, step) == ("done", 6)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert {json.loads(line)["kind"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()} == {
+        "train"
+    }
