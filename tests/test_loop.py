@@ -9,7 +9,7 @@ import torch
 from running import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import checkpoint, loop, prepare
+from train import checkpoint, loop, prepare, run_folder
 from train.config import InputError
 from train.data.shards import ShardSet, read_manifest
 from train.models.encoder import MaskedLM
@@ -219,3 +219,8 @@ def test_only_rank_0_speaks(tmp_path, prepared):
     assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
     refused = run(train_overrides(tmp_path / "run", prepared, "seed=5"), ranks=2)
     assert refused.stderr.count("error: ") == 1
+
+
+def test_a_machine_without_git_runs(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_folder.commit() is None

@@ -5,7 +5,6 @@ Counts are taken in processes of their own: within one, a second run finds the g
 
 import itertools
 import json
-import os
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from train import loop
 from train.backend import zero1
 from train.preempt import StopRequest
 
-os.environ["PJRT_DEVICE"] = "CPU"
 pytest.importorskip("torch_xla")
 
 # Sums in another order differ in the last bits, and Adam's division can enlarge that: differences of up to 3e-6 were

@@ -221,4 +221,14 @@ def train_batches(
         prefetch=cfg.data.prefetch,
         pin_memory=backend.pin_memory,
     )
-    return grouped(backend.feed(batches), plan.accumulation)
+    return grouped(as_own_failure(backend.feed(batches), backend), plan.accumulation)
+
+
+def as_own_failure(batches: Iterator[Batch], backend: Backend) -> Iterator[Batch]:
+    """What is wrong with one rank's data the others do not know: it must not leave in order, they would wait for it."""
+    try:
+        yield from batches
+    except InputError as error:
+        if backend.world_size == 1:
+            raise
+        raise RuntimeError(f"rank {backend.rank}: {error}") from error

@@ -6,6 +6,7 @@ SDK 2.31, the last that ships it.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from train.config import InputError
+
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
-NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3", "fuse.mount-s3")
+NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 ROOT_COMM_PORT = 48620  # below the ephemeral range's start on no system: reserve it, see `python -m train.doctor`
 
 
@@ -54,14 +57,23 @@ def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
 
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
     """NEURON_CC_FLAGS with what is wanted appended; an option that the user gave already stays as it is."""
-    given = {part.split("=")[0] for part in shlex.split(flags)}
+    given = {part.split("=")[0] for part in split_flags(flags)}
     return " ".join([*([flags] if flags.strip() else []), *(f for f in wanted if f.split("=")[0] not in given)])
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
     """Where neuronx-cc keeps compiled graphs: --cache_dir wins over NEURON_COMPILE_CACHE_URL over the default."""
-    found = re.findall(r"--cache_dir[= ]\s*(\S+)", environ.get("NEURON_CC_FLAGS", ""))
-    return found[-1].strip("'\"") if found else environ.get("NEURON_COMPILE_CACHE_URL") or DEFAULT_CACHE
+    flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
+    found = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
+    found += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
+    return found[-1] if found else environ.get("NEURON_COMPILE_CACHE_URL") or DEFAULT_CACHE
+
+
+def split_flags(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise InputError(f"NEURON_CC_FLAGS={flags} is not a line of options ({error}); mend its quotes") from error
 
 
 def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
@@ -72,9 +84,10 @@ def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo
         return ""
     for line in mountinfo.read_text().splitlines():
         left, _, right = line.partition(" - ")
-        point = Path(left.split()[4].encode().decode("unicode_escape"))
+        point = Path(re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), left.split()[4]))  # \040 is a space
         if (place == point or point in place.parents) and len(point.parts) >= best:  # later mounts lie over earlier
             best, kind = len(point.parts), right.split()[0]
+            kind += ".s3" if right.split()[1] in ("mountpoint-s3", "s3fs") else ""  # both are of type "fuse"
     return kind
 
 
@@ -168,7 +181,9 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
             f"torch-neuronx {neuronx} is the public index's empty stub; "
             f"pip uninstall torch-neuronx && pip install 'torch-neuronx==2.9.*' {index}"
         )
-    elif neuronx and minor(neuronx) != "2.9":
+    elif neuronx and release(neuronx) < (2, 9):
+        faults.append(f"torch-neuronx {neuronx} is older than 2.9; pip install 'torch-neuronx==2.9.*' {index}")
+    elif neuronx and release(neuronx) > (2, 9):
         faults.append(
             f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: "
             f"pip install 'torch-neuronx==2.9.*' {index}"
@@ -180,6 +195,12 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
             f"pip uninstall neuronx-cc && pip install 'neuronx-cc==2.26.6360.0' {index}"
         )
     return faults
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number as numbers; (0, 0) of an empty version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def minor(version: str) -> str:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -116,6 +117,8 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the code, with a plus sign if it was changed; None outside a checkout."""
+    if shutil.which("git") is None:
+        return None
     folder = Path(train.__file__).parent
     found = subprocess.run(
         ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],

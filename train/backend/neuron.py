@@ -51,9 +51,8 @@ class Neuron(DDP):
 def check_machine(cfg: BackendConfig) -> None:
     """Raises InputError where native PyTorch on Neuron cannot run."""
     found = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
-    native = found and not found.startswith(("1.", "2.9."))
     check(
-        bool(native) and importlib.util.find_spec("torch_neuronx") is not None,
+        machine.release(found) >= (2, 13) and importlib.util.find_spec("torch_neuronx") is not None,
         f"backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx 2.13 or newer, not {found or 'none'}; on "
         "trn1 say backend=xla. See https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch",
     )

@@ -46,6 +46,11 @@ def choose_device(name: str) -> str:
     """NEURON or CPU. `auto` is what PJRT_DEVICE says, else Trainium where there is one."""
     devices = machine.neuron_devices()
     kind = {"neuron": "NEURON", "cpu": "CPU", "cuda": "CUDA"}.get(name)
+    asked = os.environ.get("PJRT_DEVICE")
+    check(
+        not (devices and asked == "CPU" and name == "auto"),
+        "PJRT_DEVICE=CPU on a machine with Trainium: unset it, or say backend.device=cpu if the CPU is meant",
+    )
     kind = kind or os.environ.get("PJRT_DEVICE") or ("NEURON" if devices else "CPU")
     check(kind in ("NEURON", "CPU"), f"backend=xla runs on Trainium or the CPU, not on {kind}; for GPUs: backend=ddp")
     check(

@@ -1,0 +1,690 @@
+"""What would go wrong without an error is refused or said: each guard, provoked.
+
+Under torchrun this file is also the program of its own ranks, see `rank_of_two`.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import ROOT, command, lines, run, train_config, train_overrides
+from torch import nn
+from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
+
+from train import __main__ as program
+from train import cli, machine
+from train.backend import guards, xla_environment
+from train.backend.ddp import DDP
+from train.backend.graphs import GraphBudget
+from train.config import BackendConfig, InputError, XLAConfig, check_launch
+from train.data.batches import MaskedRows
+
+pytest.importorskip("torch_xla")
+
+# One layer: nothing here depends on the depth, and unrolled it compiles in seconds.
+XLA = ["backend=xla", "model.num_layers=1", "eval_every=null", "export=false", "checkpoint.every=100"]
+TRN1 = {"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.15.32035+abc", "neuronx-cc": "2.26.6360.0"}
+MASK_SHAPES = "a float mask [batch, 1, 1, seq]"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """No launcher's or Neuron's variables, before and after; and a failure that would end pytest itself is raised."""
+    before = dict(os.environ)
+    for name in [*os.environ]:
+        if name.startswith(("NEURON", "SLURM", "XLA_", "XRT_", "PJRT", "FI_", "BUCKET")):
+            del os.environ[name]
+    os.environ["PJRT_DEVICE"] = "CPU"  # else torch_xla warns that it chooses
+
+    def leave(code):
+        raise AssertionError(f"the rank would have left with {code}")
+
+    monkeypatch.setattr(os, "_exit", leave)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def train(monkeypatch, capfd, tmp_path, prepared):
+    """`python -m train` in this process: gives its exit code and the lines on stderr."""
+
+    def call(*overrides):
+        monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)])
+        code = program.main()
+        return code, capfd.readouterr().err.splitlines()
+
+    return call
+
+
+def refusal(found):
+    """The one line of a run that was refused."""
+    code, (line,) = found
+    assert code == cli.REFUSED and line.startswith("error: ")
+    return line
+
+
+@pytest.fixture
+def no_group(monkeypatch):
+    def init(*_, **__):
+        raise AssertionError("a process group was opened")
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+
+
+# ---- where it runs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["backend.device=auto"], "no Trainium here: there is no /dev/neuron0"),
+        (["backend=xla", "backend.device=neuron"], "no Trainium here: there is no /dev/neuron0"),
+        ([], "instance=trn1.32xlarge is for its neuron devices, backend.device=cpu is not; say instance=local"),
+        (["backend=xla"], "instance=trn1.32xlarge is for its neuron devices, backend.device=cpu is not"),
+        (["backend=ddp", "backend.device=auto"], "backend=ddp runs on CPUs and CUDA; on trn1 say backend=xla"),
+        (["backend=neuron", "backend.device=auto"], "needs native PyTorch"),
+    ],
+)
+def test_a_run_for_trainium_never_goes_to_the_cpu(train, monkeypatch, overrides, said):
+    monkeypatch.setattr(machine, "neuron_devices", list)
+    versions = TRN1 if "backend=neuron" not in overrides else {}
+    monkeypatch.setattr(machine, "installed_versions", lambda *names: versions)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")  # left over from a test of somebody's: the instance counts for more
+    assert said in refusal(train("instance=trn1.32xlarge", *overrides))
+
+
+def test_a_gpu_instance_is_not_run_on_trainium(train):
+    assert "is for its cuda devices" in refusal(train("instance=p5.48xlarge"))
+    assert "for GPUs: backend=ddp" in refusal(train("instance=p5.48xlarge", "backend=xla", "backend.device=auto"))
+
+
+def test_a_device_that_is_not_what_the_runtime_says_is_refused(monkeypatch):
+    """The variable says NEURON, and what was opened is a CPU."""
+    from train.backend import xla
+
+    monkeypatch.setattr(xla.xr, "device_type", lambda: "NEURON")
+    with pytest.raises(InputError, match="PJRT_DEVICE=NEURON, but PyTorch/XLA opened CPU"):
+        xla.XLA(XLAConfig(device="neuron"))
+
+
+LAUNCHES = {
+    "16 ranks, which hang": ("trn1.32xlarge", 16, 16, "16 ranks on one machine: trn1.32xlarge runs 1 or 2 or 8 or 32"),
+    "8 ranks on each of two": ("trn1.32xlarge", 16, 8, "8 ranks on each of 2 machines: several trn1.32xlarge work"),
+    "more ranks than cores": ("trn1.2xlarge", 8, 8, "trn1.2xlarge runs 1 or 2; start torchrun with --nproc-per-node=2"),
+}
+
+
+def launched(world, local):
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_numbers_of_ranks_that_hang_are_refused_before_any_group(train, no_group, monkeypatch, tmp_path, launch):
+    instance, world, local, said = LAUNCHES[launch]
+    os.environ.update(launched(world, local))
+    assert said in refusal(train(f"instance={instance}", "backend.device=auto"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("world", "local"), [(1, 1), (2, 2), (8, 8), (32, 32), (64, 32)])
+def test_numbers_of_ranks_that_run_are_taken(prepared, tmp_path, world, local):
+    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), launched(world, local))
+    check_launch(train_config(tmp_path, prepared), launched(world, 16 if local == 32 else local))
+
+
+def test_slurm_tasks_without_torchrun_would_each_train_alone(train, no_group, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert "Slurm started 4 tasks without torchrun: each would train alone" in refusal(train())
+
+
+def test_one_torchrun_that_slurm_started_on_each_machine_is_taken(prepared, tmp_path):
+    slurm = {"SLURM_STEP_NUM_TASKS": "2"}
+    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), {**launched(64, 32), **slurm})
+
+
+def test_processes_that_are_refused_leave_with_2_and_one_line(prepared, tmp_path):
+    """The same as their users see it, two of them at once."""
+    clean = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
+    cases = {
+        "ranks": ({**clean, **launched(16, 16)}, "16 ranks on one machine"),
+        "device": (clean, "no Trainium here"),
+    }
+    processes = {}
+    for name, (env, _) in cases.items():
+        arguments = train_overrides(tmp_path / name, prepared, "instance=trn1.32xlarge", "backend.device=auto")
+        processes[name] = subprocess.Popen(command(arguments), cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    for name, process in processes.items():
+        _, stderr = process.communicate()
+        assert cases[name][1] in refusal((process.returncode, stderr.splitlines()))
+    assert not (tmp_path / "ranks").exists()
+    assert "no Trainium here" in (tmp_path / "device/log/exit_rank_0000.json").read_text()
+
+
+# ---- the environment -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knob", [knob for knob in machine.KNOBS if knob.is_dangerous], ids=lambda knob: knob.name)
+def test_a_variable_that_changes_what_is_computed_is_refused_by_name(train, monkeypatch, knob):
+    monkeypatch.setenv(knob.name, "1")
+    line = refusal(train(*XLA))
+    assert f"{knob.name}=1 {knob.why}" in line and "unset it" in line
+
+
+@pytest.mark.parametrize("knob", [knob for knob in machine.KNOBS if not knob.is_dangerous], ids=lambda knob: knob.name)
+def test_a_variable_without_effect_is_named_and_the_run_goes_on(monkeypatch, knob):
+    monkeypatch.setenv(knob.name, "7")
+    with said() as told:
+        xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
+    assert [record.getMessage() for record in told] == [f"{knob.name}=7 {knob.why}"]
+    assert [record.levelname for record in told] == ["WARNING"]
+
+
+@contextlib.contextmanager
+def said():
+    """The records of the run's logger."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = found.append
+    logger = logging.getLogger("train")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_graphs_may_be_collected_by_the_run_that_is_for_it(monkeypatch):
+    monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
+    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=True)
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    with pytest.raises(InputError, match="XLA_USE_BF16=1"):
+        xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=True)
+
+
+@pytest.fixture
+def on_trainium(monkeypatch):
+    """A machine that has the devices and the packages; gives what may be changed of it."""
+    versions = dict(TRN1)
+    monkeypatch.setattr(machine, "neuron_devices", lambda: ["/dev/neuron0"])
+    monkeypatch.setattr(machine, "installed_versions", lambda *names: versions)
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch": "2.15.0"}, "torch 2.15.0 with torch-xla 2.9.0: both must be of the same release"),
+        ({"torch-neuronx": "1.0"}, "torch-neuronx 1.0 is the public index's empty stub; pip uninstall torch-neuronx"),
+        ({"torch": "2.15.0", "torch-neuronx": "1.0"}, "2.9.*'; torch-neuronx 1.0 is"),  # both in one line
+        ({"torch-neuronx": None}, "torch-neuronx is not installed: pip install 'torch-neuronx==2.9.*' --extra-index"),
+        ({"torch": None, "torch-xla": None}, "needs PyTorch/XLA: pip install 'baretrain[xla]'"),
+    ],
+)
+def test_packages_that_do_not_fit_are_refused_with_what_to_install(train, on_trainium, changed, said):
+    for name, version in changed.items():
+        on_trainium.pop(name)
+        on_trainium.update({name: version} if version else {})
+    assert said in refusal(train("instance=trn1.32xlarge", "backend=xla", "backend.device=auto"))
+
+
+def test_the_cpu_needs_no_package_of_neuron(monkeypatch, on_trainium):
+    for name in ("torch-neuronx", "neuronx-cc"):
+        del on_trainium[name]
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")  # the setting counts for more
+    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
+    assert os.environ["PJRT_DEVICE"] == "CPU" and "NEURON_CC_FLAGS" not in os.environ
+
+
+def test_a_compile_cache_on_nfs_is_refused(train, on_trainium, monkeypatch):
+    mountinfo = ROOT / "tests/recorded/precompile/mountinfo_nfs.txt"
+    monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mountinfo))
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/shared/home/me/cache")
+    line = refusal(train("instance=trn1.32xlarge", "backend.device=auto"))
+    assert "compile cache /shared/home/me/cache is on nfs4" in line
+
+
+def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch):
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/cache")
+    monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    del os.environ["PJRT_DEVICE"]
+    with said() as told:
+        xla_environment.ready(XLAConfig(precision="bf16_stochastic"), nodes=2, collects=False)
+    assert os.environ["PJRT_DEVICE"] == "NEURON"
+    assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
+    assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
+    assert os.environ["NEURON_CC_FLAGS"].startswith("-O1 --model-type=transformer")
+    assert "s3://bucket/cache" in told[-1].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "devices", "kind"),
+    [
+        ("auto", None, ["/dev/neuron0"], "NEURON"),
+        ("auto", None, [], "CPU"),
+        ("auto", "CPU", ["/dev/neuron0"], "on a machine with Trainium"),
+        ("neuron", "CPU", ["/dev/neuron0"], "NEURON"),
+        ("cpu", "NEURON", [], "CPU"),
+        ("auto", "NEURON", [], "no Trainium here"),
+        ("neuron", None, [], "no Trainium here"),
+        ("auto", "CUDA", [], "not on CUDA"),
+        ("cuda", None, ["/dev/neuron0"], "not on CUDA"),
+    ],
+)
+def test_the_device_of_xla_is_what_was_asked_for_or_refused(monkeypatch, device, variable, devices, kind):
+    monkeypatch.setattr(machine, "neuron_devices", lambda: devices)
+    del os.environ["PJRT_DEVICE"]
+    os.environ.update({"PJRT_DEVICE": variable} if variable else {})
+    if kind in ("CPU", "NEURON"):
+        assert xla_environment.choose_device(device) == kind
+    else:
+        with pytest.raises(InputError, match=kind):
+            xla_environment.choose_device(device)
+
+
+# ---- several ranks -------------------------------------------------------------------------------------------------
+
+
+def failure(call, *arguments):
+    """The message of a RuntimeError, empty if there was none."""
+    try:
+        call(*arguments)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def rank_of_two(folder):
+    """What one of two ranks finds, left as JSON."""
+    from train.backend import xla
+
+    backend = xla.XLA(XLAConfig(device="cpu", timeout_s=60))
+    found = {"world": [backend.rank, backend.world_size, backend.sum([1.0, float(backend.rank)])]}
+    backend.seed(7)
+    found["drawn"] = torch.rand(4, device=backend.device).tolist()
+    found["kept"] = backend.rng_state()["xla"]
+
+    add, dist.all_reduce = dist.all_reduce, lambda *_, **__: None  # sums that reach nobody
+    found["ones"] = failure(backend._check_world)
+    dist.all_reduce = add
+    xla.xm.set_rng_state(101)  # what torch_xla starts from
+    xla.xm.set_rng_state = lambda seed: None
+    found["seeds"] = failure(backend.seed, 7)
+    backend.close()
+
+    # What happens on Trainium if the runtime does not know of the other ranks: on CPUs it never does.
+    xla.xr.device_type, xla.xm.xla_device_hw = lambda: "NEURON", lambda device: "NEURON"
+    found["apart"] = failure(xla.XLA, XLAConfig(device="neuron", timeout_s=60))
+    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PJRT_DEVICE", "CPU")
+        patch.setenv("PYTHONPATH", str(ROOT / "tests"))
+        done = run([str(folder)], ranks=2, module="test_guards")
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_two_cpu_ranks_of_xla_know_each_other(ranks):
+    assert [found["world"] for found in ranks] == [[0, 2, [2.0, 1.0]], [1, 2, [2.0, 1.0]]]
+
+
+def test_ranks_that_the_device_runtime_does_not_join_are_refused(ranks):
+    for found in ranks:
+        assert "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and" in found["apart"]
+        assert "they would train apart" in found["apart"]
+
+
+def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
+    for found in ranks:
+        assert "the process group 2, and ones summed over the ranks give 1" in found["ones"]
+    os.environ.update(launched(2, 2))
+    for name in ("init_process_group", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="1 ranks answered, WORLD_SIZE says 2"):
+        open_ddp()
+
+
+def test_ranks_of_xla_draw_different_numbers(ranks):
+    assert not set(ranks[0]["drawn"]) & set(ranks[1]["drawn"])
+    assert ranks[0]["kept"] != ranks[1]["kept"]
+
+
+def test_ranks_with_one_random_state_are_refused(ranks):
+    assert "ranks share random states [101, 101]: they would drop out the same units" in ranks[0]["seeds"]
+
+
+@pytest.mark.parametrize("place", ["launched", "device", "group", "ones"])
+def test_every_count_of_ranks_must_agree(place):
+    counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
+    guards.check_world(**counts)
+    with pytest.raises(RuntimeError, match="they would train apart"):
+        guards.check_world(**{**counts, place: 1})
+
+
+# ---- weights -------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(13, 6), nn.LayerNorm(6), nn.Linear(6, 13)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.norm(self.embedding(ids)))
+
+
+def open_xla(**settings):
+    from train.backend.xla import XLA as Backend
+
+    return Backend(XLAConfig(device="cpu", layers="unrolled", **settings))
+
+
+def open_ddp():
+    return DDP(BackendConfig(device="cpu"))
+
+
+def step_of(backend, model, optimizer, ids, scale=1.0):
+    (model(ids.to(backend.device)).sum(-1).pow(2).sum() * scale).backward()
+    return backend.step(optimizer, list(model.parameters()), 1.0)
+
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def test_names_of_one_weight_are_found_and_tied_again():
+    model = Tied()
+    assert guards.tied_names(model) == [["embedding.weight", "head.weight"]]
+    tied = guards.tied_names(model)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="embedding.weight and head.weight were one weight and are no longer"):
+        guards.check_tied(model, tied)
+    guards.tie(model, tied)
+    guards.check_tied(model, tied)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_move_to_xla_unties_and_the_backend_ties_again(monkeypatch):
+    backend, model = open_xla(), Tied()
+    backend.wrap(model, accumulation=1)
+    assert model.head.weight is model.embedding.weight and model.head.weight.device.type == "xla"
+    assert len(list(model.parameters())) == 4
+    monkeypatch.setattr(guards, "tie", lambda model, tied: None)
+    with pytest.raises(RuntimeError, match="were one weight and are no longer, after the move to the device"):
+        open_xla().wrap(Tied(), accumulation=1)
+
+
+def test_weights_untied_after_the_move_are_found_before_the_first_step():
+    """By a checkpoint that is put back, for instance."""
+    backend, model = open_xla(), Tied()
+    backend.wrap(model, accumulation=1)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    parameters = list(model.parameters())
+    with pytest.raises(RuntimeError, match="are no longer"):
+        backend.own(torch.optim.SGD(parameters), parameters, None)
+
+
+def test_an_optimizer_from_before_the_move_is_refused():
+    backend, model = open_xla(), Tied()
+    early = torch.optim.SGD(model.parameters())
+    backend.wrap(model, accumulation=1)
+    parameters = list(model.parameters())
+    with pytest.raises(RuntimeError, match="holds 0 of the model's 4 parameters and 4 that are not the model's"):
+        backend.own(early, parameters, None)
+    backend.own(torch.optim.SGD(parameters), parameters, None)
+
+
+@pytest.mark.parametrize("open_backend", [open_xla, open_ddp])
+def test_the_optimizer_holds_all_of_the_models_parameters_and_no_other(open_backend):
+    backend, model = open_backend(), Tied()
+    backend.wrap(model, accumulation=1)
+    parameters = list(model.parameters())
+    for wrong, said in ((parameters[1:], "holds 3 of the model's 4"), (list(Tied().parameters()), "holds 0 of")):
+        with pytest.raises(RuntimeError, match=said):
+            backend.own(torch.optim.SGD(wrong), parameters, None)
+    backend.own(torch.optim.SGD(parameters), parameters, None)
+
+
+def test_a_first_step_that_changes_no_weights_is_refused(monkeypatch):
+    backend, model = open_xla(), Tied()
+    backend.wrap(model, accumulation=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backend.own(optimizer, list(model.parameters()), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "step", lambda: None)
+        with pytest.raises(RuntimeError, match="the first step changed no weights"):
+            step_of(backend, model, optimizer, IDS)
+    with pytest.raises(RuntimeError, match="the gradient is 0 everywhere"):
+        step_of(backend, model, optimizer, IDS, scale=0.0)
+    optimizer.param_groups[0]["lr"] = 1e-60  # nothing in float32
+    with pytest.raises(RuntimeError, match="the learning rate too small for the precision"):
+        step_of(backend, model, optimizer, IDS)
+    optimizer.param_groups[0]["lr"] = 0.1
+    step_of(backend, model, optimizer, IDS)
+    step_of(backend, model, optimizer, IDS, scale=0.0)  # later ones are not looked at
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def encoder(kind, attention):
+    torch.manual_seed(0)
+    config = AlbertConfig(**SIZES, embedding_size=4) if kind == "albert" else BertConfig(**SIZES)
+    config._attn_implementation = attention
+    return (AlbertModel if kind == "albert" else BertModel)(config).eval()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["albert", "bert"])
+def test_only_a_float_mask_of_four_dimensions_passes_and_it_hides_the_same(kind, attention):
+    watched, plain = encoder(kind, attention), encoder(kind, attention)
+    guards.watch_masks(watched)
+    looks = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    additive = (1 - looks[:, None, None].float()) * -1e4
+    for mask, seen in (
+        (looks, r"\[2, 5\] of torch.int64"),
+        (looks.float(), r"\[2, 5\] of torch.float32"),
+        (looks[:, None, None].bool(), r"\[2, 1, 1, 5\] of torch.bool"),
+        (looks[:, None, None], r"\[2, 1, 1, 5\] of torch.int64"),
+    ):
+        with pytest.raises(InputError, match=seen) as error:
+            watched(input_ids=IDS, attention_mask=mask)
+        assert MASK_SHAPES in str(error.value) and type(watched).__name__ in str(error.value)
+        with pytest.raises(InputError, match=seen):
+            watched(IDS, mask)  # by its place
+    found = watched(input_ids=IDS, attention_mask=additive).last_hidden_state
+    wanted = plain(input_ids=IDS, attention_mask=looks).last_hidden_state
+    # A weight of exp(-1e4) is 0 in float32, as behind transformers' own mask: only the order of sums may differ.
+    torch.testing.assert_close(found[looks.bool()], wanted[looks.bool()], rtol=1e-5, atol=1e-6)
+    square = additive.expand(2, 1, 5, 5)
+    torch.testing.assert_close(watched(input_ids=IDS, attention_mask=square).last_hidden_state, found)
+    whole = plain(input_ids=IDS).last_hidden_state
+    torch.testing.assert_close(watched(input_ids=IDS).last_hidden_state, whole)
+    torch.testing.assert_close(watched(input_ids=IDS, attention_mask=None).last_hidden_state, whole)
+
+
+def test_a_mask_is_looked_at_once_however_deep_the_model():
+    model = encoder("albert", "sdpa")
+    guards.watch_masks(model)
+    assert [module for module in model.modules() if module._forward_pre_hooks] == [model]
+    outer = nn.Sequential(encoder("albert", "sdpa"), encoder("bert", "sdpa"))
+    guards.watch_masks(outer)
+    assert [module for module in outer.modules() if module._forward_pre_hooks] == list(outer)
+
+
+def test_the_backend_of_xla_watches_the_masks_of_its_model():
+    backend, model = open_xla(), encoder("albert", "sdpa")
+    backend.wrap(model, accumulation=1)
+    ids = IDS.to(backend.device)
+    with pytest.raises(InputError, match=r"AlbertModel was given an attention mask \[2, 5\]"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+def change_batches(monkeypatch, change):
+    """Have each batch of training data changed by its number, from 0."""
+    real, seen = MaskedRows.__getitems__, []
+
+    def draw(self, items):
+        batch = real(self, items)
+        if self.is_training:
+            seen.append(None)
+            batch["inputs"] = change(len(seen) - 1, batch["inputs"])
+        return batch
+
+    monkeypatch.setattr(MaskedRows, "__getitems__", draw)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "xla"])
+def test_an_exception_of_the_data_reaches_the_user_after_the_steps_before_it(train, monkeypatch, tmp_path, backend):
+    def fails(number, inputs):
+        if number == 3:
+            raise OSError(5, "Input/output error", "train-00001.bin")
+        return inputs
+
+    change_batches(monkeypatch, fails)
+    code, err = train(*XLA, f"backend={backend}")
+    assert code == cli.FAILED
+    assert any("[Errno 5] Input/output error: 'train-00001.bin'" in line for line in err)
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3]
+    (fault,) = lines(tmp_path / "run", "fault")
+    assert (fault["step"], fault["reason"]) == (3, "OSError: [Errno 5] Input/output error: 'train-00001.bin'")
+    assert not lines(tmp_path / "run", "summary")
+    assert "Input/output error" in (tmp_path / "run/log/exit_rank_0000.json").read_text()
+
+
+def test_a_ragged_batch_is_refused_by_its_shape(train, monkeypatch):
+    def ragged(number, inputs):
+        return {name: value[: 8 if number < 2 else 5] for name, value in inputs.items()}
+
+    change_batches(monkeypatch, ragged)
+    code, err = train(*XLA)
+    assert code == cli.REFUSED
+    assert (
+        "error: ragged batch: input_ids is [5, 32] after [8, 32]; on XLA all batches have one number of rows"
+        in (err[-1])
+    )
+    assert not any("Traceback" in line for line in err)
+
+
+# ---- the graph budget ----------------------------------------------------------------------------------------------
+
+
+def steps_of(scales, lengths):
+    """Steps on sequences of lengths that no other test here compiles, in a backend that allows one graph."""
+    backend, model = open_xla(max_graphs=1), Tied()
+    backend.wrap(model, accumulation=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backend.own(optimizer, list(model.parameters()), None)
+    batches = backend.feed({"inputs": {"ids": torch.arange(length)[None] % 13}, "count": 1} for length in lengths)
+    with contextlib.closing(batches):
+        for batch, scale in zip(batches, scales, strict=True):
+            step_of(backend, model, optimizer, batch["inputs"]["ids"], scale=scale)
+    return backend.budget.used
+
+
+def test_steps_that_are_alike_are_one_graph():
+    assert steps_of([0.5] * 4, [7] * 4) == 1
+
+
+def test_a_changed_shape_that_costs_a_graph_is_named_and_ends_a_run_on_the_cpu():
+    with pytest.raises(RuntimeError) as error:
+        steps_of([0.5] * 4, [8, 8, 9, 8])
+    assert str(error.value) == (
+        "graph 2 was compiled by step 3, 1 are expected (backend.max_graphs); "
+        "inputs changed their shape: ids [1, 8] -> [1, 9]"
+    )
+
+
+def test_a_graph_too_many_without_a_new_shape_says_so():
+    """Of a number that was none and becomes 0."""
+    with pytest.raises(RuntimeError, match="by step 2, .* no input changed its shape: look for a Python number"):
+        steps_of([0.5, 0.0], [11, 11])
+
+
+def inputs(*shape):
+    return {"ids": torch.zeros(shape)}
+
+
+def budget_of(counts, *, limit, is_fatal):
+    """A budget that finds these counts, one a look, the first before the first batch."""
+    budget = GraphBudget(iter(counts).__next__, is_fatal=is_fatal)
+    budget.limit = limit
+    budget.start()
+    return budget
+
+
+def test_graphs_from_before_the_first_batch_do_not_count():
+    budget = budget_of([5, 7, 8], limit=2, is_fatal=True)
+    budget.check(1)
+    with pytest.raises(RuntimeError, match="graph 3 was compiled by step 2, 2 are expected"):
+        budget.check(2)
+
+
+def test_a_second_stream_does_not_move_the_start():
+    budget = budget_of([5, 6], limit=0, is_fatal=True)
+    budget.start()
+    assert budget.used == 1
+
+
+def test_on_trainium_each_graph_too_many_is_one_warning():
+    budget = budget_of([0, 1, 2, 2, 2, 3], limit=1, is_fatal=False)
+    with said() as told:
+        for step in range(1, 6):
+            budget.check(step)
+    assert [record.levelname for record in told] == ["WARNING"] * 2
+    first, second = (record.getMessage() for record in told)
+    assert "graph 2 was compiled by step 2" in first and "graph 3 was compiled by step 5" in second
+
+
+def test_shapes_tell_new_from_known_and_what_changed():
+    shapes = guards.Shapes()
+    assert [shapes.see(inputs(2, size)) for size in (8, 8, 9, 8)] == [True, False, True, False]
+    assert shapes.last_change() == "inputs changed their shape: ids [2, 8] -> [2, 9]"
+    with pytest.raises(InputError, match=r"ragged batch: ids is \[1, 8\] after \[2, 8\]"):
+        shapes.see(inputs(1, 8))
+
+
+# ---- a run that all guards pass ------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_goes_through_every_guard_and_a_dead_variable_is_in_its_log(train, monkeypatch, tmp_path):
+    monkeypatch.setenv("BUCKET_CAP_MB", "1")
+    code, err = train(*XLA, "max_steps=2")
+    assert code == cli.DONE
+    told = "BUCKET_CAP_MB=1 is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"
+    assert told in err
+    assert f"WARNING {told}" in (tmp_path / "run/log/rank_0000.txt").read_text()
+    assert not lines(tmp_path / "run", "fault")
+
+
+if __name__ == "__main__":
+    rank_of_two(sys.argv[1])

@@ -1,0 +1,280 @@
+"""What a machine's environment, mounts and packages say, read from recorded texts."""
+
+import functools
+import shlex
+from pathlib import Path
+
+import pytest
+
+from train import machine
+from train.config import InputError
+
+# A trn1 with its own disk, a cluster's home over NFS, a scratch file system, a disk under a name with a space, and
+# /data mounted twice: first from the network, then from a disk of its own over it.
+MOUNTS = r"""
+22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/root rw,discard
+26 22 0:23 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw
+310 22 0:52 / /home rw,relatime shared:160 - nfs4 10.0.0.7:/home rw,vers=4.2,proto=tcp,addr=10.0.0.7
+311 310 259:3 / /home/me/local rw,relatime - xfs /dev/nvme1n1 rw
+320 22 0:60 / /fsx rw,relatime shared:9 master:2 - lustre 10.0.1.9@tcp:/abc rw
+330 22 259:4 / /my\040disk rw - ext4 /dev/nvme2n1 rw
+340 22 0:70 / /data rw - nfs4 10.0.0.7:/data rw
+341 340 259:5 / /data rw - ext4 /dev/nvme3n1 rw
+""".lstrip()
+
+
+@pytest.fixture
+def mounts(tmp_path):
+    path = tmp_path / "mountinfo"
+    path.write_text(MOUNTS)
+    return path
+
+
+# ---- compiler flags ------------------------------------------------------------------------------------------------
+
+
+def test_flags_are_appended_to_those_of_the_user():
+    assert machine.with_flags("", ["--a=1", "--b"]) == "--a=1 --b"
+    assert machine.with_flags("  ", ["--a=1"]) == "--a=1"
+    assert machine.with_flags("-O1 --c 'x y'", ["--a=1"]) == "-O1 --c 'x y' --a=1"
+
+
+@pytest.mark.parametrize("given", ["--a=2", "--a 2", "--z --a='2'", "'--a=2'"])
+def test_an_option_that_the_user_gave_stays_as_it_is(given):
+    assert machine.with_flags(given, ["--a=1"]) == given
+
+
+def test_an_option_whose_name_begins_like_another_is_another():
+    assert machine.with_flags("--auto-cast-type=bf16", ["--auto-cast=none"]).endswith(" --auto-cast=none")
+
+
+def test_flags_added_twice_are_there_once():
+    once = machine.with_flags("-O1", ["--a=1", "--b"])
+    assert machine.with_flags(once, ["--a=1", "--b"]) == once
+
+
+# ---- the compile cache ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "url", "place"),
+    [
+        (None, None, machine.DEFAULT_CACHE),
+        ("-O1", "", machine.DEFAULT_CACHE),
+        (None, "s3://bucket/cache", "s3://bucket/cache"),
+        ("--cache_dir=/flags", None, "/flags"),
+        ("--cache_dir=/flags", "/url", "/flags"),  # as neuronx-cc has it
+        ("--cache_dir /flags -O1", "/url", "/flags"),
+        ("--cache_dir='/flags'", None, "/flags"),
+        ("--cache_dir=/first --cache_dir=/last", None, "/last"),
+    ],
+)
+def test_the_caches_place_is_that_of_the_flags_then_the_url_then_the_default(flags, url, place):
+    given = {"NEURON_CC_FLAGS": flags, "NEURON_COMPILE_CACHE_URL": url}
+    assert machine.cache_location({name: value for name, value in given.items() if value is not None}) == place
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/var/tmp/not/made/yet", "ext4"),
+        ("/dev/shm", "tmpfs"),
+        ("/home", "nfs4"),
+        ("/home/me/cache", "nfs4"),
+        ("/homes/me", "ext4"),  # a name is no prefix of another
+        ("/home/me/local/cache", "xfs"),  # a disk inside of it
+        ("/home/me/local/../cache", "nfs4"),
+        ("/fsx/cache", "lustre"),
+        ("/my disk/cache", "ext4"),
+        ("/data/cache", "ext4"),  # what is mounted over it
+    ],
+)
+def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(mounts, path, kind):
+    assert machine.filesystem(path, mountinfo=mounts) == kind
+
+
+def test_a_link_into_a_network_home_is_on_the_network(mounts, tmp_path):
+    (tmp_path / "link").symlink_to("/fsx/me")
+    assert machine.filesystem(tmp_path / "link" / "cache", mountinfo=mounts) == "lustre"
+
+
+def test_a_tilde_is_the_home_folder(mounts, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert machine.filesystem("~/cache", mountinfo=mounts) == "nfs4"
+
+
+def test_where_there_is_no_mount_table_the_file_system_is_unknown(tmp_path):
+    assert machine.filesystem("/", mountinfo=tmp_path / "none") == ""
+    assert not machine.is_network_filesystem("")
+
+
+def test_this_machine_says_what_holds_its_root():
+    if Path("/proc/self/mountinfo").is_file():
+        assert machine.filesystem("/") != ""
+        assert machine.filesystem("/proc/self") == "proc"
+
+
+def test_network_file_systems_are_known_by_their_kinds():
+    assert all(map(machine.is_network_filesystem, ["nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "fuse.s3fs"]))
+    assert not any(map(machine.is_network_filesystem, ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs"]))
+
+
+def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch):
+    monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mounts))
+
+    def fault(place):
+        return machine.cache_fault({"NEURON_COMPILE_CACHE_URL": place})
+
+    assert machine.cache_fault({}) is None
+    assert fault("/home/me/local/cache") is None
+    assert fault("s3://bucket/cache") is None
+    assert "folder or s3://bucket/folder" in fault("gs://bucket/cache")
+    for place, kind in (("/home/me/cache", "nfs4"), ("/fsx/cache", "lustre")):
+        found = fault(place)
+        assert f"compile cache {place} is on {kind}" in found and machine.DEFAULT_CACHE in found
+    assert "/fsx/cache is on lustre" in machine.cache_fault(
+        {"NEURON_CC_FLAGS": "--cache_dir=/fsx/cache", "NEURON_COMPILE_CACHE_URL": "/home/me/local"}
+    )
+
+
+# ---- the runtime's environment -------------------------------------------------------------------------------------
+
+
+def wanted(environ, *, nodes=1, stochastic_rounding=False):
+    return machine.neuron_environment(environ, nodes=nodes, stochastic_rounding=stochastic_rounding)
+
+
+def test_the_environment_of_one_machine():
+    assert wanted({}) == {
+        "NEURON_RT_EXEC_TIMEOUT": "600",
+        "XLA_TRANSFER_SEED_ASYNC": "1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+        "NEURON_CC_FLAGS": "--model-type=transformer --auto-cast=none --retry_failed_compilation",
+    }
+
+
+def test_several_machines_meet_at_the_first_by_another_port_than_torchruns():
+    found = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, nodes=2)
+    assert found["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
+    assert machine.ROOT_COMM_PORT not in (29500, 62182)  # torchrun's and torch_xla's own
+    assert (found["FI_PROVIDER"], found["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
+    assert found["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] == "512"
+    assert found.keys() >= wanted({}).keys()
+    assert not {"FI_PROVIDER", "NEURON_RT_ROOT_COMM_ID"} & wanted({"MASTER_ADDR": "head"}).keys()
+
+
+def test_stochastic_rounding_is_on_only_when_asked_for_and_has_a_seed():
+    found = wanted({}, stochastic_rounding=True)
+    assert (found["NEURON_RT_STOCHASTIC_ROUNDING_EN"], found["NEURON_RT_STOCHASTIC_ROUNDING_SEED"]) == ("1", "0")
+    assert "NEURON_RT_STOCHASTIC_ROUNDING_SEED" not in wanted({})
+
+
+def test_what_the_user_set_is_not_set_again():
+    user = {
+        "NEURON_RT_EXEC_TIMEOUT": "30",
+        "FI_PROVIDER": "tcp",
+        "NEURON_RT_ROOT_COMM_ID": "other:1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+    }
+    found = wanted(user, nodes=2, stochastic_rounding=True)
+    assert not user.keys() & found.keys()
+
+
+def test_the_users_compiler_flags_survive_and_an_environment_made_twice_is_the_same():
+    user = {"NEURON_CC_FLAGS": "--model-type generic --cache_dir=/x"}
+    once = {**user, **wanted(user, nodes=2)}
+    assert once["NEURON_CC_FLAGS"] == (
+        "--model-type generic --cache_dir=/x --auto-cast=none --retry_failed_compilation"
+    )
+    assert {**once, **wanted(once, nodes=2)} == once
+    assert machine.cache_location(once) == "/x"
+    assert shlex.split(once["NEURON_CC_FLAGS"])[:2] == ["--model-type", "generic"]
+
+
+# ---- variables, packages, devices ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("knob", machine.KNOBS, ids=lambda knob: knob.name)
+def test_a_variable_that_does_not_do_what_one_hopes_is_known_only_when_it_is_set(knob):
+    assert machine.bad_knobs({knob.name: "1"}) == [knob]
+    assert machine.bad_knobs({knob.name: "0"}) == machine.bad_knobs({knob.name: ""}) == machine.bad_knobs({}) == []
+
+
+def test_the_first_two_numbers_of_a_version():
+    versions = {"2.9.1": "2.9", "2.9.0.2.15.32035": "2.9", "2.9.1+cpu": "2.9", "2.10.0": "2.10", "": ""}
+    assert {version: machine.minor(version) for version in versions} == versions
+
+
+TRN1 = {
+    "torch": "2.9.1+cpu",
+    "torch-xla": "2.9.0",
+    "torch-neuronx": "2.9.0.2.15.32035+abc",
+    "neuronx-cc": "2.26.6360.0",
+}
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [{}, {"torch": "2.15.0"}, {"torch": "2.9.1", "torch-xla": "2.9.0"}, TRN1],
+    ids=["nothing", "torch alone", "CPU through XLA", "trn1"],
+)
+def test_packages_that_fit_have_no_fault(versions):
+    assert machine.package_faults(versions) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch": "2.15.0"}, "torch 2.15.0 with torch-xla 2.9.0: both must be of the same release"),
+        ({"torch": ""}, "torch is missing with torch-xla 2.9.0"),
+        ({"torch": "2.10.0", "torch-xla": "2.1.0"}, "pip install 'torch==2.1.*'"),  # 2.1 is no beginning of 2.10
+        ({"torch-neuronx": "1.0"}, "torch-neuronx 1.0 is the public index's empty stub; pip uninstall"),
+        ({"torch-neuronx": "1.0.0"}, "torch-neuronx 1.0.0 is the public index's empty stub"),
+        ({"torch-neuronx": "2.14.3.0.1"}, "torch-neuronx 2.14.3.0.1 is the native build for trn2 and trn3"),
+        ({"neuronx-cc": "1.0.0"}, "neuronx-cc 1.0.0 is the public index's empty stub; pip uninstall"),
+    ],
+)
+def test_packages_that_do_not_fit_are_named_with_their_cure(changed, said):
+    (fault,) = machine.package_faults({**TRN1, **changed})
+    assert said in fault and "pip install '" in fault
+
+
+def test_every_fault_of_the_packages_is_told_at_once():
+    assert len(machine.package_faults({**TRN1, "torch": "2.15.0", "torch-neuronx": "1.0", "neuronx-cc": "1.0"})) == 3
+
+
+def test_installed_versions_leave_out_what_is_not_there():
+    found = machine.installed_versions("torch", "no-such-package-anywhere")
+    assert found.keys() == {"torch"} and machine.minor(found["torch"]).count(".") == 1
+
+
+def test_a_neuron_device_is_a_file_of_the_driver(tmp_path, monkeypatch):
+    for name in ("neuron0", "neuron1", "neuron_control", "neuron", "null"):
+        (tmp_path / name).touch()
+    assert not [path for path in machine.neuron_devices() if not path.startswith("/dev/neuron")]
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
+    assert machine.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
+
+
+def test_a_quoted_cache_path_may_hold_a_space_and_an_open_quote_is_refused():
+    assert machine.cache_location({"NEURON_CC_FLAGS": "--cache_dir='/var/tmp/my cache'"}) == "/var/tmp/my cache"
+    with pytest.raises(InputError, match="mend its quotes"):
+        machine.cache_location({"NEURON_CC_FLAGS": "--x='a"})
+
+
+def test_a_mount_with_a_name_beyond_ascii_is_found(tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text("1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / /données rw - nfs4 h:/x rw\n")
+    assert machine.filesystem("/données/cache", mountinfo=table) == "nfs4"
+
+
+def test_mountpoint_for_s3_is_a_network_file_system(tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text("1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:5 / /data rw - fuse mountpoint-s3 rw\n")
+    assert machine.is_network_filesystem(machine.filesystem("/data/cache", mountinfo=table))
+
+
+def test_an_older_torch_neuronx_is_not_called_the_native_one():
+    [fault] = machine.package_faults({"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.8.0.2.10.16998"})
+    assert "older than 2.9" in fault

@@ -1,0 +1,248 @@
+"""Native PyTorch on Trainium, on a CPU that is called its device: what differs from DDP. Not run on hardware.
+
+Under torchrun this file is also the program of its own ranks: `python -m train` on such a machine.
+"""
+
+import importlib.machinery
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import ROOT, lines, run, train_config, train_overrides
+
+from train import __main__ as program
+from train import cli, loop, machine, monitor_neuron
+from train.backend import neuron
+from train.backend.ddp import DDP
+from train.config import BackendConfig, InputError
+from train.preempt import StopRequest
+
+# As in test_equality.py: sums of float32 in another order, six steps.
+TOLERANCE = 2e-5
+VERSION = "2.14.3.0.1"
+
+
+def pretend(put, versions):
+    """Make this machine one of trn2, by `put(object, name, value)`: its device is the CPU, its collectives are gloo,
+    and neuron-monitor is not installed. Gives the package.
+    """
+    put(neuron, "DEVICE", "cpu")
+    put(neuron, "COLLECTIVES", "gloo")
+    put(monitor_neuron, "TOOL", "no-neuron-monitor")
+    put(machine, "neuron_devices", lambda: ["/dev/neuron0"])
+    put(machine, "installed_versions", lambda *names: {n: v for n, v in versions.items() if n in names})
+    package = types.ModuleType("torch_neuronx")
+    package.__spec__ = importlib.machinery.ModuleSpec("torch_neuronx", None)
+    return package
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """On such a machine; gives the versions of its packages."""
+    found = {"torch": "2.14.0", "torch-neuronx": VERSION}
+    monkeypatch.setitem(sys.modules, "torch_neuronx", pretend(monkeypatch.setattr, found))
+    return found
+
+
+NEURON = ["backend=neuron", "backend.device=auto"]
+
+
+def train(run_dir, data, *overrides):
+    assert loop.run(train_config(run_dir, data, *overrides), StopRequest()) == ("done", 6)
+    return run_dir
+
+
+def losses(run_dir):
+    return [line["loss"] for line in lines(run_dir, "train")]
+
+
+def weights(run_dir):
+    return torch.load(run_dir / "checkpoints/step_00000006/state.pt", weights_only=True)["model"]
+
+
+# ---- the same run as DDP -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_ddp(tmp_path_factory, prepared):
+    """With the plain AdamW, which is the one of the Neuron backend."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDP, "adamw", neuron.Neuron.adamw)
+        return train(tmp_path_factory.mktemp("runs") / "ddp", prepared)
+
+
+def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(versions, by_ddp, prepared, tmp_path):
+    found = train(tmp_path / "run", prepared, *NEURON)
+    assert losses(found) == losses(by_ddp) and losses(found)[-1] < losses(found)[0]
+    for name, tensor in weights(by_ddp).items():
+        assert torch.equal(weights(found)[name], tensor), name
+    (summary,) = lines(found, "summary")
+    assert summary["backend"] == "neuron"
+    assert not lines(found, "fault")
+    log = (found / "log/rank_0000.txt").read_text()
+    assert log.count("no-neuron-monitor is neither on PATH nor in") == log.count("training goes on") == 1
+
+
+def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    arguments = train_overrides(tmp_path / "run", prepared, *NEURON, "micro_batch_size=2")
+    done = run(arguments, ranks=2, module="test_neuron")
+    assert done.returncode == 0, done.stderr
+    (summary,) = lines(tmp_path / "run", "summary")
+    assert (summary["backend"], summary["world_size"]) == ("neuron", 2)
+    assert losses(tmp_path / "run") == pytest.approx(losses(by_ddp), rel=TOLERANCE)
+    for name, tensor in weights(by_ddp).items():
+        torch.testing.assert_close(weights(tmp_path / "run")[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+def test_a_checkpoint_of_neuron_goes_on_under_ddp(versions, by_ddp, prepared, tmp_path, monkeypatch):
+    asked = StopRequest()
+    asked.reason = "SIGTERM"  # as if a signal had come during the first step
+    assert loop.run(train_config(tmp_path / "run", prepared, *NEURON), asked) == ("SIGTERM", 1)
+    monkeypatch.setattr(DDP, "adamw", neuron.Neuron.adamw)
+    assert losses(train(tmp_path / "run", prepared)) == losses(by_ddp)
+
+
+def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    opened = []
+    monkeypatch.setattr(dist, "init_process_group", lambda names, **_: opened.append(names))
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    with pytest.raises(RuntimeError, match="the process group 2, and ones summed over the ranks give 1"):
+        neuron.Neuron(BackendConfig(device="neuron"))
+    assert opened == ["gloo"]
+
+
+def test_what_is_opened_on_hardware_is_neurons():
+    assert (neuron.DEVICE, neuron.COLLECTIVES) == ("neuron", "cpu:gloo,neuron:neuron")
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("auto", "bf16"), ("bf16", "bf16"), ("fp32", "fp32")])
+def test_the_precision_is_bf16_unless_asked(versions, asked, chosen):
+    backend = neuron.Neuron(BackendConfig(precision=asked))
+    assert (backend.precision, backend.monitor_kind, backend.pin_memory) == (chosen, "neuron", False)
+    with backend.autocast():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == (torch.bfloat16 if chosen == "bf16" else torch.float32)
+
+
+# ---- random numbers of a device of its own -------------------------------------------------------------------------
+
+
+class Device(types.ModuleType):
+    """What torch asks of the module of a device that is not its own: random numbers of two devices."""
+
+    def __init__(self):
+        super().__init__("device")
+        self.generators = [torch.Generator(), torch.Generator()]
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def manual_seed_all(self, seed):
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+    def get_rng_state(self, device):
+        return self.generators[device.index or 0].get_state()
+
+    def set_rng_state(self, state, device):
+        self.generators[device.index or 0].set_state(state)
+
+
+@pytest.fixture
+def device(versions, monkeypatch):
+    """A device type of torch that is no CPU, under the name that torch keeps for such."""
+    module = Device()
+    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
+    monkeypatch.setattr(neuron, "DEVICE", "privateuseone")
+    return module
+
+
+def test_random_numbers_of_the_device_are_saved_and_put_back(device, tmp_path):
+    backend = neuron.Neuron(BackendConfig())
+    backend.seed(3)
+    generator = device.generators[0]
+    torch.rand(5, generator=generator)
+    state = backend.rng_state()
+    assert state.keys() == {"cpu", "privateuseone"}
+    torch.save(state, tmp_path / "state.pt")
+    wanted = torch.rand(4), torch.rand(4, generator=generator)
+    backend.seed(4)
+    backend.set_rng_state(backend.load(tmp_path / "state.pt"))
+    found = torch.rand(4), torch.rand(4, generator=generator)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+def test_the_device_of_each_rank_draws_other_numbers(device):
+    backend, drawn = neuron.Neuron(BackendConfig()), []
+    for backend.rank in (0, 1):
+        backend.seed(3)
+        drawn += torch.rand(4, generator=device.generators[0]).tolist()
+    assert len(set(drawn)) == 8
+
+
+def test_random_numbers_of_another_backend_are_no_obstacle(device):
+    before = device.generators[0].get_state()
+    neuron.Neuron(BackendConfig()).set_rng_state({"cpu": torch.get_rng_state(), "xla": 101})
+    assert torch.equal(device.generators[0].get_state(), before)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "torch-neuronx 2.13 or newer, not none; on trn1 say backend=xla"),
+        ("2.9.0.2.15.32035+abc", "torch-neuronx 2.13 or newer, not 2.9.0.2.15.32035+abc; on trn1 say backend=xla"),
+        ("1.0", "torch-neuronx 2.13 or newer, not 1.0"),
+    ],
+    ids=["none", "the XLA build", "the stub"],
+)
+def test_what_is_not_native_pytorch_is_refused(versions, version, said):
+    versions.pop("torch-neuronx")
+    versions.update({"torch-neuronx": version} if version else {})
+    with pytest.raises(InputError, match="backend=neuron needs native PyTorch") as error:
+        neuron.Neuron(BackendConfig())
+    assert said in str(error.value)
+
+
+def test_a_package_that_cannot_be_imported_is_refused(versions, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch_neuronx")
+    with pytest.raises(InputError, match="needs native PyTorch"):
+        neuron.Neuron(BackendConfig())
+
+
+def test_a_machine_without_devices_is_refused(versions, monkeypatch):
+    monkeypatch.setattr(machine, "neuron_devices", list)
+    with pytest.raises(InputError, match="no Trainium here: there is no /dev/neuron0"):
+        neuron.Neuron(BackendConfig())
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_another_device_is_refused(versions, device):
+    with pytest.raises(InputError, match=f"runs on Neuron devices, not backend.device={device}"):
+        neuron.Neuron(BackendConfig(device=device))
+
+
+def test_compression_of_nccl_is_refused(versions):
+    with pytest.raises(InputError, match="grad_compression is for NCCL"):
+        neuron.Neuron(BackendConfig(grad_compression="bf16"))
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(prepared, tmp_path, monkeypatch, capfd):
+    """On this machine as it is."""
+    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *NEURON)])
+    assert program.main() == cli.REFUSED
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: backend=neuron needs native PyTorch")
+
+
+if __name__ == "__main__":
+    sys.modules["torch_neuronx"] = pretend(setattr, {"torch-neuronx": VERSION})
+    sys.exit(program.main())
