@@ -355,7 +355,7 @@ def test_packages_against_the_known_good_table(trn1, laptop, gpus):
     packages(trn1, "ok", "SDK 2.32.0", neuronx_cc="2.27.5334.0", libneuronxla="")
     packages(trn1, "bad", "empty stub", "pip uninstall torch-neuronx", index, torch_neuronx="1.0")
     packages(trn1, "bad", "empty stub", "pip uninstall neuronx-cc", index, neuronx_cc="1.0.0")
-    packages(trn1, "bad", "native build", "torch-neuronx==2.9.*", index, torch_neuronx="2.13.3.0.1")
+    packages(trn1, "bad", "native build", "torch-neuronx==2.9.0.2.15.32035", index, torch_neuronx="2.13.3.0.1")
     packages(trn1, "bad", "same release", "pip install 'torch==2.9.*'", torch="2.8.0")
     packages(trn1, "bad", "torch-neuronx missing", "torch-neuronx==2.9.0.2.15.32035 --extra", index, torch_neuronx="")
     packages(trn1, "bad", "neuronx-cc, torch-xla missing", "pip install", neuronx_cc="", torch_xla="")

@@ -145,8 +145,11 @@ def wanted(environ, *, nodes=1, stochastic_rounding=False):
     return machine.neuron_environment(environ, nodes=nodes, stochastic_rounding=stochastic_rounding)
 
 
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}  # as torchrun calls a run without --rdzv-id
+
+
 def test_the_environment_of_one_machine():
-    assert wanted({}) == {
+    assert wanted(TORCHRUN) == {
         "NEURON_RT_EXEC_TIMEOUT": "600",
         "XLA_TRANSFER_SEED_ASYNC": "1",
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
@@ -161,7 +164,49 @@ def test_several_machines_meet_at_the_first_by_another_port_than_torchruns():
     assert (found["FI_PROVIDER"], found["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
     assert found["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] == "512"
     assert found.keys() >= wanted({}).keys()
-    assert not {"FI_PROVIDER", "NEURON_RT_ROOT_COMM_ID"} & wanted({"MASTER_ADDR": "head"}).keys()
+    one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    assert one["NEURON_RT_ROOT_COMM_ID"] == found["NEURON_RT_ROOT_COMM_ID"]
+    assert not {"FI_PROVIDER", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"} & one.keys()
+
+
+def test_an_ipv6_address_stands_in_brackets():
+    assert wanted({"MASTER_ADDR": "fd00::7"})["NEURON_RT_ROOT_COMM_ID"] == f"[fd00::7]:{machine.ROOT_COMM_PORT}"
+
+
+def test_a_process_without_torchrun_takes_one_core_unless_the_user_chose():
+    assert wanted({})["NEURON_RT_NUM_CORES"] == "1"
+    for environ in (TORCHRUN, {"NEURON_RT_VISIBLE_CORES": "4-7"}, {"NEURON_RT_NUM_CORES": "2"}):
+        assert "NEURON_RT_NUM_CORES" not in wanted(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MASTER_ADDR": "head", "MASTER_PORT": str(machine.ROOT_COMM_PORT)},
+        {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NEURON_RT_ROOT_COMM_ID": "head:29500"},
+    ],
+    ids=["torchrun's is ours", "the user's is torchrun's"],
+)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_port_of_torchrun_is_taken(environ, nodes):
+    with pytest.raises(InputError, match=r"ROOT_COMM_ID=head:\d+ has torchrun's port .* --master-port"):
+        wanted(environ, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MASTER_ADDR": "localhost"},
+        {"MASTER_ADDR": "127.0.0.1"},
+        {"MASTER_ADDR": "::1"},
+        {"MASTER_ADDR": "head", "NEURON_RT_ROOT_COMM_ID": "localhost:48620"},
+    ],
+    ids=lambda environ: " ".join(environ.values()),
+)
+def test_several_machines_do_not_meet_at_localhost(environ):
+    wanted(environ)
+    with pytest.raises(InputError, match="is another machine for each of the 2; .* --master-addr"):
+        wanted(environ, nodes=2)
 
 
 def test_stochastic_rounding_is_on_only_when_asked_for_and_has_a_seed():
@@ -170,12 +215,22 @@ def test_stochastic_rounding_is_on_only_when_asked_for_and_has_a_seed():
     assert "NEURON_RT_STOCHASTIC_ROUNDING_SEED" not in wanted({})
 
 
+def test_stochastic_rounding_that_the_user_turned_off_is_refused():
+    off = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
+    with pytest.raises(InputError, match="ROUNDING_EN=0 with backend.precision=bf16_stochastic: .* rounded away"):
+        wanted(off, stochastic_rounding=True)
+    wanted(off)
+    wanted({"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, stochastic_rounding=True)
+
+
 def test_what_the_user_set_is_not_set_again():
     user = {
         "NEURON_RT_EXEC_TIMEOUT": "30",
         "FI_PROVIDER": "tcp",
         "NEURON_RT_ROOT_COMM_ID": "other:1",
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "5",
+        "MASTER_ADDR": "head",
     }
     found = wanted(user, nodes=2, stochastic_rounding=True)
     assert not user.keys() & found.keys()
@@ -255,6 +310,13 @@ def test_a_neuron_device_is_a_file_of_the_driver(tmp_path, monkeypatch):
     assert not [path for path in machine.neuron_devices() if not path.startswith("/dev/neuron")]
     monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
     assert machine.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
+
+
+def test_the_instance_type_is_what_the_machine_calls_itself(tmp_path):
+    product = tmp_path / "product_name"
+    assert machine.instance_type(product) == ""
+    product.write_text("trn1.32xlarge\n")
+    assert machine.instance_type(product) == "trn1.32xlarge"
 
 
 def test_a_quoted_cache_path_may_hold_a_space_and_an_open_quote_is_refused():

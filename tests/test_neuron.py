@@ -73,8 +73,14 @@ def by_ddp(tmp_path_factory, prepared):
         return train(tmp_path_factory.mktemp("runs") / "ddp", prepared)
 
 
-def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(versions, by_ddp, prepared, tmp_path):
+def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
+    versions, by_ddp, prepared, tmp_path, monkeypatch
+):
+    opened, real = {}, loop.open_monitor
+    monkeypatch.setattr(loop, "open_monitor", lambda kind, **rest: opened.update(rest) or real(kind, **rest))
+    monkeypatch.setenv("NEURON_PROCESS_TAG", "run_a")
     found = train(tmp_path / "run", prepared, *NEURON)
+    assert opened["run_tag"] == "run_a"  # else it would count the devices of another run as well
     assert losses(found) == losses(by_ddp) and losses(found)[-1] < losses(found)[0]
     for name, tensor in weights(by_ddp).items():
         assert torch.equal(weights(found)[name], tensor), name

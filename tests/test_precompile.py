@@ -177,7 +177,7 @@ def test_without_neurons_packages_it_says_what_to_install(tool, capfd):
     (tool.parent / "bin/neuron_parallel_compile").unlink()
     assert precompile.main(RUN) == cli.REFUSED
     (line,) = capfd.readouterr().err.splitlines()
-    assert "--extra-index-url https://pip.repos.neuron.amazonaws.com" in line
+    assert machine.INSTALL in line
 
 
 def test_a_dry_run_prints_the_command_and_runs_nothing(tool, capfd):

@@ -5,6 +5,7 @@ Counts are taken in processes of their own: within one, a second run finds the g
 
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -62,24 +63,37 @@ def test_the_run_is_that_of_ddp(xla, ddp):
     assert lines(xla, "summary")[0]["backend"] == "xla"
 
 
-@pytest.mark.parametrize("functionalization", ["on", "off"])  # off is how Neuron runs
-@pytest.mark.parametrize(("micro", "expected"), [(8, 2), (4, 3)])  # one training graph, two to accumulate; evaluation
+FUNCTIONALIZATION_OFF = {"XLA_DISABLE_FUNCTIONALIZATION": "1"}  # as Neuron has it
+
+
+# One graph to train, two to accumulate, and one to evaluate.
+@pytest.mark.parametrize(
+    ("micro", "expected", "env", "options"),
+    [
+        (8, 2, {}, []),
+        (4, 3, FUNCTIONALIZATION_OFF, []),
+        (8, 2, FUNCTIONALIZATION_OFF, ["optim=lamb", "backend.layers=unrolled"]),
+    ],
+    ids=["one", "accumulating, functionalization off", "lamb, functionalization off"],
+)
 def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
-    prepared, tmp_path, functionalization, micro, expected
+    prepared, tmp_path, micro, expected, env, options
 ):
-    # With these betas Adam's bias corrections are 1.0 to the last bit after 17 steps, a constant if they were numbers.
+    # Two numbers that become 1.0 to the last bit, and were a constant of a new graph if Python held them: Adam's bias
+    # corrections after 17 steps with these betas, 1 - lr * weight_decay once the rate falls below 3e-6.
     arguments = train_overrides(
         tmp_path / "run",
         prepared,
         *XLA,
         f"micro_batch_size={micro}",
+        *options,
         "optim.betas=[0.1,0.1]",
+        "optim.lr=1e-5",
         "log_every=3",
         "eval_every=7",
         "checkpoint.every=5",
         "export=false",
     )
-    env = {"XLA_DISABLE_FUNCTIONALIZATION": "1"} if functionalization == "off" else {}
     for steps in (12, 40):
         found = run([*arguments, f"max_steps={steps}"], env=env)
         assert found.returncode == 0, found.stderr
@@ -89,6 +103,38 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     last = lines(tmp_path / "run", "train")[-1]
     assert last["epoch"] > 1
     assert second["compile_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["backend.layers=unrolled"],
+        ["micro_batch_size=4"],
+        ["backend.layers=unrolled", "micro_batch_size=4", "backend.zero1=true"],
+        ["backend.layers=unrolled", "micro_batch_size=4", "backend.precision=bf16_stochastic"],
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_without_functionalization_the_numbers_are_the_same(ddp, prepared, tmp_path, options):
+    found = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
+    assert found.returncode == 0, found.stderr
+    if "bf16" in options[-1]:
+        assert losses(tmp_path / "run") == pytest.approx(losses(ddp), rel=2**-8)
+    else:
+        assert_same_curve(tmp_path / "run", ddp)
+
+
+def test_lamb_without_functionalization_is_lamb(with_lamb, prepared, tmp_path):
+    found = run(train_overrides(tmp_path / "run", prepared, *XLA, "optim=lamb"), env=FUNCTIONALIZATION_OFF)
+    assert found.returncode == 0, found.stderr
+    assert_same_curve(tmp_path / "run", with_lamb)
+
+
+def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
+    bert = ["model.architecture=bert", "model.embedding_size=null", "model.hidden_dropout=0"]
+    train(tmp_path / "ddp", prepared, *bert)
+    train(tmp_path / "xla", prepared, *bert, *XLA)  # a graph too many would end it
+    assert_same_curve(tmp_path / "xla", tmp_path / "ddp")
 
 
 @pytest.mark.parametrize("micro", [4, 2])
@@ -113,11 +159,11 @@ def test_a_checkpoint_goes_on_with_the_other_backend(ddp, prepared, tmp_path, fi
 
 
 def layout(value):
-    """Names, shapes and types, without what chooses an implementation of AdamW."""
+    """Names, shapes and types."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, tuple(value.shape))
     if isinstance(value, dict):
-        return {key: layout(item) for key, item in value.items() if key not in ("fused", "capturable", "foreach")}
+        return {key: layout(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [layout(item) for item in value]
     return value
@@ -348,17 +394,29 @@ def test_the_export_is_the_trained_model(xla):
         assert torch.equal(tensor, saved[f"network.{name}"]), name
 
 
-def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, monkeypatch):
-    from train.tasks.mlm import MaskedLMTask
+@pytest.mark.parametrize("value", [0.0, math.nan])
+@pytest.mark.parametrize("backend", ["xla", "ddp"])
+def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, monkeypatch, backend, value):
+    """Everything that is read from the device is 0, or worse, as when Neuron only collects."""
+    from train.backend.ddp import DDP
+    from train.backend.xla import XLA as Backend
 
-    def zeros(self, model, inputs):  # what a device gives that only collects
-        return torch.zeros(3)
-
-    monkeypatch.setattr(MaskedLMTask, "eval_sums", zeros)
-    options = ["collect_graphs=true", "export=false", "checkpoint.every=2"]
+    for kind in (DDP, Backend):
+        original = kind.read
+        monkeypatch.setattr(
+            kind, "read", lambda self, tensors, read=original: [t * 0 + value for t in read(self, tensors)]
+        )
+    options = [f"backend={backend}", "collect_graphs=true", "export=false", "checkpoint.every=2"]
     reason, step = loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest())
     assert (reason, step) == ("done", 6)
     assert not (tmp_path / "run" / "checkpoints").exists()
-    assert {json.loads(line)["kind"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()} == {
-        "train"
-    }
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert {json.loads(line)["kind"] for line in text.splitlines()} == {"train"}
+
+
+def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepared, tmp_path):
+    """Were others dropped in the second computation, gradients would differ from the kept ones'."""
+    options = [*XLA, "model.hidden_dropout=0.2", "max_steps=1", "optim.warmup_steps=1", "export=false"]
+    train(tmp_path / "kept", prepared, *options)
+    train(tmp_path / "again", prepared, *options, "backend.activation_checkpointing=true")
+    assert_same_curve(tmp_path / "again", tmp_path / "kept")

@@ -58,6 +58,7 @@ def save(
 ) -> dict[str, float]:
     """Publish a checkpoint of this step; all ranks call it. Gives seconds and bytes, for the metrics."""
     began_s = time.monotonic()
+    backend.check_same(list(model.parameters()))
     rng = backend.gather(backend.rng_state())
     moments = backend.optimizer_state(optimizer)
     written_bytes = 0

@@ -144,7 +144,8 @@ class BackendConfig:
     precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 where the hardware multiplies it natively
     grad_compression: str = "none"  # none | bf16: halves the bytes of the gradient reduction (CUDA)
     activation_checkpointing: bool = False  # keep only each layer's input and compute the layer again in backward
-    timeout_s: float = 600.0  # a collective that takes longer is an error
+    timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200, since
+    # ranks also wait for each other's compilers
 
     def __post_init__(self) -> None:
         check_choice("backend.name", self.name, ("auto", "ddp", "xla", "neuron"))
@@ -169,12 +170,13 @@ class XLAConfig(BackendConfig):
     batches_per_execution: int = 1  # micro batches in one graph; all of a step's give one execution a step
     loader_prefetch: int = 8  # micro batches kept ready on the host
     device_prefetch: int = 4  # and on the device; that many are sent together
-    zero1: bool = False  # split AdamW's state over the ranks: less memory for more communication
+    zero1: bool = False  # split AdamW's state over the ranks; never run on more than one rank yet
     max_graphs: int | None = None  # of a run; one more stops it on CPUs, warns on Trainium. None: as many as needed
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
+        check(self.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla")
         check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
 
         check(
@@ -256,6 +258,10 @@ class TrainConfig:
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
     def __post_init__(self) -> None:
+        check(
+            not (isinstance(self.backend, XLAConfig) and self.backend.zero1 and self.optim.name == "lamb"),
+            "backend.zero1=true splits tensors, and LAMB needs the norms of whole ones; use optim=adamw",
+        )
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
         check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples")
         check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
@@ -417,6 +423,12 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
     check(
         global_batch % (micro * world_size) == 0,
         f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {world_size} ranks",
+    )
+    per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
+    check(
+        global_batch // (micro * world_size) % per_graph == 0,
+        f"backend.batches_per_execution={per_graph} does not divide the {global_batch // (micro * world_size)} micro "
+        "batches of a rank and step",
     )
     check(
         rows >= global_batch,

@@ -91,7 +91,10 @@ def fit(
     reason, stopping = "done", False
 
     monitor = open_monitor(
-        backend.monitor_kind, num_devices=backend.local_world_size, is_first_on_machine=backend.local_rank == 0
+        backend.monitor_kind,
+        num_devices=backend.local_world_size,
+        is_first_on_machine=backend.local_rank == 0,
+        run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     with monitor, Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step, monitor) as recorder:
         for fault in faults:
@@ -173,7 +176,7 @@ def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine:
     found = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
     with torch.no_grad():
-        for batch in backend.feed(batches):
+        for batch in as_own_failure(backend.feed(batches), backend):
             with backend.autocast():  # for each batch: casts of weights that outlive it make the next another graph
                 found.append(task.eval_sums(engine.model, batch["inputs"]))
     engine.model.train()

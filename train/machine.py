@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from train.config import InputError
+from train.config import InputError, check
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
-ROOT_COMM_PORT = 48620  # below the ephemeral range's start on no system: reserve it, see `python -m train.doctor`
+ROOT_COMM_PORT = 48620  # of Neuron's collectives; inside Linux's range for outgoing connections, so to be reserved
+INDEX = "https://pip.repos.neuron.amazonaws.com"
+INSTALL = (
+    f"pip install 'neuronx-cc==2.26.6360.0' 'torch-neuronx==2.9.0.2.15.32035' --extra-index-url {INDEX}"  # SDK 2.31.1
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,10 @@ def count_cached(place: str, name: str) -> int | None:
 
 
 def neuron_environment(environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool) -> dict[str, str]:
-    """Variables to set before the Neuron runtime starts; what the user set stays, compiler flags are appended to."""
+    """Variables to set before the Neuron runtime starts; what the user set stays, compiler flags are appended to.
+
+    Raises InputError where what the user set would round in silence, or have the ranks meet at a place that is taken.
+    """
     wanted = {
         "NEURON_RT_EXEC_TIMEOUT": "600",  # seconds; peers may still compile
         "XLA_TRANSFER_SEED_ASYNC": "1",
@@ -130,11 +137,30 @@ def neuron_environment(environ: Mapping[str, str], *, nodes: int, stochastic_rou
     }
     if stochastic_rounding:
         wanted["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = "0"
+        check(
+            environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1") == "1",
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN=0 with backend.precision=bf16_stochastic: small updates would be rounded "
+            "away; unset it or choose another precision",
+        )
+    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # without torchrun one process is one rank: else it takes the whole machine
+    if "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+        wanted["NEURON_RT_ROOT_COMM_ID"] = f"{f'[{host}]' if ':' in host else host}:{ROOT_COMM_PORT}"
+        meeting = environ.get("NEURON_RT_ROOT_COMM_ID", wanted["NEURON_RT_ROOT_COMM_ID"])
+        check(
+            meeting.rpartition(":")[2] != environ.get("MASTER_PORT"),
+            f"NEURON_RT_ROOT_COMM_ID={meeting} has torchrun's port (MASTER_PORT); give torchrun another --master-port",
+        )
+        check(
+            nodes == 1 or not meeting.startswith(("localhost", "127.", "[::1]")),
+            f"NEURON_RT_ROOT_COMM_ID={meeting} is another machine for each of the {nodes}; give torchrun the "
+            "address of one by --master-addr",
+        )
     if nodes > 1:
         wanted |= {
             "FI_PROVIDER": "efa",
             "FI_EFA_USE_DEVICE_RDMA": "1",
-            "NEURON_RT_ROOT_COMM_ID": f"{environ.get('MASTER_ADDR', 'localhost')}:{ROOT_COMM_PORT}",
             "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "512",
         }
     flags = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
@@ -175,25 +201,19 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
             f"pip install 'torch=={minor(xla)}.*'"
         )
     neuronx = versions.get("torch-neuronx", "")
-    index = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
     if neuronx and neuronx.split(".")[0] == "1" and "+" not in neuronx and neuronx.count(".") < 3:
         faults.append(
-            f"torch-neuronx {neuronx} is the public index's empty stub; "
-            f"pip uninstall torch-neuronx && pip install 'torch-neuronx==2.9.*' {index}"
+            f"torch-neuronx {neuronx} is the public index's empty stub; pip uninstall torch-neuronx && {INSTALL}"
         )
     elif neuronx and release(neuronx) < (2, 9):
-        faults.append(f"torch-neuronx {neuronx} is older than 2.9; pip install 'torch-neuronx==2.9.*' {index}")
+        faults.append(f"torch-neuronx {neuronx} is older than 2.9; {INSTALL}")
     elif neuronx and release(neuronx) > (2, 9):
         faults.append(
-            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: "
-            f"pip install 'torch-neuronx==2.9.*' {index}"
+            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {INSTALL}"
         )
     compiler = versions.get("neuronx-cc", "")
     if compiler and compiler.split(".")[0] in ("0", "1"):
-        faults.append(
-            f"neuronx-cc {compiler} is the public index's empty stub; "
-            f"pip uninstall neuronx-cc && pip install 'neuronx-cc==2.26.6360.0' {index}"
-        )
+        faults.append(f"neuronx-cc {compiler} is the public index's empty stub; pip uninstall neuronx-cc && {INSTALL}")
     return faults
 
 
@@ -211,3 +231,8 @@ def minor(version: str) -> str:
 def neuron_devices() -> list[str]:
     """Device files of the Neuron driver: one for each chip."""
     return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
+
+
+def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
+    """What EC2 calls this machine ("trn1.32xlarge"); of other machines the maker's name, or nothing."""
+    return product.read_text().strip() if product.is_file() else ""

@@ -87,7 +87,7 @@ class Recorder:
             self.board.close()
 
     def begin_step(self) -> None:
-        self.began_s, self.compiled_s = time.perf_counter(), self.backend.compiled()[1]
+        self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
 
     def data_ready(self) -> None:
         self.window.wait_s += time.perf_counter() - self.began_s
@@ -117,7 +117,7 @@ class Recorder:
             norm = float(self.backend.read([grad_norm])[0])
             loss_sum_all, wait_s, *readings = self.backend.sum([*local, *self.monitor.read().values()])
         self.bar.update()
-        compile_s = self.backend.compiled()[1] - self.compiled_s
+        compile_s = self.backend.graphs().compile_s - self.compiled_s
         window.compile_s += compile_s
         window.busy_s += max(time.perf_counter() - self.began_s - compile_s, 1e-9)
         if is_due:
@@ -150,7 +150,7 @@ class Recorder:
         if mfu is not None:
             line["mfu"] = mfu
         if window.compile_s:
-            line |= {"compile_s": window.compile_s, "graphs": self.backend.compiled()[0]}
+            line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         line |= sample.fields(peak_flops_per_s=peak_flops_per_s(self.cfg.instance, self.backend.precision))
         self.write("train", line)
         if sample.num_alarms:  # of all machines: the ranks see one number, so all of them gather
@@ -194,7 +194,7 @@ class Recorder:
         """The last line of this life of the run. Unknown figures are null."""
         examples = self.steps_done * self.plan.global_batch_size
         tokens = examples * self.seq_len
-        graphs, compile_s = self.backend.compiled()
+        graphs = self.backend.graphs()
         self.write(
             "summary",
             {
@@ -202,8 +202,9 @@ class Recorder:
                 "steps_total": self.plan.total_steps,
                 "reason": reason,
                 "train_s": self.train_s,
-                "compile_s": compile_s,
-                "graphs": graphs,
+                "compile_s": graphs.compile_s,
+                "graphs": graphs.compiled,
+                "executions": graphs.executed,
                 "tokens": tokens,
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
                 "mfu": self.mfu(examples / self.train_s) if self.train_s else None,
@@ -220,7 +221,7 @@ class Recorder:
         """Training and compiling time at the instance's price; None where the price is unknown."""
         price = self.cfg.instance.usd_per_hour
         machines = math.ceil(self.backend.world_size / self.backend.local_world_size)
-        return None if price is None else price * machines * (self.train_s + self.backend.compiled()[1]) / 3600
+        return None if price is None else price * machines * (self.train_s + self.backend.graphs().compile_s) / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl, and its numbers to TensorBoard. Other ranks than 0 write nothing."""

@@ -34,15 +34,18 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].copy_(torch.tensor([lr]))
+        else:
+            group["lr"] = lr
 
 
 def build_optimizer(
     cfg: OptimConfig, parameters: Iterable[nn.Parameter], *, adamw: dict[str, bool] | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer, in two groups: decayed, and biases and normalisation weights not. `adamw` chooses one of torch's
-    implementations. The state is float32 and there from the start: made in the first step, it would make that step
-    another graph than the following ones.
+    implementations; with `capturable` all that changes from step to step, the rate as well, is on the device. The state
+    is float32 and there from the start: made in the first step, it would make that step another graph than the others.
     """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -60,6 +63,9 @@ def build_optimizer(
         for group in groups:
             del group["trust_ratio"]
         optimizer = torch.optim.AdamW(groups, **{**settings, **(adamw or {"fused": True})})
+    for group in optimizer.param_groups:
+        if group.get("capturable"):
+            group["lr"] = torch.tensor([cfg.lr]).to([*decayed, *plain][0].device)
     for parameter in [*decayed, *plain]:
         state = optimizer.state[parameter]
         for name in ("exp_avg", "exp_avg_sq"):
@@ -109,7 +115,10 @@ class Lamb(torch.optim.Optimizer):
             grads = [parameter.grad for parameter in params]
             means, squares = [], []
             for parameter in params:
-                state = self.state[parameter]  # as build_optimizer made it
+                state = self.state[parameter]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:  # build_optimizer has made it
+                        state[name] = torch.zeros_like(parameter, dtype=torch.float32)
                 means.append(state["exp_avg"])
                 squares.append(state["exp_avg_sq"])
             beta1, beta2 = group["betas"]

@@ -34,7 +34,6 @@ from train import cli, machine
 from train.config import InputError, Plan, TrainConfig, check, check_launch, make_plan
 
 TOOL = "neuron_parallel_compile"
-INSTALL = "pip install '.[trn1]' --extra-index-url https://pip.repos.neuron.amazonaws.com"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
 # Step 1 may differ (fresh state), step 2 logs, step 3 does not, step 4 is the last: it logs and evaluates.
 STEPS, LOG_EVERY = 4, 2
@@ -72,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         environ = {**os.environ, **job.added}
         check(
             shutil.which(TOOL, path=environ.get("PATH")) is not None,
-            f"{TOOL} is not installed; on a machine with Trainium: {INSTALL} (README, On trn1)",
+            f"{TOOL} is not installed; on a machine with Trainium: {machine.INSTALL} (README, On trn1)",
         )
         return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
     except InputError as error:

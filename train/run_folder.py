@@ -28,7 +28,19 @@ from train.config import Plan, TrainConfig, check, launched_rank, to_dict
 from train.storage import canonical_json, local_path, make_folder, write_atomic
 
 logger = logging.getLogger("train")
-PACKAGES = ("torch", "torch-xla", "transformers", "tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
+PACKAGES = (
+    "torch",
+    "torch-xla",
+    "torch-neuronx",
+    "neuronx-cc",
+    "libneuronxla",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "safetensors",
+    "hydra-core",
+)
 
 
 class RunFolder:
@@ -108,6 +120,7 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "commit": commit(),
         "code": [str(Path(train.__file__).parent), str(Path(conf.__file__ or "").parent)],
+        "neuron_cc_flags": os.environ.get("NEURON_CC_FLAGS"),
         "host": platform.node(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),

@@ -6,6 +6,7 @@ step over the hosts (gloo), so that no decision of the loop has to wait for a de
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -20,8 +21,10 @@ from train import machine
 from train.config import BackendConfig, InstanceConfig, check, launched_world_size
 
 if TYPE_CHECKING:
+    from train.backend.graphs import Graphs
     from train.data.batches import Batch
 
+logger = logging.getLogger("train")
 State = dict[str, Any]  # tensors and plain containers
 
 
@@ -51,7 +54,7 @@ class Backend(Protocol):
         """
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """Its state_dict() with whole tensors, complete on rank 0."""
+        """Its state_dict() with whole tensors and without settings, complete on rank 0."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Batches with their inputs on the device."""
@@ -68,8 +71,11 @@ class Backend(Protocol):
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the host. Waits for the device."""
 
-    def compiled(self) -> tuple[int, float]:
-        """Graphs compiled since the first batch, and the seconds of all compiling; 0 where nothing is compiled."""
+    def graphs(self) -> Graphs:
+        """What was compiled and executed; zeros where nothing is."""
+
+    def check_same(self, parameters: list[nn.Parameter]) -> None:
+        """Raises RuntimeError if the ranks hold different weights (a few small ones are compared, on the hosts)."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Numbers added over all ranks, on the hosts."""
@@ -111,6 +117,15 @@ def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool
         f"instance={instance.name} is for its {wanted} devices, backend.device={cfg.device} is not; say instance=local",
     )
     cfg = replace(cfg, device=wanted or cfg.device)
+    kind = machine.instance_type()
+    if kind.startswith("trn"):
+        check(
+            cfg.device == "cpu" or bool(machine.neuron_devices()),
+            f"this is a {kind} without /dev/neuron0: its driver is not loaded (python -m train.doctor); say "
+            "backend.device=cpu if the CPU is meant",
+        )
+        if instance.name == "local":
+            logger.warning("this is a %s: instance=%s would check the ranks and give MFU and cost", kind, kind)
     name = cfg.name
     if name == "auto":
         has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from train.backend import guards
+from train.backend.graphs import Graphs
 from train.backend.hosts import RANK_STRIDE, Hosts, to_cpu
 from train.config import BackendConfig, check
 
@@ -46,7 +47,7 @@ class DDP(Hosts):
             torch.cuda.set_device(self.device)
         if self.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-            dist.init_process_group(names, timeout=timedelta(seconds=cfg.timeout_s))
+            dist.init_process_group(names, timeout=timedelta(seconds=cfg.timeout_s or 600))
             seen = self.sum([1.0])[0]
             if seen != self.world_size:
                 raise RuntimeError(f"{seen:g} ranks answered, WORLD_SIZE says {self.world_size}")
@@ -100,8 +101,8 @@ class DDP(Hosts):
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
 
-    def compiled(self) -> tuple[int, float]:
-        return 0, 0.0
+    def graphs(self) -> Graphs:
+        return Graphs()
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed + RANK_STRIDE * (self.rank + 1))  # all devices

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from train.backend.guards import Shapes
 
@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from train.data.batches import Batch
 
 logger = logging.getLogger("train")
+
+
+class Graphs(NamedTuple):
+    compiled: int = 0  # since the first batch
+    compile_s: float = 0.0  # of all compiling
+    executed: int = 0  # since the first batch
 
 
 class GraphBudget:
@@ -33,15 +39,14 @@ class GraphBudget:
     def used(self) -> int:
         return 0 if self.base is None else self.compiled() - self.base
 
-    def check(self, step: int) -> None:
+    def check(self) -> None:
         """Raises RuntimeError (or warns, once a graph) if there are more graphs than allowed, with the likely cause."""
         used = self.used
         if used <= max(self.limit, self.told):
             return
         self.told = used
         message = (
-            f"graph {used} was compiled by step {step}, {self.limit} are expected (backend.max_graphs); "
-            f"{self.shapes.last_change()}"
+            f"graph {used} was compiled, {self.limit} are expected (backend.max_graphs); {self.shapes.last_change()}"
         )
         if self.is_fatal:
             raise RuntimeError(message)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from train.config import InputError, check
 
+NUM_WATCHED = 8  # parameters
 Tied = list[list[str]]  # names of one and the same parameter
 
 
@@ -72,6 +73,21 @@ def check_distinct_seeds(seeds: Sequence[int]) -> None:
     """
     if len(set(seeds)) != len(seeds):
         raise RuntimeError(f"ranks share random states {sorted(seeds)[:8]}: they would drop out the same units")
+
+
+def smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """A few parameters that are cheap to look at: biases and normalisation weights."""
+    return sorted(parameters, key=lambda parameter: parameter.numel())[:NUM_WATCHED]
+
+
+def check_same(sums: Sequence[Sequence[float]]) -> None:
+    """Raises RuntimeError unless all ranks found the same sums over their weights."""
+    others = [rank for rank, found in enumerate(sums) if found != sums[0]]
+    if others:
+        raise RuntimeError(
+            f"ranks {others[:8]} hold other weights than rank 0: they read other files at the start, or a reduction of "
+            "gradients did not reach them"
+        )
 
 
 def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: str) -> None:

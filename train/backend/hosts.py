@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from train.backend import guards
 from train.config import launched_rank, launched_world_size
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 
 class Hosts:
     """Rank, world size and the verbs of `train.backend.Backend` that every backend shares."""
 
+    read: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
     group: dist.ProcessGroup | None = None  # None: the default one, which then speaks gloo for host tensors
 
     def __init__(self) -> None:
@@ -62,8 +65,13 @@ class Hosts:
         for _ in range(num_turns - mine):
             self.barrier()
 
+    def check_same(self, parameters: list[nn.Parameter]) -> None:
+        sums = [float(copy.double().sum()) for copy in self.read(guards.smallest(parameters))]
+        guards.check_same([found["sums"] for found in self.gather({"sums": sums})])
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        return optimizer.state_dict()
+        state = optimizer.state_dict()
+        return {**state, "param_groups": [{"params": group["params"]} for group in state["param_groups"]]}
 
     def load(self, path: Path) -> State:
         state: State = torch.load(path, map_location="cpu", weights_only=True)

@@ -38,13 +38,16 @@ class Neuron(DDP):
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
         if self.is_distributed:  # before anything touches the device
-            dist.init_process_group(COLLECTIVES, timeout=timedelta(seconds=cfg.timeout_s))
+            dist.init_process_group(COLLECTIVES, timeout=timedelta(seconds=cfg.timeout_s or 7200))
         self.device = torch.device(DEVICE)
         if self.is_distributed:
             ones = torch.ones(1, device=self.device)
             dist.all_reduce(ones)
             guards.check_world(
-                launched=self.world_size, device=self.world_size, group=dist.get_world_size(), ones=float(ones.cpu())
+                launched=self.world_size,
+                device=dist.get_world_size(),
+                group=dist.get_world_size(),
+                ones=float(ones.cpu()),
             )
 
 

@@ -29,8 +29,9 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, zero1
-from train.backend.graphs import GraphBudget, Watched
+from train.backend.graphs import GraphBudget, Graphs, Watched
 from train.backend.hosts import RANK_STRIDE, Hosts
+from train.backend.rounding import fp32_weights
 from train.backend.shared_layer import scanned
 from train.config import BackendConfig, XLAConfig, check
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from train.backend import State
     from train.data.batches import Batch
 
-NUM_WATCHED = 8  # weights that are looked at before and after the first step
+ZERO1_BUCKET_MB = 130  # above 140 gave NaN, says optimum-neuron (accelerator.py)
 
 
 class XLA(Hosts):
@@ -46,8 +47,8 @@ class XLA(Hosts):
 
     name = "xla"
     pin_memory = False
-    # AdamW's step count stays on the device: as Python numbers its bias corrections reach 1.0 after some hundred steps,
-    # which XLA makes a constant of the graph, and that is one more graph in the middle of the run.
+    # AdamW's step count and rate stay on the device. Of Python numbers XLA makes 0 and 1 constants of the graph: bias
+    # corrections become 1.0 after some hundred steps, 1 - lr * weight_decay near the end, and each is one more graph.
     adamw = {"capturable": True}
 
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
@@ -55,13 +56,6 @@ class XLA(Hosts):
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
         self.collects = collects  # only to find the graphs: every number that comes back is 0
-        check(
-            self.cfg.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla"
-        )
-        check(
-            not self.cfg.zero1 or self.is_neuron or self.world_size == 1,
-            "backend.zero1 on several ranks needs Trainium: CPU processes have no collectives between their devices",
-        )
         automatic = "bf16" if self.is_neuron else "fp32"
         self.precision = automatic if self.cfg.precision == "auto" else self.cfg.precision
         self.reduces_on_host = self.is_distributed and not self.is_neuron
@@ -72,12 +66,13 @@ class XLA(Hosts):
         self._check_world()
         self.model: Any = None
         self.tied: guards.Tied = []
-        self.micro, self.steps = 0, 0
-        self.budget = GraphBudget(lambda: compilations()[0], is_fatal=not self.is_neuron)
+        self.micro, self.executed_before = 0, 0
+        self.first_step_of: list[nn.Parameter] = []
+        self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron)
 
     def _join(self) -> None:
         """Meet the other ranks, before anything asks the device runtime: its first answer to "how many" stays."""
-        timeout = timedelta(seconds=self.cfg.timeout_s)
+        timeout = timedelta(seconds=self.cfg.timeout_s or (7200 if self.is_neuron else 600))
         if self.reduces_on_host:  # on CPUs, XLA processes are each a world of their own: gloo joins them
             dist.init_process_group("gloo", timeout=timeout)
         elif self.is_distributed:
@@ -92,12 +87,15 @@ class XLA(Hosts):
             return
         ones = torch.ones(1).to(self.device)
         self._add_up([ones])
+        total = float(ones)  # read in any case: its graph is to be compiled as well
         guards.check_world(
             launched=self.world_size,
             device=dist.get_world_size() if self.reduces_on_host else xr.world_size(),
             group=dist.get_world_size(),
-            ones=self.world_size if self.collects else float(ones),
+            ones=self.world_size if self.collects else total,
         )
+        if not self.reduces_on_host and self.rank != xr.global_ordinal():
+            raise RuntimeError(f"torchrun's rank {self.rank} is the device runtime's {xr.global_ordinal()}")
 
     def _add_up(self, tensors: list[Tensor]) -> None:
         """Sums over the ranks, in place. On CPUs by copies: XLA tensors handed to gloo themselves are not added."""
@@ -114,11 +112,6 @@ class XLA(Hosts):
     # ---- the model -------------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, *, accumulation: int) -> nn.Module:
-        per_graph = self.cfg.batches_per_execution
-        check(
-            accumulation % per_graph == 0,
-            f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches of a step",
-        )
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)
@@ -127,7 +120,7 @@ class XLA(Hosts):
         guards.check_tied(model, self.tied)
         guards.watch_masks(model)
         self._arrange_layers(model)
-        training = 2 if self.reduces_on_host or accumulation > per_graph else 1
+        training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
         self.budget.limit = self.cfg.max_graphs or training + 1  # and one for evaluation
         return model
 
@@ -151,28 +144,37 @@ class XLA(Hosts):
     ) -> torch.optim.Optimizer:
         guards.check_owned(optimizer, parameters)
         guards.check_tied(self.model, self.tied)
+        smallest = guards.smallest(parameters)
+        moments = [optimizer.state[parameter]["exp_avg"] for parameter in smallest]
         if self.cfg.zero1:
-            check(
-                isinstance(optimizer, torch.optim.AdamW), "backend.zero1 splits tensors, which LAMB's norms cannot be"
+            optimizer = zero1.split_optimizer(
+                optimizer,
+                ZeroRedundancyOptimizer,
+                max_norm=max_norm,
+                bucket_mb=ZERO1_BUCKET_MB,
+                world_size=self.world_size,
             )
-            optimizer = zero1.split_optimizer(optimizer, ZeroRedundancyOptimizer, max_norm=max_norm)
         self._clear(parameters)
         seed = xm.get_rng_state()  # every cut moves it on; a resumed run goes on from the saved one
         torch_xla.sync()
         xm.set_rng_state(seed)
+        # A resumed run may have a rate too small to show in bf16 weights: only a new one has to change at once.
+        self.first_step_of = [] if any(copy.any() for copy in self.read(moments)) else smallest
         return optimizer
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return super().optimizer_state(optimizer)
         shares = self.gather(xm._maybe_convert_to_cpu(zero1.own_share(optimizer)))
-        settings = torch.optim.Optimizer.state_dict(optimizer)
+        whole = super().optimizer_state(optimizer.base_optimizer)  # for the order of the parameters
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return {**settings, "state": zero1.whole_state(shares, parameters)} if shares else {}
+        return {**whole, "state": zero1.whole_state(shares, parameters)} if shares else {}
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        if self.budget.base is None:
+            self.executed_before = metric("ExecuteTime")[0]
         self.budget.start()
         source = Watched(batches, self.budget)
         device_loader = pl.MpDeviceLoader(
@@ -184,6 +186,7 @@ class XLA(Hosts):
         try:
             yield from device_loader
             source.raise_failure()
+            self.budget.check()
         finally:
             device_loader._parallel_loader.close()
 
@@ -205,8 +208,8 @@ class XLA(Hosts):
             torch_xla.sync()
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        smallest = sorted(parameters, key=lambda parameter: parameter.numel())[:NUM_WATCHED]
-        before = [] if self.steps else self.read(smallest)
+        watched, self.first_step_of = self.first_step_of, []
+        before = self.read(watched)
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer.step()  # reduces and clips as well
             norm = optimizer.grad_norm
@@ -214,10 +217,9 @@ class XLA(Hosts):
             norm = self._update(optimizer, parameters, max_norm)
         self._clear(parameters)
         torch_xla.sync()
-        if self.steps == 0 and not self.collects:
-            guards.check_changed(before, self.read(smallest), step="the first step")
-        self.steps += 1
-        self.budget.check(self.steps)
+        if watched and not self.collects:
+            guards.check_changed(before, self.read(watched), step="the first step")
+        self.budget.check()
         return norm
 
     def _update(
@@ -230,25 +232,10 @@ class XLA(Hosts):
             torch._foreach_div_(grads, float(self.world_size))
         else:
             xm.reduce_gradients(optimizer)
-        with self._fp32_weights(parameters):
+        with fp32_weights(parameters if self.precision == "bf16_stochastic" else []):
             norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else float("inf"))
             optimizer.step()
         return norm
-
-    @contextmanager
-    def _fp32_weights(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """bf16_stochastic: updates are computed in fp32 and rounded once, when they are stored."""
-        if self.precision != "bf16_stochastic":
-            yield
-            return
-        for parameter in parameters:
-            grad, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.float()
-            parameter.grad = None if grad is None else grad.float()
-        yield
-        for parameter in parameters:
-            parameter.grad = None
-            parameter.data = parameter.data.bfloat16()
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
         """Zero gradients that stay: without them the first backward pass of a step would be another graph."""
@@ -262,8 +249,8 @@ class XLA(Hosts):
         copies: list[Tensor] = xm._maybe_convert_to_cpu([tensor.detach() for tensor in tensors])
         return copies
 
-    def compiled(self) -> tuple[int, float]:
-        return self.budget.used, compilations()[1]
+    def graphs(self) -> Graphs:
+        return Graphs(self.budget.used, metric("CompileTime")[1] / 1e9, metric("ExecuteTime")[0] - self.executed_before)
 
     # ---- random numbers and files ----------------------------------------------------------------------------------
 
@@ -282,6 +269,7 @@ class XLA(Hosts):
             xm.set_rng_state(state["xla"])
 
     def save(self, state: State, path: Path) -> None:
+        # Rank 0 alone is here. That holds as long as all graphs were cut before, by `step` or at the end of `feed`.
         xm.save(state, str(path), global_master=True)
 
     def close(self) -> None:
@@ -290,7 +278,7 @@ class XLA(Hosts):
         super().close()
 
 
-def compilations() -> tuple[int, float]:
-    """Graphs that this process has compiled, and the seconds it took."""
-    found = metrics.metric_data("CompileTime")
-    return (0, 0.0) if found is None else (found[0], found[1] / 1e9)
+def metric(name: str) -> tuple[int, float]:
+    """How often something was done in this process, and the nanoseconds it took."""
+    found = metrics.metric_data(name)
+    return (0, 0.0) if found is None else (found[0], found[1])

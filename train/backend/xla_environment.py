@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 from train import machine
-from train.config import BackendConfig, check
+from train.config import BackendConfig, check, launched_world_size
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -23,10 +24,15 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
         "torch-xla" in versions, "backend=xla needs PyTorch/XLA: pip install 'baretrain[xla]' (on trn1 see the README)"
     )
     kind = choose_device(cfg.device)
+    missing = [name for name in ("torch-neuronx", "neuronx-cc") if name not in versions]
+    check(kind == "CPU" or not missing, f"{' and '.join(missing)} not installed: {machine.INSTALL}")
     check(
-        kind == "CPU" or "torch-neuronx" in versions,
-        "torch-neuronx is not installed: pip install 'torch-neuronx==2.9.*' "
-        "--extra-index-url https://pip.repos.neuron.amazonaws.com",
+        kind == "CPU" or "torch_xla" not in sys.modules,
+        "another library (accelerate?) has imported torch_xla before its environment was set: pip uninstall accelerate",
+    )
+    check(
+        kind == "NEURON" or not getattr(cfg, "zero1", False) or launched_world_size() == 1,
+        "backend.zero1 on several ranks needs Trainium: CPU processes have no collectives between their devices",
     )
     for knob in machine.bad_knobs(os.environ):
         if not (collects and knob.name == "NEURON_EXTRACT_GRAPHS_ONLY"):
@@ -39,6 +45,8 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
         check(fault is None, fault or "")
         rounds = cfg.precision == "bf16_stochastic"
         os.environ.update(machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds))
+        if getattr(cfg, "zero1", False):
+            os.environ.setdefault("XLA_DISABLE_FUNCTIONALIZATION", "0")  # as NxD Training does, for convergence
         logger.info("NEURON_CC_FLAGS=%s, cache %s", os.environ["NEURON_CC_FLAGS"], machine.cache_location(os.environ))
 
 

@@ -16,8 +16,12 @@ from torch import Tensor
 State = dict[int, dict[str, Tensor]]  # by the number of the parameter
 
 
-def split_optimizer(optimizer: torch.optim.Optimizer, zero_class: Any, *, max_norm: float | None) -> Any:
-    """torch_xla's ZeRO optimizer in place of one whose parameters and state are whole."""
+def split_optimizer(
+    optimizer: torch.optim.Optimizer, zero_class: Any, *, max_norm: float | None, bucket_mb: int, world_size: int
+) -> Any:
+    """torch_xla's ZeRO optimizer in place of one whose parameters and state are whole. RuntimeError if it counts other
+    ranks than the run.
+    """
     known = inspect.signature(type(optimizer).__init__).parameters
     settings = {name: value for name, value in optimizer.defaults.items() if name in known}
     zero = zero_class(
@@ -25,9 +29,13 @@ def split_optimizer(optimizer: torch.optim.Optimizer, zero_class: Any, *, max_no
         type(optimizer),
         max_norm=float("inf") if max_norm is None else max_norm,
         pin_layout=False,
+        bucket_cap_mb_all_gather=bucket_mb,
+        bucket_cap_mb_reduce_scatter=bucket_mb,
         save_master_weights=True,  # of no effect here but to keep it from warning
         **settings,
     )
+    if zero.global_world_size != world_size:
+        raise RuntimeError(f"ZeRO splits over {zero.global_world_size} devices, the run has {world_size} ranks")
     for group, split in zip(zero.param_groups, zero.base_optimizer.param_groups, strict=True):
         for parameter, shard in zip(group["params"], split["params"], strict=True):
             whole = optimizer.state[parameter]
@@ -52,4 +60,6 @@ def whole_state(shares: Sequence[dict[Any, Any]], parameters: Sequence[Tensor]) 
         for name, first in shares[0][number].items():
             pieces = [share[number][name] for share in shares]
             whole[number][name] = first if first.ndim == 0 else torch.cat(pieces)[: parameter.shape[0]]
+            if whole[number][name].ndim and whole[number][name].shape != parameter.shape:
+                raise RuntimeError(f"{len(shares)} shares of {name} do not make up {list(parameter.shape)}")
     return whole

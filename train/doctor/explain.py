@@ -49,7 +49,7 @@ CAUSES = (
     ),
     Cause(
         "a call that torch-xla has dropped",
-        r"has no attribute '?(xrt_world_size|get_ordinal|get_xla_supported_devices)|xrt_world_size",
+        r"has no attribute '?(xrt_world_size|get_ordinal)|xrt_world_size",
         "torch-xla 2.7 and newer have no XRT; an older library still calls it",
         "update that library; in your own code torch_xla.runtime.world_size() and global_ordinal()",
     ),
@@ -126,7 +126,7 @@ CAUSES = (
         "XLA on the CPU has no collectives",
         r"Expected \d+ threads to join the rendezvous",
         "torch-xla's CPU client ran a collective of several replicas, which it cannot",
-        "one rank on XLA's CPU; several ranks: backend=ddp",
+        "start the ranks by torchrun: python -m train adds their gradients on the hosts",
     ),
     Cause(
         "every rank trains alone",
@@ -145,7 +145,7 @@ CAUSES = (
         "values read while graphs are collected",
         r"INVALID_ARGUMENT: Input dimension|NEURON_EXTRACT_GRAPHS_ONLY",
         "while graphs are collected every result is 0, and code that depends on results goes astray",
-        "python -m train.precompile leaves metrics, evaluation and checkpoints out; unset NEURON_EXTRACT_GRAPHS_ONLY",
+        "python -m train.precompile judges and saves nothing; for a run of its own unset NEURON_EXTRACT_GRAPHS_ONLY",
     ),
     Cause(
         "file locks on a network disk",

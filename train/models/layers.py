@@ -51,7 +51,10 @@ def shared_layer(network: PreTrainedModel) -> tuple[AlbertTransformer, nn.Module
 def run_shared_layer_by(encoder: AlbertTransformer, run: Run) -> None:
     """Have the encoder apply its shared layer by `run` instead of one call after the other."""
 
-    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **_: Any) -> BaseModelOutput:
+    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any) -> BaseModelOutput:
+        wanted = [name for name, value in others.items() if value is True]
+        if wanted:
+            raise RuntimeError(f"a looped encoder gives only its last state, not {', '.join(wanted)}")
         return BaseModelOutput(
             last_hidden_state=run(encoder.embedding_hidden_mapping_in(hidden_states), attention_mask)
         )

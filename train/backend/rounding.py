@@ -1,0 +1,24 @@
+"""Weights that are kept in bf16 and updated in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def fp32_weights(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, these bf16 parameters and their gradients are fp32; at the end they are rounded once, when stored. On
+    Trainium that rounding is stochastic (NEURON_RT_STOCHASTIC_ROUNDING_EN), so that small updates are not lost.
+    Gradients are None afterwards.
+    """
+    for parameter in parameters:
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.float()
+        parameter.grad = None if grad is None else grad.float()
+    yield
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.bfloat16()
