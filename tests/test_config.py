@@ -154,3 +154,9 @@ def test_the_learning_rate_scales_with_the_batch_when_asked():
 def test_an_impossible_size_is_refused(overrides, world_size, says):
     with pytest.raises(InputError, match=says.replace("(", r"\(")):
         plan(*overrides, world_size=world_size)
+
+
+def test_a_setting_of_another_backend_is_named_as_such():
+    overrides = ["backend=ddp", "backend.zero1=true", "run_dir=r", "data.path=d", "max_steps=1", "micro_batch_size=1"]
+    with pytest.raises(InputError, match=r"backend.zero1 is not a setting of the backend chosen here"):
+        cli.load_config(TrainConfig, overrides)

@@ -99,6 +99,10 @@ def explain(error: BaseException, schema: type) -> str:
         return f"{full_key} is not set: give {full_key}=... on the command line"
     if " not in '" in first or "is not in struct" in first:
         name = full_key.rsplit(".", 1)[-1]
+        if name in known_keys(schema):
+            group = full_key.rpartition(".")[0]
+            place = f"of the {group} chosen here" if group else "by itself but one of a group"
+            return f"{full_key} is not a setting {place}; --cfg job lists all"
         close = difflib.get_close_matches(name, known_keys(schema), n=1)
         return f"{full_key} is not a setting" + (f"; did you mean {close[0]}?" if close else "; --cfg job lists all")
     noise = (
