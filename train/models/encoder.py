@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from train.config import InputError, ModelConfig, check
 from train.models.layers import Checkpoint, Run, recompute_layers, run_shared_layer_by, shared_layer
@@ -85,6 +86,7 @@ class MaskedLM(nn.Module):
         """Write what `transformers` loads with from_pretrained: a copy on the host, in float32."""
         copy = type(self.network)(self.network.config)
         copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
+        disable_progress_bar()  # of a fraction of a second
         copy.save_pretrained(folder)
 
 
