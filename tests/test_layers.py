@@ -16,7 +16,7 @@ ROWS = [
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.checkpoint", "train.report_run"],
     ["train.report_figures"],
-    ["train.loop", "train.prepare", "train.report", "train.doctor", "train.precompile"],
+    ["train.loop", "train.prepare", "train.report", "train.doctor", "train.precompile", "train.shards"],
     ["train.__main__"],
 ]
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
