@@ -420,3 +420,89 @@ def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepar
     train(tmp_path / "kept", prepared, *options)
     train(tmp_path / "again", prepared, *options, "backend.activation_checkpointing=true")
     assert_same_curve(tmp_path / "again", tmp_path / "kept")
+
+
+# ---- that a setting takes effect: equal numbers would not show that it was ignored ---------------------------------
+
+
+def calls_of_the_layer(prepared, run_dir, monkeypatch, *options):
+    """How often the shared layer is called while a step of depth 5 is made."""
+    from transformers.models.albert.modeling_albert import AlbertLayer
+
+    calls, original = [], AlbertLayer.forward
+
+    def forward(self, *args, **kwargs):
+        if self.training:
+            calls.append(1)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(AlbertLayer, "forward", forward)
+    once = ["model.num_layers=5", "max_steps=1", "optim.warmup_steps=1", "export=false"]
+    train(run_dir, prepared, *once, *options)
+    monkeypatch.undo()
+    return len(calls)
+
+
+def test_a_looped_layer_is_traced_once_forward_and_once_backward(prepared, tmp_path, monkeypatch):
+    assert calls_of_the_layer(prepared, tmp_path / "scan", monkeypatch, *XLA) == 2
+    assert calls_of_the_layer(prepared, tmp_path / "unrolled", monkeypatch, *XLA, "backend.layers=unrolled") == 5
+
+
+@pytest.mark.parametrize("backend", [["backend=xla", "backend.layers=unrolled"], ["backend=ddp"]], ids=["xla", "ddp"])
+def test_checkpointed_layers_are_computed_twice(prepared, tmp_path, monkeypatch, backend):
+    again = "backend.activation_checkpointing=true"
+    assert calls_of_the_layer(prepared, tmp_path / "kept", monkeypatch, *backend) == 5
+    assert calls_of_the_layer(prepared, tmp_path / "again", monkeypatch, *backend, again) == 10
+
+
+def test_zero1_steps_by_its_own_optimizer(prepared, tmp_path, monkeypatch):
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    steps, original = [], ZeroRedundancyOptimizer.step
+    monkeypatch.setattr(ZeroRedundancyOptimizer, "step", lambda self: (steps.append(1), original(self))[1])
+    train(tmp_path / "run", prepared, *XLA, "backend.zero1=true", "max_steps=2", "optim.warmup_steps=1")
+    assert len(steps) == 2
+
+
+def test_the_prefetch_sizes_reach_the_loader(prepared, tmp_path, monkeypatch):
+    import torch_xla.distributed.parallel_loader as parallel_loader
+
+    sizes, original = [], parallel_loader.MpDeviceLoader.__init__
+
+    def note(self, loader, device, **kwargs):
+        sizes.append((kwargs["loader_prefetch_size"], kwargs["device_prefetch_size"]))
+        original(self, loader, device, **kwargs)
+
+    monkeypatch.setattr(parallel_loader.MpDeviceLoader, "__init__", note)
+    options = ["backend.loader_prefetch=5", "backend.device_prefetch=3", "max_steps=1", "optim.warmup_steps=1"]
+    train(tmp_path / "run", prepared, *XLA, *options)
+    assert set(sizes) == {(5, 3)}
+
+
+def test_a_machine_full_of_ranks_loads_eight_at_a_time():
+    from train.backend.hosts import Hosts
+
+    class Rank(Hosts):
+        def __init__(self, local_rank):
+            self.local_rank, self.local_world_size, self.barriers = local_rank, 20, 0
+
+        def barrier(self):
+            self.barriers += 1
+
+    entered = {}
+    for local_rank in range(20):
+        rank = Rank(local_rank)
+        with rank.in_turn():
+            entered.setdefault(rank.barriers, []).append(local_rank)
+        assert rank.barriers == 3  # the same on all: they meet
+    assert [len(ranks) for _, ranks in sorted(entered.items())] == [8, 8, 4]
+
+
+def test_a_count_that_is_read_every_step_stays_on_the_host():
+    from train.config import OptimConfig
+    from train.optim import build_optimizer
+
+    weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
+    for options, place in (({"foreach": False}, "cpu"), ({"capturable": True}, "meta")):
+        optimizer = build_optimizer(OptimConfig(), [weight], adamw=options)
+        assert optimizer.state[weight]["step"].device.type == place

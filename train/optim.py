@@ -66,12 +66,14 @@ def build_optimizer(
     for group in optimizer.param_groups:
         if group.get("capturable"):
             group["lr"] = torch.tensor([cfg.lr]).to([*decayed, *plain][0].device)
-    for parameter in [*decayed, *plain]:
-        state = optimizer.state[parameter]
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        if cfg.name == "adamw":
-            state["step"] = torch.zeros((), device=parameter.device)
+    for settings in optimizer.param_groups:
+        counts_on_device = settings.get("fused") or settings.get("capturable")  # the others read it every step
+        for parameter in settings["params"]:
+            state = optimizer.state[parameter]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            if cfg.name == "adamw":
+                state["step"] = torch.zeros((), device=parameter.device if counts_on_device else "cpu")
     return optimizer
 
 
