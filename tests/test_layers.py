@@ -11,7 +11,7 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
     ["train.config"],
-    ["train.storage", "train.machine", "train.monitor_neuron"],
+    ["train.storage", "train.s3", "train.machine", "train.monitor_neuron"],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor"],
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.checkpoint", "train.report_run"],
@@ -21,7 +21,7 @@ ROWS = [
 ]
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
-    "boto3": {"train/storage.py", "train/doctor/checks_s3.py", "launch/ec2.py"},
+    "boto3": {"train/s3.py", "train/doctor/checks_s3.py", "launch/ec2.py"},
     "psutil": {"train/machine.py", "train/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/monitor.py", "train/doctor/checks.py"},
     "matplotlib": {"train/report_figures.py"},

@@ -89,15 +89,38 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class S3Config:
+    """How to reach S3. None: as AWS's own tools find it (environment, ~/.aws, the instance's role)."""
+
+    endpoint: str | None = None  # URL of an S3-compatible server
+    region: str | None = None
+    profile: str | None = None  # of ~/.aws: whose credentials
+    path_style: bool = False  # bucket in the path instead of the host name; most S3-compatible servers want it
+
+    def __post_init__(self) -> None:
+        ok = self.endpoint is None or self.endpoint.startswith(("http://", "https://"))
+        check(ok, f"s3.endpoint={self.endpoint} must begin with http:// or https://")
+
+
+@dataclass(kw_only=True)
 class DataConfig:
-    path: str = MISSING  # folder that `python -m train.prepare output=...` wrote
+    path: str = MISSING  # folder or s3://bucket/prefix that `python -m train.prepare output=...` wrote
     num_workers: int = 1  # loader processes per rank; 0 prepares batches in the training process
     prefetch: int = 4  # micro batches each worker keeps ready
-    verify: bool = True  # compare every shard with its checksum before training (once per node)
+    verify: bool = True  # compare every local shard with its checksum before training (once per node)
+    window_shards: int | None = None  # shards whose sequences are shuffled together; None: all that the cache holds,
+    # growing from 2 in the first epoch, so that training starts early; from the number of shards on: all at once
+    cache_dir: str | None = None  # where shards from S3 are kept; None: an NVMe instance store, or ~/.cache/baretrain
+    cache_gb: float | None = None  # 1e9 bytes that they may take; None: 90 % of what is free
+    downloads: int = 4  # shards fetched at once, by one process per node
+    stall_s: float = 20.0  # a download without a byte for so long is given up for another one
+    deadline_s: float = 300.0  # a batch waits so long for a shard, all tries included; then the run ends and names it
+    refetches: int = 3  # downloads of a shard whose checksum is wrong
 
     def __post_init__(self) -> None:
         check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
-        check_positive("data.", self, "prefetch")
+        numbers = ("window_shards", "cache_gb", "downloads", "stall_s", "deadline_s", "refetches")
+        check_positive("data.", self, "prefetch", *numbers)
 
 
 @dataclass(kw_only=True)
@@ -250,6 +273,7 @@ class TrainConfig:
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    s3: S3Config = field(default_factory=S3Config)
     optim: OptimConfig = field(default_factory=OptimConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -332,13 +356,14 @@ class TokenizerConfig:
 class PrepareConfig:
     """Text to token shards: `python -m train.prepare --cfg job` prints it."""
 
-    output: str = MISSING  # folder to write; finished work is not done twice
+    output: str = MISSING  # folder or s3://bucket/prefix to write; finished work is not done twice
     seed: int = 0
     seq_len: int = 512  # tokens per sequence, special ones included
     validation_fraction: float = 0.01  # share of the documents held out, chosen by a hash of their text
     rows_per_shard: int = 65536
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    s3: S3Config = field(default_factory=S3Config)
 
     def __post_init__(self) -> None:
         check(8 <= self.seq_len < 2**16, f"seq_len={self.seq_len} must lie between 8 (3 are special tokens) and 65535")

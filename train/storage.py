@@ -1,4 +1,7 @@
-"""Files that are either whole or not there: every write goes to a temporary name, is synced, and renamed."""
+"""Folders that hold a run's or a data set's files, on this machine or in S3. A file is either whole or not there.
+
+On disk every write goes to a temporary name, is synced, and renamed; S3 shows an object when all of it has arrived.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,108 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from train.config import InputError
+from train.config import InputError, S3Config
 
 CHUNK_BYTES = 8 * 2**20
 
 
+class Folder(Protocol):
+    """Names are relative, with slashes: `tokenizer/tokenizer.json`. What the user has to mend is an InputError."""
+
+    location: str  # as the user writes it
+
+    def read(self, name: str) -> bytes:
+        """A whole file; FileNotFoundError if there is none."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a whole file, or replace one."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """The same, unless there is one: then False and nothing is written. Of several writers one succeeds."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes; None if there is no such file."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Files whose names begin with `prefix`, in order, those in subfolders too."""
+
+
+def is_s3(location: str) -> bool:
+    return location.startswith("s3://")
+
+
+def open_folder(location: str, s3: S3Config) -> Folder:
+    """The folder at a path, a file:// or an s3:// URL; it need not exist. InputError for another kind of URL."""
+    if is_s3(location):
+        from train.s3 import S3Folder  # boto3 is for those who need it
+
+        return S3Folder(location, s3)
+    return LocalFolder(local_path(location))
+
+
+class LocalFolder:
+    def __init__(self, path: Path) -> None:
+        self.path, self.location = path, str(path)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def write(self, name: str, content: bytes) -> None:
+        path = self.path / name
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        path = self.path / name
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = temporary_beside(path)
+            temporary.write_bytes(content)
+            sync_file(temporary)
+            try:
+                os.link(temporary, path)  # unlike a rename, fails if the name is taken
+            except FileExistsError:
+                return False
+            finally:
+                temporary.unlink()
+            sync_folder(path.parent)
+        return True
+
+    def size(self, name: str) -> int | None:
+        path = self.path / name
+        return path.stat().st_size if path.is_file() else None
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def names(self, prefix: str = "") -> list[str]:
+        found = (path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file())
+        return sorted(name for name in found if name.startswith(prefix))
+
+
+class writing:
+    """What the disk refuses is for the user to mend."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {self.path}: {error.strerror}; free some space or choose another folder")
+
+
 def local_path(location: str) -> Path:
-    """The path of a folder given by the user; only local ones are supported so far."""
+    """The path of a folder given by the user, where only local ones will do."""
     if "://" in location and not location.startswith("file://"):
-        raise InputError(f"{location}: only local folders are supported so far; copy it to this machine first")
+        raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
     return Path(location.removeprefix("file://"))
 
 
@@ -46,9 +140,13 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def temporary_beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a whole file; after a crash either the old content is there or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = temporary_beside(path)
     temporary.write_bytes(content)
     sync_file(temporary)
     temporary.replace(path)
@@ -61,6 +159,10 @@ def sha256_file(path: Path) -> str:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def sha256_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:
