@@ -11,7 +11,8 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
     ["train.config"],
-    ["train.storage", "train.s3", "train.machine", "train.monitor_neuron"],
+    ["train.s3"],
+    ["train.storage", "train.machine", "train.monitor_neuron"],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor"],
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.checkpoint", "train.report_run"],

@@ -18,6 +18,7 @@ from botocore.exceptions import (
     ClientError,
     ConnectionError,
     HTTPClientError,
+    IncompleteReadError,
     NoCredentialsError,
     PartialCredentialsError,
     ProfileNotFound,
@@ -83,8 +84,13 @@ class S3Folder:
 
     def read(self, name: str) -> bytes:
         with self.telling("read", name):
-            content: bytes = self.client.get_object(Bucket=self.bucket, Key=self.key(name))["Body"].read()
-        return content
+            answer = self.client.get_object(Bucket=self.bucket, Key=self.key(name))
+            try:
+                return bytes(answer["Body"].read())
+            except (HTTPClientError, IncompleteReadError):  # boto3 tries requests again, but not what comes after them
+                whole = io.BytesIO()
+                self.client.download_fileobj(self.bucket, self.key(name), whole)
+                return whole.getvalue()
 
     def write(self, name: str, content: bytes) -> None:
         """In parts, sent side by side, if it is large; readers see the whole or nothing."""
