@@ -10,6 +10,7 @@ PIP_ARGS ?=
 TORCH_BUILD ?=
 RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
+TEST_ARGS ?=
 
 .PHONY: setup demo test lint types bench clean
 
@@ -30,7 +31,7 @@ demo: setup
 	@$(BIN)/python -m train.report $(RUN_DIR)
 
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

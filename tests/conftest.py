@@ -11,6 +11,8 @@ from running import prepare_config, write_corpus
 
 from train import prepare
 
+pytest_plugins = ["s3_fixtures"]
+
 # Autograd counts the devices at a process's first backward pass: that of XLA has to be open by then, for the tests that
 # train both ways in this process. Its compiler takes a quarter of the time without optimising.
 os.environ |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
@@ -18,6 +20,10 @@ if importlib.util.find_spec("torch_xla") is not None:
     import torch_xla
 
     torch_xla.device()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-services", action="store_true", help="fail where a service to test with is missing")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,118 @@
+"""Fixtures: a real S3 server for the session, and a fresh bucket in it for a test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from services.fault_proxy import FaultProxy
+from services.s3_server import PACKAGES, S3Server, missing_programs
+
+from train.config import S3Config
+
+REGION = "us-east-1"
+numbers = itertools.count()
+
+
+@dataclass
+class S3Service:
+    """The server, and before it the proxy, which is what the tested code talks to."""
+
+    server: S3Server
+    proxy: FaultProxy
+
+    @property
+    def endpoint(self) -> str:
+        return self.proxy.endpoint
+
+    def client(self, key: str = S3Server.key, secret: str = S3Server.secret) -> Any:
+        """boto3's, past the proxy: what a test does to prepare and to look is no request of the tested code."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.server.endpoint,
+            region_name=REGION,
+            aws_access_key_id=key,
+            aws_secret_access_key=secret,
+        )
+
+
+@dataclass
+class Bucket:
+    name: str
+    service: S3Service
+    client: Any  # see S3Service.client
+
+    @property
+    def proxy(self) -> FaultProxy:
+        return self.service.proxy
+
+    def location(self, prefix: str = "") -> str:
+        return f"s3://{self.name}/{prefix}".rstrip("/")
+
+    def config(self, **changes: Any) -> S3Config:
+        return S3Config(**{"endpoint": self.service.endpoint, "region": REGION, "path_style": True, **changes})
+
+    def overrides(self) -> list[str]:
+        """The same for a command line."""
+        return [f"s3.endpoint={self.service.endpoint}", f"s3.region={REGION}", "s3.path_style=true"]
+
+    def keys(self, prefix: str = "") -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
+
+    def put(self, key: str, content: bytes) -> None:
+        self.client.put_object(Bucket=self.name, Key=key, Body=content)
+
+
+@pytest.fixture(scope="session")
+def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    missing = missing_programs()
+    if missing:
+        reason = f"no S3 server to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
+        if request.config.getoption("--require-services"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("s3")
+    server = S3Server(folder / "server")
+    try:
+        proxy = FaultProxy(server.port, log=folder / "proxy.log")
+        try:
+            yield S3Service(server, proxy)
+        finally:
+            proxy.stop()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
+    """A new one, no faults, and an environment (that of child processes too) that leads to it and nowhere else."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    nothing = tmp_path / "no_aws_configuration"
+    nothing.touch()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": s3_server.server.key,
+        "AWS_SECRET_ACCESS_KEY": s3_server.server.secret,
+        "AWS_CONFIG_FILE": str(nothing),
+        "AWS_SHARED_CREDENTIALS_FILE": str(nothing),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3_server.server.start_gateway()  # a test may have killed it
+    s3_server.proxy.set()
+    name, client = f"bucket-{next(numbers)}", s3_server.client()
+    client.create_bucket(Bucket=name)
+    yield Bucket(name, s3_server, client)
+    s3_server.proxy.set()
