@@ -39,7 +39,7 @@ class Fault:
     seed: int = 0
     code: int = 503  # status: answered instead of the server,
     error: str = "SlowDown"  # with this code of S3 in the body
-    headers: dict[str, str] = field(default_factory=dict)  # and these
+    headers: dict[str, str] = field(default_factory=dict)  # and these; otherwise added to the server's
     after: int = 0  # reset, stall, flip: bytes of the answer's body that pass untouched
     seconds: float = FOREVER  # stall, delay
     bytes_per_s: float = 2**20  # rate
@@ -237,7 +237,7 @@ class Connection:
                 await sending
                 self.writer.write(with_etag(answer, body, b"".join(sent)))
             else:
-                self.writer.write(answer.raw)
+                self.writer.write(with_headers(answer.raw, fault.headers if fault else {}))
                 if request.method != "HEAD" and request.status not in (204, 304):
                     await self.send_back(answer, reader, fault)
             await self.writer.drain()
@@ -282,6 +282,11 @@ class Connection:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
         raise ConnectionResetError
+
+
+def with_headers(head: bytes, headers: dict[str, str]) -> bytes:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return head[:-2] + lines.encode() + b"\r\n"
 
 
 def with_etag(answer: Head, body: bytes, asked: bytes) -> bytes:
