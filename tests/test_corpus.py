@@ -18,6 +18,7 @@ from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFData
 from train.data import corpus as corpus_module
 from train.data import corpus_files
 from train.data.corpus import Corpus, open_corpus
+from train.data.documents import Part
 
 TEXTS = ["The first one, with a comma.", "Der zweite\nhat zwei Zeilen: äöü €", "third"]
 
@@ -182,6 +183,130 @@ def test_an_error_of_the_system_while_reading_names_the_file(tmp_path: Path) -> 
     path.unlink()
     with pytest.raises(InputError, match=r"gone\.txt cannot be read: No such file"):
         texts(corpus)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+COUNTS = [1, 2, 3, 7, 64, 1000]  # more than there are documents, and than bytes in some files, too
+ROWS = [{"text": f"document {i}, äöü " + "word " * (i * 7 % 31), "id": i} for i in range(90)]
+
+
+def in_parts(corpus: Corpus, count: int) -> list[str]:
+    """The texts of all parts, one after the other."""
+    return [document.text for index in range(count) for document in corpus.documents(Part(index, count))]
+
+
+def several_files(folder: Path, suffix: str) -> Path:
+    """A folder of the same rows in four files, two without any row or byte if the format allows it."""
+    folder.mkdir()
+    for name, rows in (("a", ROWS[:7]), ("b", ROWS[7:8]), ("d", ROWS[8:])):
+        if suffix == ".txt":
+            (folder / f"{name}.txt").write_text("\n\n".join(row["text"] for row in rows) + "\n", encoding="utf-8")
+        else:
+            write_rows(folder / f"{name}{suffix}", rows)
+    if suffix in (".txt", ".jsonl"):
+        (folder / "c").with_suffix(suffix).touch()
+        (folder / "e").with_suffix(suffix).touch()
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".parquet"])
+def test_parts_of_files_hold_each_document_once_and_in_order(tmp_path: Path, suffix: str) -> None:
+    kind = "text" if suffix == ".txt" else suffix[1:]
+    corpus = files(kind, several_files(tmp_path / "plain", suffix))
+    assert texts(corpus) == [row["text"].strip() for row in ROWS]
+    for count in COUNTS:
+        assert in_parts(corpus, count) == texts(corpus)
+    if suffix != ".parquet":
+        for path in list((tmp_path / "plain").iterdir()):
+            gzipped(path)
+            path.unlink()
+        packed = files(kind, tmp_path / "plain")
+        assert len(texts(packed)) == 90 and all(in_parts(packed, count) == texts(packed) for count in COUNTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "settings"),
+    [
+        ("\n\n\none\nstill one\n\n\n\ntwo\n \n", {}),
+        ("one\r\nstill one\r\n\r\ntwo\r\n", {}),
+        ("one\rstill one\r\rtwo\n\nthree\r\rfour\r", {}),  # line ends of old Macs
+        ("no end", {}),
+        ("before\n= One =\n\na\n= Two =\nb = c\n= Three =\n", {"separator": "^= .* =$"}),
+        ("one\n\nfile\n", {"separator": None}),
+        ("\n".join(["123456"] * 9) + "\n\n" + "\n".join(["abc"] * 9), {}),  # cut after 20 characters
+        ("äöü\n\n€\n\n日本\n", {}),
+        ("äöü\n\nüöä\n", {"encoding": "latin-1"}),
+        ("日本\n\n語\n" * 9, {"encoding": "shift_jis"}),
+        ("\u0a0a\n\nb\n\nc\n" * 9, {"encoding": "utf-16"}),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_document_belongs_to_the_part_in_which_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(corpus_files, "MAX_DOCUMENT_CHARS", 20)
+    path = tmp_path / "a.txt"
+    path.write_bytes(content.encode(settings.get("encoding", "utf-8")))
+    corpus = files("text", path, **settings)
+    for count in [*range(1, path.stat().st_size + 3), 1000]:
+        assert in_parts(corpus, count) == texts(corpus)
+
+
+def test_parts_of_text_and_their_bytes_are_about_equal(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join("word " * (i % 50) for i in range(2000)))
+    corpus = files("text", path)
+    parts = [list(corpus.documents(Part(index, 8))) for index in range(8)]
+    for part in parts:
+        assert sum(document.source_bytes for document in part) == pytest.approx(path.stat().st_size / 8, rel=0.05)
+        assert sum(len(document.text) for document in part) == pytest.approx(path.stat().st_size / 8, rel=0.05)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path: Path, suffix: str) -> None:
+    folder = several_files(tmp_path / "in", suffix)
+    corpus = files("text" if suffix == ".txt" else "jsonl", folder)
+    expected = [document.text for document in corpus.documents(Part(3, 4))]
+    assert len(expected) > 10
+    path = folder / f"d{suffix}"
+    path.write_bytes(b"\xff" * 500 + path.read_bytes()[500:])  # nobody could decode that
+    for name in ("a", "b", "c", "e"):
+        path.with_stem(name).unlink()
+    found = [document.text for index in (12, 13, 14) for document in corpus.documents(Part(index, 16))]
+    assert len(found) > 5 and found == expected[: len(found)]
+
+
+def test_a_mistake_in_a_part_is_named_with_the_place_that_it_was_read_from(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' * 9 + "[]\n")
+    with pytest.raises(InputError, match=r"a\.jsonl, line 5 from byte 78 on: not a JSON object"):
+        list(files("jsonl", path).documents(Part(1, 2)))
+
+
+def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "BLOCK_DOCUMENTS", 4)
+    folder = several_files(tmp_path / "set", ".parquet")
+    corpus = hub(
+        HFDataset(path=str(folder), rows_per_document=2),
+        HFDataset(path="json", data_files=str(write_rows(tmp_path / "more.jsonl", ROWS))),
+    )
+    whole = texts(corpus)
+    assert len(whole) == 4 + 1 + 41 + 90  # a document ends with its file
+    for count in (1, 2, 4):
+        assert in_parts(corpus, count) == whole
+    for count in (5, 13):
+        assert sorted(in_parts(corpus, count)) == sorted(whole)
+
+
+def test_parts_of_the_python_documentation_hold_each_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = open_corpus(CorpusConfig(kind="pydocs", name="test"))
+    monkeypatch.setattr(corpus, "modules", corpus.modules[:3])
+    assert len(texts(corpus)) > 50
+    for count in COUNTS:
+        assert in_parts(corpus, count) == texts(corpus)
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------

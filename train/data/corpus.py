@@ -23,7 +23,9 @@ from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFData
 from train.data.corpus_files import Csv, JsonLines, Parquet, TextFiles
 from train.data.documents import (
     LIBRARY_ERRORS,
+    WHOLE,
     Document,
+    Part,
     check_column,
     clean,
     listing,
@@ -35,6 +37,7 @@ from train.data.documents import (
 from train.storage import sha256_json
 
 MIN_PYDOC_CHARS = 100
+BLOCK_DOCUMENTS = 256
 SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo")
 
 
@@ -43,8 +46,12 @@ class Corpus(Protocol):
     def total_bytes(self) -> int | None:
         """What source_bytes adds up to (nearly: text that ends in blanks); None if unknown."""
 
-    def documents(self) -> Iterator[Document]:
-        """All documents, from the first; the same ones at every call."""
+    @property
+    def seekable(self) -> bool:
+        """A small part costs little to read, wherever it lies."""
+
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        """All documents of a part, from the first; the same ones at every call. Each is in one part of a division."""
 
     def fingerprint(self) -> str:
         """Differs when the input does; cheap, reads no text."""
@@ -62,6 +69,8 @@ def open_corpus(cfg: CorpusConfig) -> Corpus:
 class PyDocs:
     """Language reference topics and the standard library's docstrings; a function of the Python installation alone."""
 
+    seekable = True
+
     def __init__(self, cfg: CorpusConfig) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
         self.modules = [path for path in walk(self.root, SKIPPED_STDLIB) if path.suffix == ".py"]
@@ -76,8 +85,8 @@ class PyDocs:
     def total_bytes(self) -> int:
         return sum(document.source_bytes for document in self._documents)
 
-    def documents(self) -> Iterator[Document]:
-        yield from self._documents
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        yield from self._documents[slice(*part.span(len(self._documents)))]
 
     @cached_property  # parsing takes seconds and the result is small: not once per pass
     def _documents(self) -> list[Document]:
@@ -109,9 +118,14 @@ def docstrings(node: ast.AST) -> Iterator[str]:
 
 
 class HFCorpus:
-    """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row."""
+    """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
+
+    A part has whole files, as the library divides them, if there are as many; parts that share a file all read it and
+    take turns of BLOCK_DOCUMENTS documents. A document ends with its file.
+    """
 
     total_bytes = None
+    seekable = False
 
     def __init__(self, cfg: HFCorpusConfig) -> None:
         self.datasets = cfg.datasets
@@ -122,14 +136,31 @@ class HFCorpus:
     def fingerprint(self) -> str:
         return sha256_json([[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets])
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
         opened = [stream(dataset) for dataset in self.datasets]  # all first: a mistake in the last one shows now
-        for dataset, rows in zip(self.datasets, opened, strict=True):
-            texts = texts_of(dataset, rows)
-            while part := list(islice(texts, dataset.rows_per_document)):
-                text = clean("\n".join(part))
+        files = [
+            (dataset, rows, file)
+            for dataset, rows in zip(self.datasets, opened, strict=True)
+            for file in range(rows.num_shards)
+        ]
+        mine, turn = divide(len(files), part)
+        for dataset, rows, file in files[mine]:
+            texts = texts_of(dataset, rows.shard(rows.num_shards, file), file)
+            number = 0
+            while block := list(islice(texts, dataset.rows_per_document)):
+                text = clean("\n".join(block)) if number // BLOCK_DOCUMENTS % turn.count == turn.index else ""
+                number += 1
                 if text:
                     yield Document(text, len(text.encode()))
+
+
+def divide(num_files: int, part: Part) -> tuple[slice, Part]:
+    """The files of a part, and which turn it has in each of them."""
+    if num_files >= part.count:
+        return slice(*part.span(num_files)), WHOLE
+    file = part.index * num_files // part.count
+    first, last = (-(-bound * part.count // num_files) for bound in (file, file + 1))
+    return slice(file, file + 1), Part(part.index - first, last - first)
 
 
 def stream(dataset: HFDataset) -> Any:
@@ -147,11 +178,12 @@ def stream(dataset: HFDataset) -> Any:
     return rows.select_columns([dataset.column])
 
 
-def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> Iterator[str]:
+    place = f"data set {dataset.path}" + (f", file {file + 1}" if file else "")
     with naming(f"data set {dataset.path} cannot be read to its end", LIBRARY_ERRORS):
         for number, row in enumerate(rows, 1):
             null = row.get(dataset.column, "") is None
-            yield "" if null else text_of(row, dataset.column, f"data set {dataset.path}, row {number}")
+            yield "" if null else text_of(row, dataset.column, f"{place}, row {number}")
 
 
 def local_files(dataset: HFDataset) -> list[Path]:

@@ -8,21 +8,26 @@ import io
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, dropwhile, islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.data.documents import (
     LIBRARY_ERRORS,
+    WHOLE,
     Document,
+    Part,
     check_column,
     clean,
     find_files,
+    line_place,
     listing,
     naming,
     opened,
+    seekable,
     text_of,
 )
 from train.storage import sha256_json
@@ -36,7 +41,12 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class FilesCorpus(ABC):
-    """Files read one after the other in the order of their names."""
+    """Files read one after the other in the order of their names.
+
+    A part is a stretch of bytes of all files and holds the documents that begin in it; files outside are not opened.
+    Plain text and JSON lines are read from there, Parquet from the row group; of packed files, CSV and encodings whose
+    line ends cannot be told from any byte on, all before it in the file is read too and left out.
+    """
 
     suffixes: tuple[str, ...]  # what is taken from a folder
 
@@ -46,26 +56,59 @@ class FilesCorpus(ABC):
             io.TextIOWrapper(io.BytesIO(), encoding=codecs.lookup(cfg.encoding).name)
         self.files = find_files(cfg.path, self.suffixes)
         self.listing = listing(self.files)
+        self.sizes = {path: size for path, (_, size, _) in zip(self.files, self.listing, strict=True)}
 
     @property
     def total_bytes(self) -> int:
-        return sum(size for _, size, _ in self.listing)
+        return sum(self.sizes.values())
+
+    @property
+    def seekable(self) -> bool:
+        return all(map(self.can_seek, self.files))
+
+    def can_seek(self, path: Path) -> bool:
+        return seekable(path, self.cfg.encoding)
 
     def fingerprint(self) -> str:
         return sha256_json(self.listing)
 
-    def documents(self) -> Iterator[Document]:
-        for path in self.files:
-            before = 0
-            for raw, position in self.read(path):
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        for path, first, last in self.spans(part):
+            before = first
+            end = min(last, self.sizes[path])
+            seek = self.can_seek(path)
+            found = self.read(path, first, last) if seek else self.read(path, 0, self.sizes[path] + 1)
+            for raw, position in found if seek else beginning_in(found, first, last):
                 text = clean(raw)
                 if text:
-                    yield Document(text, position - before)
-                    before = position
+                    yield Document(text, max(0, min(position, end) - before))
+                    before = min(position, end)
+
+    def spans(self, part: Part) -> Iterator[tuple[Path, int, int]]:
+        """The files of a part, each with its bytes [first, last). A file has a place behind its last byte too."""
+        first, last = part.span(self.total_bytes + len(self.files))
+        for path, size in self.sizes.items():
+            if first <= size and last > 0:
+                yield path, max(first, 0), min(last, size + 1)
+            first, last = first - size - 1, last - size - 1
 
     @abstractmethod
-    def read(self, path: Path) -> Iterator[tuple[str, int]]:
-        """Texts of a file, each with the bytes of the file consumed up to its end."""
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        """Texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end.
+
+        Where there is no seeking, only asked for whole files.
+        """
+
+
+def beginning_in(found: Iterable[tuple[str, int]], first: int, last: int) -> Iterator[tuple[str, int]]:
+    """Those of a file's texts that begin in [first, last), where each begins at the position that the last one left."""
+    begin = 0
+    for text, position in found:
+        if begin >= last:
+            return
+        if begin >= first:
+            yield text, position
+        begin = position
 
 
 class TextFiles(FilesCorpus):
@@ -78,11 +121,11 @@ class TextFiles(FilesCorpus):
             self.separator = None if cfg.separator is None else re.compile(cfg.separator)
         super().__init__(cfg)
 
-    def read(self, path: Path) -> Iterator[tuple[str, int]]:
-        with opened(path, self.cfg) as (lines, position):
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        with opened(path, self.cfg, first, last) as (lines, position):
             part: list[str] = []
             size = 0
-            for line in lines:
+            for line in self.whole_documents(lines, path, first, last):
                 if self.separator and (size > MAX_DOCUMENT_CHARS or self.separator.search(line.rstrip("\n"))):
                     yield "".join(part), position()
                     part, size = [], 0
@@ -90,15 +133,31 @@ class TextFiles(FilesCorpus):
                 size += len(line)
             yield "".join(part), position()
 
+    def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
+        """Without the end of a document that began before the lines, and with the end of the one that goes on."""
+        if first > 0:
+            lines = dropwhile(self.goes_on, lines)
+        begin = list(islice(lines, 1))
+        return chain(begin, lines, self.rest(path, last)) if begin else iter(())
+
+    def rest(self, path: Path, last: int) -> Iterator[str]:
+        """Lines from byte `last` on to the end of the document."""
+        if last < self.sizes[path]:
+            with opened(path, self.cfg, last) as (lines, _):
+                yield from takewhile(self.goes_on, lines)
+
+    def goes_on(self, line: str) -> bool:
+        return self.separator is None or not self.separator.search(line.rstrip("\n"))
+
 
 class JsonLines(FilesCorpus):
     suffixes = (".jsonl", ".json")
 
-    def read(self, path: Path) -> Iterator[tuple[str, int]]:
-        with opened(path, self.cfg) as (lines, position):
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        with opened(path, self.cfg, first, last) as (lines, position):
             for number, line in enumerate(lines, 1):
                 if not line.isspace():
-                    yield self.field(line, f"{path}:{number}"), position()
+                    yield self.field(line, line_place(path, first, number)), position()
 
     def field(self, line: str, place: str) -> str:
         with naming(f"{place}: not a JSON object on one line", (ValueError, RecursionError)):
@@ -115,7 +174,10 @@ class JsonLines(FilesCorpus):
 class Csv(FilesCorpus):
     suffixes = (".csv",)
 
-    def read(self, path: Path) -> Iterator[tuple[str, int]]:
+    def can_seek(self, path: Path) -> bool:
+        return False  # a line end may be in a field
+
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         csv.field_size_limit(MAX_FIELD_CHARS)
         with opened(path, self.cfg) as (lines, position):
             rows = csv.reader(lines, strict=True)  # strict: an open quote is an error instead of one endless field
@@ -143,9 +205,8 @@ class Parquet(FilesCorpus):
         super().__init__(cfg)
         self.sizes = {path: self.column_bytes(path) for path in self.files}
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes.values())
+    def can_seek(self, path: Path) -> bool:
+        return True
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Any]:
@@ -170,10 +231,20 @@ class Parquet(FilesCorpus):
             columns = [group.column(index) for group in groups for index in range(group.num_columns)]
             return sum(item.total_uncompressed_size for item in columns if item.path_in_schema == column)
 
-    def read(self, path: Path) -> Iterator[tuple[str, int]]:
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        """Row i of n begins at byte size * i // n."""
         with self.opened(path) as file:
-            done = 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=[self.cfg.column]):
-                for text in batch.column(0).to_pylist():
-                    done += 1
-                    yield text or "", self.sizes[path] * done // file.metadata.num_rows
+            size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
+            first_row, last_row = (min(num_rows, -(-place * num_rows // size)) for place in (first, last))
+            row = 0  # the first one of the group
+            for group in range(file.num_row_groups):
+                end = row + file.metadata.row_group(group).num_rows
+                if row < last_row and end > first_row:
+                    texts = enumerate(self.texts(file, group), row + 1)
+                    for done, text in islice(texts, max(0, first_row - row), last_row - row):
+                        yield text, self.sizes[path] * done // num_rows
+                row = end
+
+    def texts(self, file: Any, group: int) -> Iterator[str]:
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.cfg.column]):
+            yield from (text or "" for text in batch.column(0).to_pylist())

@@ -20,11 +20,41 @@ from train.storage import local_path
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or not there
 
+SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # encodings
+
 
 @dataclass(frozen=True)
 class Document:
     text: str  # stripped, not empty, lines end in \n
     source_bytes: int  # input consumed since the document before, for progress
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts of a corpus; `index` counts from 0, what users write from 1."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Of "3/64", which PrepareConfig has checked."""
+        number, count = map(int, text.split("/"))
+        return cls(number - 1, count)
+
+    def __str__(self) -> str:
+        return f"{self.index + 1}/{self.count}"
+
+    def span(self, total: int) -> tuple[int, int]:
+        """Which of `total` things are this part's: [first, last). The parts together are all, each once."""
+        return total * self.index // self.count, total * (self.index + 1) // self.count
+
+    def divided(self, count: int) -> list[Part]:
+        """This part as `count` smaller ones."""
+        return [Part(self.index * count + index, self.count * count) for index in range(count)]
+
+
+WHOLE = Part()
 
 
 def clean(text: str) -> str:
@@ -101,21 +131,29 @@ def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
     return rows
 
 
+def seekable(path: Path, encoding: str) -> bool:
+    """True if lines can be found from any byte on: not packed, and a byte 0x0a is a line end and nothing else."""
+    return path.suffix.lower() != ".gz" and codecs.lookup(encoding).name.startswith(SEEKABLE)
+
+
 @contextmanager
-def opened(path: Path, cfg: FilesCorpusConfig) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
+def opened(
+    path: Path, cfg: FilesCorpusConfig, first: int = 0, last: int | None = None
+) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
     """Lines of a text file, gzipped or not, ending in \\n, and a function that gives the bytes of it read so far.
 
-    Reading goes ahead by some KB; of a .gz, compressed bytes count.
+    Of a seekable file those lines that begin in bytes [first, last). Reading goes ahead by some KB; of a .gz,
+    compressed bytes count.
     """
     # utf-8-sig is utf-8 that drops a byte order mark.
-    encoding = "utf-8-sig" if codecs.lookup(cfg.encoding).name == "utf-8" else cfg.encoding
+    encoding = "utf-8-sig" if first == 0 and codecs.lookup(cfg.encoding).name == "utf-8" else cfg.encoding
     with naming(f"{path} cannot be read", (OSError, EOFError, zlib.error, UnicodeError)):
         try:
             with (
                 path.open("rb") as raw,
-                io.TextIOWrapper(unpacked(raw, path), encoding=encoding, errors=cfg.errors) as text,
+                io.TextIOWrapper(windowed(raw, path, first, last), encoding=encoding, errors=cfg.errors) as text,
             ):
-                yield lines_of(text, path), raw.tell
+                yield lines_of(text, path, first), raw.tell
         except UnicodeDecodeError as error:
             raise InputError(undecodable(path, cfg.encoding)) from error
 
@@ -124,11 +162,50 @@ def unpacked(raw: IO[bytes], path: Path) -> Any:
     return gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw
 
 
-def lines_of(text: Iterable[str], path: Path) -> Iterator[str]:
+def windowed(raw: IO[bytes], path: Path, first: int, last: int | None) -> Any:
+    end = None if last is None or last >= path.stat().st_size else line_start(raw, last)
+    raw.seek(line_start(raw, first))
+    return unpacked(raw, path) if end is None else Window(raw, end)
+
+
+def line_start(raw: IO[bytes], place: int) -> int:
+    """Where the first line begins that does so at byte `place` or behind it; the file's size if none does."""
+    if place == 0:
+        return 0
+    position = raw.seek(place - 1)
+    while chunk := raw.read(io.DEFAULT_BUFFER_SIZE):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return position + found + 1
+        position += len(chunk)
+    return position
+
+
+class Window(io.RawIOBase):
+    """A file that ends at byte `end`."""
+
+    def __init__(self, raw: IO[bytes], end: int) -> None:
+        self.raw, self.end = raw, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.raw.read(min(len(buffer), self.end - self.raw.tell()))
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def line_place(path: Path, first: int, number: int) -> str:
+    """How an error names a line that was found from byte `first` on."""
+    return f"{path}, line {number} from byte {first} on" if first else f"{path}:{number}"
+
+
+def lines_of(text: Iterable[str], path: Path, first: int) -> Iterator[str]:
     for number, line in enumerate(text, 1):
         if "\0" in line:
             hint = "a binary file, or corpus.encoding is another (utf-16?)"
-            raise InputError(f"{path}:{number}: a NUL character, which no text has: {hint}")
+            raise InputError(f"{line_place(path, first, number)}: a NUL character, which no text has: {hint}")
         yield line
 
 
