@@ -193,11 +193,12 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[data_batches.Batch]:
     """The batches that our loop sees, made beforehand."""
-    from train.data.order import TrainOrder
+    from train.data.order import ShardSampler
     from train.tasks import build_task
 
     task = build_task(config(folder, shape, "fp32", 1))
-    order = iter(TrainOrder(NUM_ROWS, 0, shape.batch, shape.batch, 0, 1))
+    sampler = ShardSampler([NUM_ROWS], seed=0, global_batch_size=shape.batch, rank=0, world_size=1)
+    order = sampler.micro_batches(shape.batch)
     data = task.train_data()
     return [data.__getitems__(next(order)) for _ in range(steps)]  # type: ignore[attr-defined]
 

@@ -1,19 +1,35 @@
 from itertools import islice
 
+import numpy as np
 import pytest
+from torch.utils.data import DistributedSampler
 
-from train.data.order import PADDING, EvalOrder, TrainOrder, epoch_order
+from train.data.order import PADDING, EpochOrder, EvalOrder, ShardSampler, Windows
 
-ROWS, G = 103, 24
+SHARD_ROWS = [40, 30, 8, 20, 5]
+ROWS, G = sum(SHARD_ROWS), 24
+WINDOWS = [Windows(1), Windows(2), Windows(4, grow=True), Windows(len(SHARD_ROWS))]
 
 
-def steps(*, world_size, micro, number, first_step=0, seed=0):
+def sampler(*, rank=0, world_size=1, windows=None, seed=0, consumed_rows=0):
+    return ShardSampler(
+        SHARD_ROWS,
+        seed=seed,
+        windows=windows,
+        global_batch_size=G,
+        rank=rank,
+        world_size=world_size,
+        consumed_rows=consumed_rows,
+    )
+
+
+def steps(*, world_size, micro, number, first_step=0, seed=0, windows=None):
     """Sorted items of each global step, gathered over ranks and micro batches."""
     per_rank = []
     for rank in range(world_size):
-        order = TrainOrder(ROWS, seed, G, micro, rank, world_size, first_step)
+        order = sampler(rank=rank, world_size=world_size, windows=windows, seed=seed, consumed_rows=first_step * G)
         accumulation = G // world_size // micro
-        batches = list(islice(iter(order), number * accumulation))
+        batches = list(islice(order.micro_batches(micro), number * accumulation))
         assert {len(batch) for batch in batches} == {micro}
         per_rank.append([sum(batches[i * accumulation : (i + 1) * accumulation], []) for i in range(number)])
     return [sorted(sum((rank[step] for rank in per_rank), [])) for step in range(number)]
@@ -23,11 +39,14 @@ def steps(*, world_size, micro, number, first_step=0, seed=0):
     ("world_size", "micro"), [(1, 24), (1, 8), (1, 1), (2, 12), (2, 3), (3, 8), (3, 1), (4, 2), (8, 3), (24, 1)]
 )
 def test_every_split_over_ranks_and_micro_batches_sees_the_same_steps(world_size, micro):
-    assert steps(world_size=world_size, micro=micro, number=9) == steps(world_size=1, micro=G, number=9)
+    for windows in WINDOWS:
+        seen = steps(world_size=world_size, micro=micro, number=9, windows=windows)
+        assert seen == steps(world_size=1, micro=G, number=9, windows=windows)
 
 
-def test_an_epoch_reads_no_sequence_twice_and_leaves_out_only_the_tail():
-    epoch = sum(steps(world_size=2, micro=6, number=ROWS // G), [])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_an_epoch_reads_no_sequence_twice_and_leaves_out_only_the_tail(windows):
+    epoch = sum(steps(world_size=2, micro=6, number=ROWS // G, windows=windows), [])
     assert len(set(epoch)) == len(epoch) == ROWS // G * G
     assert max(epoch) < ROWS
 
@@ -36,14 +55,78 @@ def test_epochs_differ_in_order_and_in_what_is_left_out():
     first, second = (sum(steps(world_size=1, micro=G, number=4, first_step=s), []) for s in (0, 4))
     assert {item // ROWS for item in second} == {1}
     assert {item % ROWS for item in second} != set(first)
-    assert (epoch_order(0, 0, ROWS) != epoch_order(0, 1, ROWS)).any()
-    assert (epoch_order(0, 0, ROWS) != epoch_order(1, 0, ROWS)).any()
+    for windows in WINDOWS:
+        orders = [
+            EpochOrder(SHARD_ROWS, windows, seed=seed, epoch=epoch).rows(0, ROWS).tolist()
+            for seed, epoch in ((0, 0), (0, 1), (1, 0))
+        ]
+        assert len(set(map(tuple, orders))) == 3
+        assert all(sorted(order) == list(range(ROWS)) for order in orders)
 
 
+@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("first_step", [1, 3, 4, 7])
-def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(first_step):
-    whole = steps(world_size=1, micro=G, number=10)
-    assert steps(world_size=4, micro=3, number=3, first_step=first_step) == whole[first_step : first_step + 3]
+def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(first_step, windows):
+    whole = steps(world_size=1, micro=G, number=10, windows=windows)
+    seen = steps(world_size=4, micro=3, number=3, first_step=first_step, windows=windows)
+    assert seen == whole[first_step : first_step + 3]
+
+
+def test_a_window_holds_the_sequences_of_its_shards_and_shuffles_them():
+    order = EpochOrder(SHARD_ROWS, Windows(2), seed=3, epoch=1)
+    firsts = np.cumsum([0, *SHARD_ROWS])
+    start = 0
+    for shards, end in zip(order.windows, order.ends, strict=True):
+        rows = order.rows(start, end)
+        held = np.concatenate([np.arange(firsts[shard], firsts[shard + 1]) for shard in shards])
+        assert sorted(rows) == held.tolist()
+        assert rows.tolist() != held.tolist()
+        start = end
+    assert sorted(np.concatenate(order.windows)) == list(range(len(SHARD_ROWS)))
+
+
+def test_growing_windows_double_in_the_first_epoch_and_are_full_size_later():
+    assert Windows(20, grow=True).sizes(50, epoch=0) == [2, 4, 8, 16, 20]
+    assert Windows(20, grow=True).sizes(50, epoch=1) == [20, 20, 10]
+    assert Windows(20).sizes(50, epoch=0) == [20, 20, 10]
+    assert Windows(1, grow=True).sizes(3, epoch=0) == [1, 1, 1]
+
+
+def test_one_window_is_the_full_permutation_that_runs_had_before_windows():
+    order = EpochOrder(SHARD_ROWS, Windows(len(SHARD_ROWS)), seed=5, epoch=2)
+    assert order.rows(0, ROWS).tolist() == np.random.default_rng([5, 2]).permutation(ROWS).tolist()
+
+
+def test_the_sampler_is_torchs_and_deals_an_epoch_to_its_ranks():
+    samplers = [sampler(rank=rank, world_size=4, windows=Windows(2)) for rank in range(4)]
+    assert isinstance(samplers[0], DistributedSampler)
+    shares = [list(one) for one in samplers]
+    assert [len(one) for one in samplers] == [len(share) for share in shares] == [ROWS // G * G // 4] * 4
+    order = samplers[0].epoch_order(0).rows(0, ROWS // G * G)
+    assert [row for four in zip(*shares, strict=True) for row in four] == order.tolist()
+    samplers[1].set_epoch(3)
+    assert samplers[1].consumed_rows == 3 * (ROWS // G * G)
+    assert list(samplers[1]) == samplers[1].epoch_order(3).rows(0, ROWS // G * G)[1::4].tolist()
+
+
+def test_its_state_is_the_sequences_consumed_and_goes_on_with_other_ranks():
+    before = sampler(rank=1, world_size=2, windows=Windows(2))
+    before.consumed_rows = 5 * G
+    assert before.state_dict() == {"consumed_rows": 5 * G, "seed": 0, "window_shards": 2}
+    after = sampler(rank=2, world_size=4, windows=Windows(2))
+    after.load_state_dict(before.state_dict())
+    assert list(after) == after.epoch_order(1).rows(G, ROWS // G * G)[2::4].tolist()
+    with pytest.raises(ValueError, match="window_shards=2, this one has 1"):
+        sampler(windows=Windows(1)).load_state_dict(before.state_dict())
+
+
+def test_upcoming_windows_begin_with_the_one_that_is_being_read():
+    order = sampler(windows=Windows(2))
+    ends = order.epoch_order(0).ends
+    order.consumed_rows = int(ends[0])
+    found = [window.tolist() for window in islice(order.upcoming_windows(), 3)]
+    expected = [*order.epoch_order(0).windows[1:], *order.epoch_order(1).windows]
+    assert found == [window.tolist() for window in expected[:3]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

@@ -7,7 +7,7 @@ import os
 import sys
 
 from train import cli
-from train.config import InputError, TrainConfig, launched_world_size
+from train.config import InputError, TrainConfig, Unreachable, launched_world_size
 from train.preempt import StopRequest
 from train.run_folder import RunFolder
 
@@ -28,6 +28,10 @@ def train_once(cfg: TrainConfig) -> int:
             reason, step = loop.run(cfg, stop)
         except InputError:
             raise
+        except Unreachable as error:  # all ranks have left in order
+            folder.exit_file(f"failed: {error}", None)
+            logger.error("failed: %s; the same command goes on", error)
+            return cli.FAILED
         except SystemExit:
             folder.exit_file(f"left at once on a second {stop.reason}", None)
             raise

@@ -35,6 +35,8 @@ class Progress:
     """How far a run has come: all that is saved beside weights, optimizer and random numbers."""
 
     step: int = 0  # optimizer steps done; the place in the data follows from it
+    window_shards: int | None = None  # shuffled together; None: not yet decided
+    windows_grow: bool = False
     best_loss: float | None = None  # of the evaluations so far
     evals_since_best: int = 0
 

@@ -28,6 +28,7 @@ from train.config import (
     MLMConfig,
     PrepareConfig,
     TrainConfig,
+    Unreachable,
     XLAConfig,
     check,
     launched_rank,
@@ -146,6 +147,10 @@ def run(schema: type[Config], action: Callable[[Config], int]) -> int:
         if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
             print(f"error: {error}", file=sys.stderr)
         return REFUSED
+    except Unreachable as error:
+        if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":
+            print(f"error: {error}; try again later", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
         return STOPPED

@@ -14,9 +14,15 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
+DEFAULT_TIMEOUT_S = 600.0  # of a collective
+
 
 class InputError(ValueError):
     """A setting or an input that the user has to mend. The message is one line: what, the value seen, what is right."""
+
+
+class Unreachable(RuntimeError):
+    """A service did not answer as it should, although it was asked again; the same command may succeed later."""
 
 
 def check(ok: bool, message: str) -> None:
@@ -113,14 +119,18 @@ class DataConfig:
     cache_dir: str | None = None  # where shards from S3 are kept; None: an NVMe instance store, or ~/.cache/baretrain
     cache_gb: float | None = None  # 1e9 bytes that they may take; None: 90 % of what is free
     downloads: int = 4  # shards fetched at once, by one process per node
-    stall_s: float = 20.0  # a download without a byte for so long is given up for another one
+    attempt_s: float = 60.0  # a download that takes longer is given up for another one, with a new client
     deadline_s: float = 300.0  # a batch waits so long for a shard, all tries included; then the run ends and names it
     refetches: int = 3  # downloads of a shard whose checksum is wrong
 
     def __post_init__(self) -> None:
         check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
-        numbers = ("window_shards", "cache_gb", "downloads", "stall_s", "deadline_s", "refetches")
+        numbers = ("window_shards", "cache_gb", "downloads", "attempt_s", "deadline_s", "refetches")
         check_positive("data.", self, "prefetch", *numbers)
+        check(
+            self.attempt_s <= self.deadline_s,
+            f"data.attempt_s={self.attempt_s:g} is longer than data.deadline_s={self.deadline_s:g}; lower it",
+        )
 
 
 @dataclass(kw_only=True)
@@ -167,7 +177,9 @@ class BackendConfig:
     precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 where the hardware multiplies it natively
     grad_compression: str = "none"  # none | bf16: halves the bytes of the gradient reduction (CUDA)
     activation_checkpointing: bool = False  # keep only each layer's input and compute the layer again in backward
-    timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200, since
+    timeout_s: float | None = (
+        None  # a collective that takes longer is an error; None: DEFAULT_TIMEOUT_S, on Trainium 7,200, since
+    )
     # ranks also wait for each other's compilers
 
     def __post_init__(self) -> None:
@@ -285,6 +297,12 @@ class TrainConfig:
         check(
             not (isinstance(self.backend, XLAConfig) and self.backend.zero1 and self.optim.name == "lamb"),
             "backend.zero1=true splits tensors, and LAMB needs the norms of whole ones; use optim=adamw",
+        )
+        timeout_s = self.backend.timeout_s or DEFAULT_TIMEOUT_S
+        check(
+            self.data.deadline_s < timeout_s,
+            f"data.deadline_s={self.data.deadline_s:g} must be below backend.timeout_s={timeout_s:g}: a missing "
+            "shard is to be named before the other ranks give up waiting",
         )
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
         check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples")

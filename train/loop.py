@@ -5,16 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from typing import TypeVar, cast
 
 import torch
 
 from train import checkpoint
 from train.backend import Backend, open_backend
-from train.config import InputError, Plan, TrainConfig, check, check_launch, launched_world_size, make_plan
-from train.data.batches import Batch, grouped, loader
-from train.data.order import EvalOrder, TrainOrder
+from train.config import (
+    InputError,
+    Plan,
+    TrainConfig,
+    Unreachable,
+    check,
+    check_launch,
+    launched_world_size,
+    make_plan,
+)
+from train.data.batches import Batch, failure_of, grouped, loader
+from train.data.order import EvalOrder, ShardSampler, Windows
 from train.metrics import Recorder
 from train.monitor import open_monitor
 from train.optim import build_optimizer, learning_rate, set_learning_rate
@@ -24,6 +34,7 @@ from train.run_folder import RunFolder, identity_of, set_up_logging
 from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
+Result = TypeVar("Result")
 
 
 def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
@@ -50,12 +61,12 @@ def open_and_fit(
     cfg: TrainConfig, plan: Plan, task: Task, folder: RunFolder, identity: dict[str, object], stop: StopRequest
 ) -> tuple[str, int]:
     backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
-    refused: InputError | None = None
+    refused: InputError | Unreachable | None = None
     try:
         if cfg.data.verify:
-            verify(task, backend)
+            together(backend, task.verify_data if backend.local_rank == 0 else lambda: None)
         ended = fit(cfg, plan, task, backend, folder, identity, stop)
-    except InputError as error:  # on all ranks alike
+    except (InputError, Unreachable) as error:  # on all ranks alike
         refused = error.with_traceback(None)
     backend.close()  # what fit made must be gone by now: hence a function of its own, and no traceback
     if refused is not None:
@@ -84,9 +95,11 @@ def fit(
     logger.info(describe(plan, backend))
     backend.barrier()
     num_blind = backend.sum([not folder.environment.is_file()])[0]
+    order = train_order(cfg, plan, task, backend, progress)
+    supply = together(backend, lambda: task.supply(order, is_first_on_machine=backend.local_rank == 0))
     shares = num_blind == 0 or cfg.collect_graphs  # whose run folder is a temporary one of each machine
     check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
-    batches = train_batches(cfg, plan, task, backend, first_step=progress.step)
+    batches = train_batches(cfg, plan, task, backend, order)
     flops = task.flops_per_example(model)
     reason, stopping = "done", False
 
@@ -96,7 +109,7 @@ def fit(
         is_first_on_machine=backend.local_rank == 0,
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
-    with monitor, Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step, monitor) as recorder:
+    with supply, monitor, Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step, monitor) as recorder:
         for fault in faults:
             recorder.fault(progress.step, fault)
         while progress.step < plan.total_steps and not is_over(cfg, progress):
@@ -104,13 +117,17 @@ def fit(
             micro_batches = next(batches)
             recorder.data_ready()
             labels = sum(batch["count"] for batch in micro_batches)
-            count, num_stops = backend.sum([labels, stop.reason is not None])
+            failure = failure_of(micro_batches)
+            count, num_stops, num_failures = backend.sum([labels, stop.reason is not None, failure is not None])
+            if num_failures:
+                raise_together(backend, failure)
             stopping = num_stops > 0 and progress.step + 1 < plan.total_steps  # the last step ends by itself
             lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
             set_learning_rate(optimizer, lr)
             engine.forward_backward(micro_batches, task.loss, count)
             grad_norm = backend.step(optimizer, engine.parameters, cfg.optim.max_grad_norm)
             progress.step += 1
+            supply.consumed(progress.step * plan.global_batch_size)
             evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
             saves = stopping or due(progress.step, cfg.checkpoint.every, plan.total_steps)
             saves = saves and not cfg.collect_graphs
@@ -148,16 +165,21 @@ def describe(plan: Plan, backend: Backend) -> str:
     )
 
 
-def verify(task: Task, backend: Backend) -> None:
-    """Compare the data with its checksums, once per node; what one finds, all ranks end with."""
-    error: InputError | None = None
-    if backend.local_rank == 0:
-        try:
-            task.verify_data()
-        except InputError as found:
-            error = found
-    if backend.sum([error is not None])[0]:
-        raise error or InputError("another rank found its data damaged")
+def together(backend: Backend, action: Callable[[], Result]) -> Result:
+    """What an action gives on this rank, once it succeeded on all; else all raise what one found."""
+    result, failure = None, None
+    try:
+        result = action()
+    except (InputError, Unreachable) as error:
+        failure = error.with_traceback(None)
+    if backend.sum([failure is not None])[0]:
+        raise_together(backend, failure)
+    return cast(Result, result)
+
+
+def raise_together(backend: Backend, failure: Exception | None) -> None:
+    """All ranks call it; the first failure among theirs is raised on all."""
+    raise next(found for found in backend.share(failure) if found is not None)
 
 
 def is_over(cfg: TrainConfig, progress: checkpoint.Progress) -> bool:
@@ -173,13 +195,18 @@ def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine:
         rows = min(rows, plan.micro_batch_size * backend.world_size)
     order = EvalOrder(rows, plan.micro_batch_size, backend.rank, backend.world_size)
     batches = loader(task.eval_data(), order, num_workers=0, prefetch=cfg.data.prefetch, pin_memory=False)
+    failure = None
     found = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
     with torch.no_grad():
         for batch in as_own_failure(backend.feed(batches), backend):
+            if failure := failure_of([batch]):
+                break
             with backend.autocast():  # for each batch: casts of weights that outlive it make the next another graph
                 found.append(task.eval_sums(engine.model, batch["inputs"]))
     engine.model.train()
+    if backend.sum([failure is not None])[0]:
+        raise_together(backend, failure)
     # Added up on the host in double precision: float32 on the device would lose counts past 2**24.
     sums = torch.stack(backend.read(found)).double().sum(0).tolist()
     sums = backend.sum(sums)
@@ -204,22 +231,38 @@ def due(step: int, every: int | None, total: int) -> bool:
     return step == total or (every is not None and step % every == 0)
 
 
-def train_batches(
-    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, *, first_step: int
-) -> Iterator[list[Batch]]:
-    """The micro batches of each step of this rank, from a step on, endlessly."""
-    order = TrainOrder(
-        rows=task.train_rows,
+def train_order(
+    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, progress: checkpoint.Progress
+) -> ShardSampler:
+    """This rank's order of the data, from where the run stands. The window is the first rank's, then the run's."""
+    mine = together(backend, task.windows)
+    if progress.window_shards is None:
+        progress.window_shards = backend.broadcast(mine.shards)
+        progress.windows_grow = bool(backend.broadcast(mine.grow))
+    windows = Windows(progress.window_shards, progress.windows_grow)
+    check(
+        cfg.data.window_shards is None or mine == windows,
+        f"data.window_shards={cfg.data.window_shards}, but this run shuffles {windows.shards} together; leave it out "
+        "or choose another run_dir",
+    )
+    return ShardSampler(
+        task.shard_rows,
         seed=cfg.seed,
+        windows=windows,
         global_batch_size=plan.global_batch_size,
-        micro_batch_size=plan.micro_batch_size,
         rank=backend.rank,
         world_size=backend.world_size,
-        first_step=first_step,
+        consumed_rows=progress.step * plan.global_batch_size,
     )
+
+
+def train_batches(
+    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, order: ShardSampler
+) -> Iterator[list[Batch]]:
+    """The micro batches of each step of this rank, endlessly."""
     batches = loader(
         task.train_data(),
-        order,
+        order.micro_batches(plan.micro_batch_size),
         num_workers=cfg.data.num_workers,
         prefetch=cfg.data.prefetch,
         pin_memory=backend.pin_memory,

@@ -236,3 +236,29 @@ def neuron_devices() -> list[str]:
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
     """What EC2 calls this machine ("trn1.32xlarge"); of other machines the maker's name, or nothing."""
     return product.read_text().strip() if product.is_file() else ""
+
+
+def instance_stores(
+    *, mountinfo: Path = Path("/proc/self/mountinfo"), sys_block: Path = Path("/sys/class/block")
+) -> list[Path]:
+    """Where this EC2 machine's own NVMe disks are mounted, and can be written to; a RAID of them counts too.
+
+    By the disk's model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store volumes").
+    """
+
+    def is_instance_store(device: str) -> bool:
+        model = sys_block / device / "device" / "model"
+        members = sys_block / device / "slaves"
+        if model.is_file():
+            return "Instance Storage" in model.read_text()
+        parts = [path.name for path in members.iterdir()] if members.is_dir() else []
+        return bool(parts) and all(map(is_instance_store, parts))
+
+    found = []
+    for line in mountinfo.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        source = Path(after.split()[1])
+        place = Path(before.split()[4].replace("\\040", " "))
+        if source.parent == Path("/dev") and is_instance_store(source.name) and os.access(place, os.W_OK):
+            found.append(place)
+    return found

@@ -6,6 +6,9 @@ Temporary faults (throttling, 5xx, lost connections) are tried again by boto3; w
 from __future__ import annotations
 
 import io
+import itertools
+import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,28 +20,28 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,
+    FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
     NoCredentialsError,
-    PartialCredentialsError,
     ProfileNotFound,
 )
 
-from train.config import InputError, S3Config, check
+from train.config import InputError, S3Config, Unreachable, check
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 20
-ATTEMPTS = 8  # of one request, by boto3, with growing pauses of up to 20 s
+ATTEMPTS = 8  # of one request, by boto3, with growing pauses of up to 20 s; of a body that breaks off, by S3Folder.read
 PART_BYTES = 16 * 2**20  # of a multipart upload
 UPLOAD_THREADS = 4
-MISSING = ("404", "NoSuchKey", "NotFound")
+BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError)
+MISSING = ("NoSuchKey", "NotFound")
+TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
 UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+TEMPORARY = (429, 500, 502, 503, 504)
+WRITER = "writer"  # metadata of a created object: which call it was
 DEFAULT_REGION = "us-east-1"  # where S3 sends those who do not say, and what compatible servers take
-
-
-class Unreachable(RuntimeError):
-    """S3 did not answer as it should; the same command may succeed later."""
 
 
 def split(location: str) -> tuple[str, str]:
@@ -53,7 +56,8 @@ def open_session(s3: S3Config) -> Any:
     try:
         return boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
     except ProfileNotFound as error:
-        raise InputError(f"s3.profile={s3.profile} is not in ~/.aws; aws configure list-profiles shows them") from error
+        name = f"s3.profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
+        raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
 
 
 def open_client(session: Any, s3: S3Config) -> Any:
@@ -67,7 +71,11 @@ def open_client(session: Any, s3: S3Config) -> Any:
     try:
         return session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
     except (BotoCoreError, ValueError) as error:
-        raise InputError(f"S3 cannot be used with these settings: {error}") from error
+        raise InputError(f"S3 cannot be used with these settings: {one_line(error)}") from error
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
 
 
 class S3Folder:
@@ -82,15 +90,19 @@ class S3Folder:
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
+    def place(self, name: str) -> dict[str, str]:
+        return {"Bucket": self.bucket, "Key": self.key(name)}
+
     def read(self, name: str) -> bytes:
         with self.telling("read", name):
-            answer = self.client.get_object(Bucket=self.bucket, Key=self.key(name))
-            try:
-                return bytes(answer["Body"].read())
-            except (HTTPClientError, IncompleteReadError):  # boto3 tries requests again, but not what comes after them
-                whole = io.BytesIO()
-                self.client.download_fileobj(self.bucket, self.key(name), whole)
-                return whole.getvalue()
+            for attempt in itertools.count(1):
+                answer = self.client.get_object(**self.place(name))
+                try:
+                    return bytes(answer["Body"].read())
+                except BROKEN_OFF:  # boto3 tries requests again, but not what comes after them
+                    if attempt == ATTEMPTS:
+                        raise
+        raise AssertionError  # `telling` lets no error pass
 
     def write(self, name: str, content: bytes) -> None:
         """In parts, sent side by side, if it is large; readers see the whole or nothing."""
@@ -101,29 +113,47 @@ class S3Folder:
             self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=transfer)
 
     def create(self, name: str, content: bytes) -> bool:
-        try:
-            with self.telling("write", name):
-                self.client.put_object(Bucket=self.bucket, Key=self.key(name), Body=content, IfNoneMatch="*")
-        except FileExistsError:
-            return False
-        return True
+        mark = uuid.uuid4().hex
+        for _ in range(ATTEMPTS):
+            try:
+                with self.telling("write", name):
+                    self.client.put_object(**self.place(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
+                return True
+            except FileExistsError:  # maybe by a first try of ours, whose answer got lost
+                head = self.head(name)
+                if head is not None:
+                    return bool(head["Metadata"].get(WRITER) == mark)
+        return False
 
     def size(self, name: str) -> int | None:
+        head = self.head(name)
+        return None if head is None else int(head["ContentLength"])
+
+    def head(self, name: str) -> Any:
+        """boto3's answer about a file; None if there is none."""
         try:
             with self.telling("read", name):
-                return int(self.client.head_object(Bucket=self.bucket, Key=self.key(name))["ContentLength"])
+                try:
+                    return self.client.head_object(**self.place(name))
+                except ClientError as error:
+                    if error.response["ResponseMetadata"]["HTTPStatusCode"] in TEMPORARY:
+                        raise
+                    answer = self.client.get_object(**self.place(name))  # unlike HEAD's, its errors have a reason
+                    answer["Body"].close()
+                    return answer
         except FileNotFoundError:
             return None
 
     def remove(self, name: str) -> None:
         with self.telling("delete", name):
-            self.client.delete_object(Bucket=self.bucket, Key=self.key(name))
+            self.client.delete_object(**self.place(name))
 
     def names(self, prefix: str = "") -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.key(prefix))
         with self.telling("list", prefix):
             keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        return sorted(key.removeprefix(self.prefix).lstrip("/") for key in keys)
+        # The console's "folders" are empty objects whose names end in a slash.
+        return sorted(key.removeprefix(self.key("")) for key in keys if not key.endswith("/"))
 
     @contextmanager
     def telling(self, verb: str, name: str) -> Iterator[None]:
@@ -133,53 +163,44 @@ class S3Folder:
             yield
         except ClientError as error:
             raise self.explain(error, verb, place) from error
-        except (NoCredentialsError, PartialCredentialsError) as error:
+        except NoCredentialsError as error:
             raise InputError(
                 f"{place}: no AWS credentials on this machine; attach a role to the instance, or aws configure"
             ) from error
-        except (ConnectionError, HTTPClientError) as error:
+        except BROKEN_OFF as error:
             where = self.s3.endpoint or "S3"
-            raise Unreachable(f"{place}: no answer from {where} ({type(error).__name__})") from error
+            raise Unreachable(f"{place}: no whole answer from {where}: {one_line(error)}") from error
         except BotoCoreError as error:
-            raise InputError(f"{place}: {error}") from error
+            raise InputError(f"{place}: {one_line(error)}") from error
 
     def explain(self, error: ClientError, verb: str, place: str) -> Exception:
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        answer = error.response.get("ResponseMetadata", {})
-        status, headers = int(answer.get("HTTPStatusCode", 0)), answer.get("HTTPHeaders", {})
-        # HEAD answers have no body, so the status is all that is told.
-        if code == "NoSuchBucket" or (status == 404 and not self.bucket_exists()):
+        told, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        code, status, headers = (
+            str(told.get("Code", "")),
+            int(answer.get("HTTPStatusCode", 0)),
+            answer.get("HTTPHeaders", {}),
+        )
+        if code == "NoSuchBucket":
             return InputError(f"{place}: there is no bucket {self.bucket}; check the name (aws s3 ls)")
         if code in MISSING:
             return FileNotFoundError(place)
-        if code in ("PreconditionFailed", "ConditionalRequestConflict"):
+        if code in TAKEN:
             return FileExistsError(place)
         if code in EXPIRED:
             return InputError(f"{place}: the AWS credentials have expired; renew them (aws sso login)")
         if code in UNKNOWN:
             return InputError(f"{place}: S3 does not know these credentials ({code}); aws sts get-caller-identity")
         if code in ELSEWHERE or status == 301:
-            region = headers.get("x-amz-bucket-region") or error.response.get("Error", {}).get("Region", "another one")
+            region = headers.get("x-amz-bucket-region") or told.get("Region", "another one")
             return InputError(
                 f"{place}: the bucket is in region {region}, not {self.client.meta.region_name}; set s3.region"
             )
-        if code in ("403", "AccessDenied", "AllAccessDisabled"):
+        if code in ("AccessDenied", "AllAccessDisabled"):
+            hint = " (or it is missing: S3 says so only to who may list the bucket)" if verb == "read" else ""
             return InputError(
-                f"{place}: no permission to {verb} it; the role or user needs it in its policy (or the "
+                f"{place}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
                 "bucket's); aws sts get-caller-identity shows who asks"
             )
-        if status == 400 and code == "400":
-            return InputError(f"{place}: S3 refuses the request (400), as for credentials that have expired")
-        if status >= 500 or status == 429 or code in ("SlowDown", "RequestTimeout"):
-            return Unreachable(f"{place}: S3 answers {status} {code}, {ATTEMPTS} times")
-        return InputError(f"{place}: S3 answers {status} {code}: {error.response.get('Error', {}).get('Message', '')}")
-
-    def bucket_exists(self) -> bool:
-        """Also True if it cannot be told."""
-        try:
-            self.client.head_bucket(Bucket=self.bucket)
-        except ClientError as error:
-            return str(error.response.get("Error", {}).get("Code")) not in ("404", "NoSuchBucket")
-        except BotoCoreError:
-            return True
-        return True
+        if status in TEMPORARY or code in ("SlowDown", "RequestTimeout"):
+            return Unreachable(f"{place}: S3 answers {status} {code}, {answer.get('RetryAttempts', 0) + 1} times")
+        return InputError(f"{place}: S3 answers {status} {code}: {one_line(told.get('Message', ''))}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from train.data.batches import Batch
 
 logger = logging.getLogger("train")
+Result = TypeVar("Result")
 State = dict[str, Any]  # tensors and plain containers
 
 
@@ -82,6 +83,9 @@ class Backend(Protocol):
 
     def gather(self, value: State) -> list[State]:
         """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
+
+    def share(self, value: Result) -> list[Result]:
+        """Every rank's value in rank order, on all ranks."""
 
     def broadcast(self, value: int) -> int:
         """Rank 0's value, on all ranks."""

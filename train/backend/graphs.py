@@ -64,7 +64,7 @@ class Watched:
         shapes = Shapes()
         try:
             for batch in self.batches:
-                if shapes.see(batch["inputs"]):
+                if "failure" not in batch and shapes.see(batch["inputs"]):
                     self.budget.shapes = shapes
                 yield batch
         except Exception as error:

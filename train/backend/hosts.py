@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from train.config import launched_rank, launched_world_size
 if TYPE_CHECKING:
     from train.backend import State
 
+Result = TypeVar("Result")
 RANK_STRIDE = 1_000_003  # a prime: seeds of neighbouring runs and ranks do not meet
 LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
 
@@ -48,6 +49,13 @@ class Hosts:
         found: list[State] | None = [{} for _ in range(self.world_size)] if self.rank == 0 else None
         dist.gather_object(value, found, group=self.group)
         return found or []
+
+    def share(self, value: Result) -> list[Result]:
+        if not self.is_distributed:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
     def broadcast(self, value: int) -> int:
         return int(self.sum([value if self.rank == 0 else 0])[0])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from train.config import InputError, Unreachable
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.order import PADDING
 from train.data.shards import ShardSet
@@ -33,6 +34,13 @@ class MaskedRows(Dataset[Batch]):
         return len(self.shards)
 
     def __getitems__(self, items: list[int]) -> Batch:
+        """A batch; or, when a shard cannot be had, what to tell about it (see failure_of)."""
+        try:
+            return self.draw(items)
+        except (InputError, Unreachable) as error:
+            return {"inputs": {}, "count": 0, "failure": error}
+
+    def draw(self, items: list[int]) -> Batch:
         """input_ids, token_type_ids [B, S] and positions, labels [B, P], all int64, drawn at once."""
         numbers = np.asarray(items, np.int64)
         is_padding = numbers == PADDING
@@ -50,6 +58,13 @@ class MaskedRows(Dataset[Batch]):
             "labels": torch.from_numpy(labels),
         }
         return {"inputs": inputs, "count": int((labels != IGNORE_INDEX).sum())}
+
+
+def failure_of(batches: Iterable[Batch]) -> InputError | Unreachable | None:
+    """Why a batch could not be drawn. It travels as a batch through loader processes and threads, so that the rank
+    gets to tell the others at a step's end instead of leaving them waiting.
+    """
+    return next((batch["failure"] for batch in batches if "failure" in batch), None)
 
 
 def as_it_is(batch: Any) -> Any:

@@ -1,49 +1,145 @@
-"""Which sequences a rank reads at which step: a pure function of (seed, epoch, number of sequences).
+"""Which sequences a rank reads at which step: a pure function of (seed, epoch, rows of each shard, window).
 
-The order does not depend on the number of ranks, micro batches or workers. Step t of an epoch takes
-`order[t*G : (t+1)*G]` (G the global batch) and rank r of W every W-th of those from r on, the semantics of torch's
-DistributedSampler with drop_last. So the only state of the data is the number of steps taken, a resume seeks in no
-time, and any world size that divides the global batch goes on exactly.
+Shards are shuffled, cut into windows of K, and the sequences of a window are shuffled together; one window of all
+shards is a full permutation. The order does not depend on the number of ranks, micro batches or workers. Step t of an
+epoch takes `order[t*G : (t+1)*G]` (G the global batch) and rank r of W every W-th of those from r on, the semantics of
+torch's DistributedSampler with drop_last. So the only state of the data is the number of sequences consumed, a resume
+seeks in no time, and any world size that divides the global batch goes on exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from torch.utils.data import DistributedSampler
 
 PADDING = -1  # fills the last evaluation batch; counts for nothing
-
-
-def epoch_order(seed: int, epoch: int, rows: int) -> np.ndarray:
-    """[rows] int64: every sequence once, shuffled."""
-    return np.random.default_rng([seed, epoch]).permutation(rows)
+FIRST_WINDOW = 2  # shards, where windows grow: what has to be there before the first batch
 
 
 @dataclass(frozen=True)
-class TrainOrder:
-    """Endless micro batches of one rank, from any step on. An item is `epoch * rows + row`."""
+class Windows:
+    """How many shards are shuffled together. Growing ones double in the first epoch, from FIRST_WINDOW to `shards`, so
+    that training begins when two shards are there; later epochs find the rest in the cache.
+    """
 
-    rows: int
-    seed: int
-    global_batch_size: int
-    micro_batch_size: int
-    rank: int
-    world_size: int
-    first_step: int = 0
+    shards: int
+    grow: bool = False
 
-    def __iter__(self) -> Iterator[list[int]]:
-        steps_per_epoch = self.rows // self.global_batch_size
-        epoch, first = divmod(self.first_step, steps_per_epoch)
+    def sizes(self, num_shards: int, epoch: int) -> list[int]:
+        sizes: list[int] = []
+        size = min(FIRST_WINDOW, self.shards) if self.grow and epoch == 0 else self.shards
+        while (left := num_shards - sum(sizes)) > 0:
+            sizes.append(min(size, left))
+            size = min(2 * size, self.shards)
+        return sizes
+
+
+class EpochOrder:
+    """The order of one epoch, a window at a time; a window costs memory and time only when rows of it are asked for."""
+
+    def __init__(self, shard_rows: Sequence[int], windows: Windows, *, seed: int, epoch: int) -> None:
+        self.seed, self.epoch = seed, epoch
+        self.firsts, self.counts = np.cumsum([0, *shard_rows]), np.asarray(shard_rows, np.int64)
+        sizes = windows.sizes(len(shard_rows), epoch)
+        shuffled = np.random.default_rng([seed, epoch, 0, 1]).permutation(len(shard_rows))
+        self.windows = [np.sort(part) for part in np.split(shuffled, np.cumsum(sizes)[:-1])]
+        self.ends = np.cumsum([self.counts[shards].sum() for shards in self.windows])  # places in the order
+        self.window = lru_cache(maxsize=1)(self._window)
+
+    def _window(self, number: int) -> np.ndarray:
+        shards = self.windows[number]
+        rows = np.concatenate([np.arange(self.firsts[s], self.firsts[s + 1]) for s in shards])
+        return np.random.default_rng([self.seed, self.epoch, number]).permutation(rows)
+
+    def window_at(self, place: int) -> int:
+        return int(np.searchsorted(self.ends, place, side="right"))
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64: the sequences at these places of the order."""
+        parts = []
+        while start < stop:
+            number = self.window_at(start)
+            before = self.ends[number - 1] if number else 0
+            end = min(stop, int(self.ends[number]))
+            parts.append(self.window(number)[start - before : end - before])
+            start = end
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.int64)])
+
+
+class ShardSampler(DistributedSampler[int]):
+    """torch's DistributedSampler in the order above: iterating gives this rank's sequences in the rest of the epoch.
+
+    `consumed_rows` counts sequences of the whole run over all ranks. It is for the training loop to set, from optimizer
+    steps: what loaders have prefetched does not move it.
+    """
+
+    def __init__(
+        self,
+        shard_rows: Sequence[int],
+        *,
+        seed: int,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        windows: Windows | None = None,
+        consumed_rows: int = 0,
+    ) -> None:
+        rows = int(sum(shard_rows))
+        super().__init__(range(rows), num_replicas=world_size, rank=rank, seed=seed, drop_last=True)  # type: ignore[arg-type]
+        self.shard_rows, self.windows = list(shard_rows), windows or Windows(len(shard_rows))
+        self.rows, self.global_batch_size = rows, global_batch_size
+        self.total_size = rows // global_batch_size * global_batch_size  # of an epoch, over all ranks
+        self.num_samples = self.total_size // world_size
+        self.consumed_rows = consumed_rows
+
+    def epoch_order(self, epoch: int) -> EpochOrder:
+        return EpochOrder(self.shard_rows, self.windows, seed=self.seed, epoch=epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch."""
+        self.epoch, self.consumed_rows = epoch, epoch * self.total_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed_rows": self.consumed_rows, "seed": self.seed, "window_shards": self.windows.shards}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another sampler stopped, of any world size. ValueError if its order was another one."""
+        mine = self.state_dict()
+        for key in ("seed", "window_shards"):
+            if state[key] != mine[key]:
+                raise ValueError(f"the order was made with {key}={state[key]}, this one has {mine[key]}")
+        self.consumed_rows = int(state["consumed_rows"])
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, start = divmod(self.consumed_rows, self.total_size)
+        order = self.epoch_order(epoch)
+        for first in range(start, self.total_size, self.global_batch_size):
+            yield from order.rows(first, first + self.global_batch_size)[self.rank :: self.num_replicas].tolist()
+
+    def micro_batches(self, size: int) -> Iterator[list[int]]:
+        """Endless micro batches of this rank from `consumed_rows` on. An item is `epoch * rows + row`."""
+        epoch, start = divmod(self.consumed_rows, self.total_size)
         while True:
-            order = epoch_order(self.seed, epoch, self.rows)
-            for step in range(first, steps_per_epoch):
-                batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
-                mine = batch[self.rank :: self.world_size] + epoch * self.rows
-                for start in range(0, len(mine), self.micro_batch_size):
-                    yield mine[start : start + self.micro_batch_size].tolist()
-            epoch, first = epoch + 1, 0
+            order = self.epoch_order(epoch)
+            for first in range(start, self.total_size, self.global_batch_size):
+                batch = order.rows(first, first + self.global_batch_size)[self.rank :: self.num_replicas]
+                batch = batch + epoch * self.rows
+                for low in range(0, len(batch), size):
+                    yield batch[low : low + size].tolist()
+            epoch, start = epoch + 1, 0
+
+    def upcoming_windows(self) -> Iterator[np.ndarray]:
+        """Shards of the window that `consumed_rows` lies in, then of those that follow, endlessly."""
+        epoch, place = divmod(self.consumed_rows, self.total_size)
+        while True:
+            order = self.epoch_order(epoch)
+            yield from order.windows[order.window_at(place) :]
+            epoch, place = epoch + 1, 0
 
 
 @dataclass(frozen=True)

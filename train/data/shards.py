@@ -9,6 +9,7 @@ the data set's id. Readers open what the manifest names and nothing else.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.numpy import save
 
 from train.config import InputError, check
 from train.data.packing import Rows
-from train.storage import canonical_json, sha256_file, sha256_json, write_atomic
+from train.storage import Folder, LocalFolder, canonical_json, sha256_file, sha256_json, write_atomic
 
 FORMAT = 1  # raised when a reader of today could not read the files of tomorrow
 SPLITS = ("train", "validation")
@@ -74,17 +75,22 @@ def plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, Shard | TokenizerInfo) else value
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(where: Folder | Path) -> Manifest:
     """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
-    path = folder / "manifest.json"
-    if not folder.is_dir():
-        raise InputError(f"data.path={folder} does not exist; python -m train.prepare output={folder} writes it")
-    if not path.is_file():
-        raise InputError(f"{folder} holds no manifest.json: its preparation did not finish; run train.prepare again")
+    folder = LocalFolder(where) if isinstance(where, Path) else where
+    place = folder.location
+    if isinstance(folder, LocalFolder) and not folder.path.is_dir():
+        raise InputError(f"data.path={place} does not exist; python -m train.prepare output={place} writes it")
+    path = f"{place}/manifest.json"
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(folder.read("manifest.json"))
         body = {key: value for key, value in content.items() if key != "id"}
         written, seen = content["id"], sha256_json(body)
+    except FileNotFoundError:
+        raise InputError(
+            f"{place} holds no manifest.json: nothing was prepared there (python -m train.prepare output={place}), or "
+            "the preparation did not finish"
+        ) from None
     except (ValueError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is not a manifest: {error}; prepare the data again") from error
     check(content.get("format") == FORMAT, f"{path}: format {content.get('format')} is not {FORMAT}; prepare again")
@@ -133,16 +139,25 @@ def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
 
 
 class ShardSet:
-    """The sequences of one split, memory-mapped, by their number in the manifest's order."""
+    """The sequences of one split, memory-mapped, by their number in the manifest's order.
 
-    def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
-        shards = manifest.splits[split]
-        self.first_rows = np.cumsum([0, *(shard.rows for shard in shards)])
-        self.maps = [map_tensors(folder / shard.file) for shard in shards]
+    Shards are opened when first read, after `wait` has made sure of them (S3: cache.py). Copies for other processes,
+    forked or spawned, open their own.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Shard], None] | None = None
+    ) -> None:
+        self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
+        self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
+        self.maps: dict[int, dict[str, np.ndarray]] = {}
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "maps": {}}
 
     def rows(self, numbers: np.ndarray) -> Rows:
         """The sequences with these numbers, in their order."""
@@ -152,10 +167,19 @@ class ShardSet:
         for shard in np.unique(shard_of):
             here = shard_of == shard
             local = numbers[here] - self.first_rows[shard]
-            tensors = self.maps[shard]
+            tensors = self.tensors(int(shard))
             tokens[here], pivot[here] = tensors["tokens"][local], tensors["pivot"][local]
             same_document[here] = tensors["same_document"][local]
         return Rows(tokens, pivot, same_document)
+
+    def tensors(self, number: int) -> dict[str, np.ndarray]:
+        if number not in self.maps:
+            # A file that was deleted from the cache takes room as long as it is mapped here.
+            self.maps = {old: maps for old, maps in self.maps.items() if (self.folder / self.shards[old].file).exists()}
+            if self.wait is not None:
+                self.wait(self.shards[number])
+            self.maps[number] = map_tensors(self.folder / self.shards[number].file)
+        return self.maps[number]
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:

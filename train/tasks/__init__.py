@@ -13,12 +13,15 @@ from train.config import TrainConfig, check_choice
 
 if TYPE_CHECKING:
     from train.data.batches import Batch
+    from train.data.order import ShardSampler, Windows
+    from train.data.prepared import Supply
 
 
 class Task(Protocol):
     """Batches, the loss as a sum, and what an evaluation adds up."""
 
-    train_rows: int
+    shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
+    train_rows: int  # their sum
     eval_rows: int
     seq_len: int  # tokens
     data_id: str  # identifies the training data; a checkpoint resumes on the same only
@@ -26,6 +29,12 @@ class Task(Protocol):
 
     def verify_data(self) -> None:
         """Compare the data with its checksums; InputError names what is damaged."""
+
+    def windows(self) -> Windows:
+        """How many shards to shuffle together. InputError if this machine cannot hold them."""
+
+    def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+        """Begin to bring what `order` will ask for to this machine. InputError if it cannot be."""
 
     def build_model(self) -> nn.Module: ...
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from train.config import InputError, MLMConfig, TrainConfig, check
 from train.data.batches import MaskedRows
 from train.data.masking import IGNORE_INDEX, Masker
-from train.data.shards import ShardSet, check_files, read_manifest
+from train.data.order import ShardSampler, Windows
+from train.data.prepared import PreparedData, Supply
 from train.data.tokenizer import check_same_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
 from train.models.flops import train_flops_per_sequence
-from train.storage import local_path
 
 
 def build(cfg: TrainConfig) -> MaskedLMTask:
@@ -34,13 +34,12 @@ class MaskedLMTask:
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, MLMConfig)
         self.model_config = cfg.model
-        self.folder = local_path(cfg.data.path)
-        self.manifest = read_manifest(self.folder)
-        check_files(self.folder, self.manifest, checksums=False)
+        self.data = PreparedData(cfg.data, cfg.s3)
+        self.folder, self.manifest = self.data.folder, self.data.manifest
         self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
         check(
             cfg.seq_len in (None, self.seq_len),
-            f"seq_len={cfg.seq_len}, but {self.folder} was prepared with {self.seq_len}; leave it out or prepare again",
+            f"seq_len={cfg.seq_len}, but {cfg.data.path} has {self.seq_len}; leave it out, or prepare anew",
         )
         self.predictions = cfg.task.max_predictions or max(1, round(self.seq_len * cfg.task.mask_rate))
         check(
@@ -65,24 +64,30 @@ class MaskedLMTask:
             vocab_size=info.vocab_size,
             word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
+        self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         if cfg.eval_examples is not None:
             self.eval_rows = min(self.eval_rows, cfg.eval_examples)
         self.facts = {"unigram_entropy": self.manifest.counts["unigram_entropy"]}
 
     def verify_data(self) -> None:
-        """Compare every shard with its checksum; InputError names the one that is damaged."""
-        check_files(self.folder, self.manifest, checksums=True)
+        self.data.verify()
+
+    def windows(self) -> Windows:
+        return self.data.windows()
+
+    def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+        return self.data.supply(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
         info = self.manifest.tokenizer
         return build_masked_lm(self.model_config, vocab_size=info.vocab_size, pad_id=info.pad_id, seq_len=self.seq_len)
 
     def train_data(self) -> MaskedRows:
-        return MaskedRows(ShardSet(self.folder, self.manifest, "train"), self.masker, is_training=True)
+        return MaskedRows(self.data.split("train"), self.masker, is_training=True)
 
     def eval_data(self) -> MaskedRows:
-        return MaskedRows(ShardSet(self.folder, self.manifest, "validation"), self.masker, is_training=False)
+        return MaskedRows(self.data.split("validation"), self.masker, is_training=False)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         logits, labels = self._logits(model, inputs)

@@ -1,0 +1,167 @@
+"""The folder of a node that holds shards from S3: where it is, what fits, and how readers wait for what is to come.
+
+`CACHE_DIR/ID/` has one data set's shards under the names of its manifest, each put there by a rename once its length
+and sha256 are right (fetcher.py). Nothing else is ever deleted. Runs that read the same data share the folder; one
+that has to delete, because not all of it fits, wants it alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from train import machine
+from train.config import DataConfig, InputError, Unreachable, check
+from train.data.order import Windows
+from train.data.shards import Manifest, Shard
+from train.storage import make_folder
+
+SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
+WINDOWS_HELD = 3  # the one read last (its files are deleted, but readers still map them), the current, the next
+POLL_S = 0.02
+LOOK_EVERY_S = 0.25  # for the reasons of an absence
+STARTS_WITHIN_S = 20.0
+
+
+def cache_dir(cfg: DataConfig) -> Path:
+    """What the settings say, or an NVMe disk of the machine, or the user's cache."""
+    if cfg.cache_dir is not None:
+        return Path(cfg.cache_dir).expanduser()
+    stores = machine.instance_stores()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (stores[0] if stores else Path(home).expanduser()) / "baretrain"
+
+
+@dataclass(frozen=True)
+class Cache:
+    folder: Path
+    deadline_s: float
+
+    def faults(self, shard: Shard) -> Path:
+        return self.folder / "faults" / f"{shard.file}.json"
+
+    @property
+    def wanted(self) -> Path:
+        """JSON: since when (Unix time, seconds) each shard has been wanted."""
+        return self.folder / "wanted.json"
+
+    def wait(self, shard: Shard) -> None:
+        """Until a shard is there. Raises InputError for one that cannot come, Unreachable for one that has been wanted
+        for deadline_s: both name the shard and the reason. A loader may look further ahead than the cache reaches; the
+        time until a shard is wanted does not count.
+        """
+        path, began_s = self.folder / shard.file, time.time()
+        looked_s = began_s
+        while not path.is_file():
+            time.sleep(POLL_S)
+            now_s = time.time()
+            if now_s - looked_s < LOOK_EVERY_S:
+                continue
+            looked_s = now_s
+            fault = read_json(self.faults(shard))
+            if fault is not None and fault["is_final"]:
+                raise InputError(fault["reason"])
+            wanted_s = (read_json(self.wanted) or {}).get(shard.file, now_s)
+            if now_s - max(began_s, wanted_s) > self.deadline_s:
+                reason = fault["reason"] if fault else f"{shard.file} does not come, nor any error: a slow network?"
+                raise Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)")
+            if now_s - began_s > STARTS_WITHIN_S and not self.is_served():
+                raise Unreachable(f"{shard.file} cannot come: the process that fetches shards on this node is gone")
+
+    def is_served(self) -> bool:
+        """Whether a fetching process lives: it holds this lock."""
+        with (self.folder / "fetcher.lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a data set needs of a cache, in bytes."""
+
+    train: int
+    validation: int
+    largest: int  # shard
+    num_shards: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Room:
+        train, validation = ([shard.bytes for shard in manifest.splits[split]] for split in ("train", "validation"))
+        return cls(sum(train), sum(validation), max([*train, *validation]), len(train))
+
+    @property
+    def total(self) -> int:
+        return self.train + self.validation
+
+    def windowed(self, shards: int) -> int:
+        return min(self.total, self.validation + WINDOWS_HELD * shards * self.largest)
+
+    def windows(self, limit_bytes: int) -> Windows:
+        """As many shards as the cache holds, WINDOWS_HELD times over if not all. InputError if not even one."""
+        if self.total <= limit_bytes:
+            return Windows(self.num_shards, grow=True)
+        shards = (limit_bytes - self.validation) // (WINDOWS_HELD * self.largest)
+        self.check(Windows(max(1, shards)), limit_bytes)
+        return Windows(shards, grow=True)
+
+    def check(self, windows: Windows, limit_bytes: int) -> None:
+        needed = self.windowed(windows.shards)
+        check(
+            needed <= limit_bytes,
+            f"the cache may take {limit_bytes / 1e9:.3g} GB, windows of {windows.shards} shards need "
+            f"{needed / 1e9:.3g} GB; raise data.cache_gb, lower data.window_shards or choose another data.cache_dir",
+        )
+
+
+def limit_bytes(cfg: DataConfig, folder: Path, manifest: Manifest) -> int:
+    """What the shards of a data set may take on this disk. InputError if the disk has less than the settings say."""
+    shards = [shard for split in manifest.splits.values() for shard in split]
+    present = sum(shard.bytes for shard in shards if (folder / shard.file).is_file())
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if cfg.cache_gb is None:
+        return int(present + SHARE_OF_FREE * free)
+    wanted = int(cfg.cache_gb * 1e9)
+    needed = min(wanted, Room.of(manifest).total)
+    check(
+        needed <= present + free,
+        f"{folder} has {free / 1e9:.3g} GB free, the shards would take {needed / 1e9:.3g} GB; free some, lower "
+        "data.cache_gb, or choose data.cache_dir on a larger disk",
+    )
+    return wanted
+
+
+def open_cache(cfg: DataConfig, manifest: Manifest) -> Cache:
+    """The folder of a data set on this node, made if need be. InputError if it cannot be written."""
+    folder = make_folder(cache_dir(cfg) / manifest.id[:16])
+    (folder / "faults").mkdir(exist_ok=True)
+    return Cache(folder, cfg.deadline_s)
+
+
+def lock(cache: Cache, *, alone: bool) -> IO[str]:
+    """Hold the folder, alone or with other runs, until the file is closed or the process ends. InputError if taken."""
+    file = (cache.folder / "lock").open("a")
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(
+            f"another run uses {cache.folder}, and not all of the data fits; give one of them its own data.cache_dir"
+        ) from None
+    return file

@@ -1,0 +1,185 @@
+"""One shard from S3 into the cache: tried again until its length and sha256 are right, or no try can mend it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential_jitter
+
+from train.config import DataConfig, InputError, S3Config, Unreachable
+from train.data.cache import Cache
+from train.data.fetch import Client
+from train.data.shards import Manifest, Shard
+from train.s3 import split
+from train.storage import canonical_json, sha256_file, sync_file, write_atomic
+
+logger = logging.getLogger("train")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # between tries of a shard: doubling, with jitter
+
+
+class WrongBytes(RuntimeError):
+    """What came is not what the manifest says."""
+
+
+def kept(path: Path) -> Path:
+    """Where a shard waits that an earlier run left, until it is compared with the manifest."""
+    return path.with_name(f".{path.name}.kept")
+
+
+@dataclass
+class Trial:
+    """The tries of one shard so far."""
+
+    shard: Shard
+    tries: int = 0
+    wrong: int = 0  # of them came whole, with other bytes
+    part: Path | None = None  # what the last one brought, to go on from
+
+
+@dataclass
+class Part:
+    """The file of one try. A try that was given up may still be alive in the connector: it writes nothing any more."""
+
+    path: Path
+    is_open: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.file = self.path.open("ab")
+
+    def write(self, chunk: bytes) -> None:
+        with self.lock:
+            if not self.is_open:
+                raise TimeoutError("given up")
+            self.file.write(chunk)
+
+    def close(self) -> None:
+        with self.lock:
+            self.is_open = False
+            self.file.close()
+
+
+class Downloader:
+    """Shards of one data set. `obtain` may be called by several threads at once, for different shards."""
+
+    def __init__(self, location: str, s3: S3Config, cfg: DataConfig, manifest: Manifest, cache: Cache) -> None:
+        self.location, self.s3, self.cfg, self.cache = location, s3, cfg, cache
+        self.shards = [shard for shards in manifest.splits.values() for shard in shards]
+        self.lock = threading.Lock()
+        self.client: Client | None = None
+        self.hopeless: set[str] = set()  # files that no further try will bring
+
+    def obtain(self, shard: Shard) -> None:
+        """Put a shard into the cache, or leave word there of why it cannot be."""
+        try:
+            if not self.take_kept(shard):
+                Retrying(
+                    wait=wait_exponential_jitter(FIRST_PAUSE_S, LONGEST_PAUSE_S),
+                    retry=retry_if_exception_type((Unreachable, WrongBytes)),
+                    before_sleep=self.after_failure,
+                )(self.attempt, Trial(shard))
+            self.cache.faults(shard).unlink(missing_ok=True)
+        except Exception as error:
+            self.hopeless.add(shard.file)
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            self.tell(shard, f"{self.place(shard)}: {reason}", is_final=True)
+            logger.exception("%s cannot be fetched", shard.file) if not isinstance(
+                error, InputError | OSError
+            ) else None
+
+    def take_kept(self, shard: Shard) -> bool:
+        """Use what an earlier run left of a shard, if it is right."""
+        path = self.cache.folder / shard.file
+        left = kept(path)
+        if not left.is_file():
+            return False
+        if left.stat().st_size == shard.bytes and sha256_file(left) == shard.sha256:
+            left.rename(path)
+            return True
+        logger.warning("%s in the cache is damaged; it is fetched again", shard.file)
+        left.unlink()
+        return False
+
+    def attempt(self, trial: Trial) -> None:
+        """One download in a time of its own. What was cut short goes on where it stopped."""
+        shard, path = trial.shard, self.cache.folder / trial.shard.file
+        trial.tries += 1
+        place = path.with_name(f".{path.name}.part-{os.getpid()}-{trial.tries}")
+        if trial.part is not None:
+            trial.part.rename(place)
+        trial.part = place
+        part, answer = Part(place), queue.SimpleQueue[BaseException | None]()
+        client, offset = self.current_client(), place.stat().st_size
+        threading.Thread(target=self.read, args=(client, shard, part, offset, answer.put), daemon=True).start()
+        try:
+            error = answer.get(timeout=self.cfg.attempt_s)
+        except queue.Empty:
+            error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)")
+        part.close()
+        if error is not None:
+            self.client = None
+            raise error
+        self.compare(trial, place)
+        sync_file(place)
+        place.rename(path)
+
+    def read(
+        self, client: Client, shard: Shard, part: Part, offset: int, answer: Callable[[BaseException | None], None]
+    ) -> None:
+        try:
+            client.read(self.key(shard), part.write, offset=offset)
+        except BaseException as error:  # for the thread that waits
+            answer(error)
+        else:
+            answer(None)
+
+    def compare(self, trial: Trial, place: Path) -> None:
+        shard, size = trial.shard, place.stat().st_size
+        seen = sha256_file(place) if size == shard.bytes else None
+        if seen == shard.sha256:
+            return
+        trial.wrong += 1
+        trial.part = None
+        place.unlink()
+        what = (
+            f"sha256 is {seen[:12]}, the manifest says {shard.sha256[:12]}"
+            if seen
+            else (f"{size} bytes, the manifest says {shard.bytes}")
+        )
+        if trial.wrong >= self.cfg.refetches:
+            raise InputError(
+                f"{what}, {trial.wrong} times: it was damaged or replaced; put the original back or prepare again"
+            )
+        raise WrongBytes(what)
+
+    def current_client(self) -> Client:
+        """A new one after a failure, and when credentials were renewed."""
+        with self.lock:
+            if self.client is None or self.client.is_stale():
+                keys = [self.key(shard) for shard in self.shards]
+                bucket = split(self.location)[0]
+                self.client = Client(bucket, keys, self.s3, largest_bytes=max(shard.bytes for shard in self.shards))
+            return self.client
+
+    def after_failure(self, state: RetryCallState) -> None:
+        trial: Trial = state.args[0]
+        error = state.outcome.exception() if state.outcome else None
+        pause_s = state.next_action.sleep if state.next_action else 0.0
+        reason = f"{self.place(trial.shard)}: {error} ({trial.tries} tries)"
+        logger.warning("%s; again in %.1f s", reason, pause_s)
+        self.tell(trial.shard, reason, is_final=False)
+
+    def tell(self, shard: Shard, reason: str, *, is_final: bool) -> None:
+        write_atomic(self.cache.faults(shard), canonical_json({"reason": reason, "is_final": is_final}))
+
+    def key(self, shard: Shard) -> str:
+        return f"{split(self.location)[1]}/{shard.file}".lstrip("/")
+
+    def place(self, shard: Shard) -> str:
+        return f"{self.location}/{shard.file}"

@@ -1,0 +1,104 @@
+"""One shard from S3 to a file: the only place that knows the connector.
+
+s3torchconnector tries again on its own, but its budget is shared by the parts of a read, it has no time limit (a dead
+connection costs it six minutes) and compares no checksum. So whoever calls this gives each download a time of its own,
+begins again with a new client, and compares length and sha256 with the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset, S3ReaderConstructor
+
+from train.config import InputError, S3Config, Unreachable
+from train.s3 import DEFAULT_REGION, open_session
+
+READ_BYTES = 2**20
+PIECE_BYTES = 8 * 2**20  # requested at once when a download goes on in the middle
+MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, and what it may keep in memory for a part
+CONNECTOR_ATTEMPTS = 3
+FINAL = {  # words of the connector's errors that no further try will change, and what to say
+    "key does not exist": "it is not in the bucket",
+    "bucket does not exist": "there is no such bucket",
+    "No signing credentials": "there are no AWS credentials on this machine",
+    "Forbidden": "S3 refuses access to it",
+    "AccessDenied": "S3 refuses access to it",
+}
+TEMPORARY = ("Expired", "EXPIRED", "hrottl")
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+GIVEN = {name: os.environ.get(name) for name in CREDENTIALS}  # by the user, before this process puts others there
+
+
+class Client:
+    """The connector over the objects of one data set, with the credentials of the moment: boto3 knows more places to
+    find them than the connector does, and renews them. Make a new one when they have changed, or after a fault.
+    """
+
+    def __init__(self, bucket: str, keys: Sequence[str], s3: S3Config, *, largest_bytes: int) -> None:
+        put(GIVEN)
+        self.s3, self.session = s3, open_session(s3)
+        self.uris = {key: number for number, key in enumerate(keys)}
+        self.locations = [f"s3://{bucket}/{key}" for key in keys]
+        self.part_bytes = min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES)  # one request a shard
+        self.credentials = self.current_credentials()
+        self.whole = self._open(S3ReaderConstructor.sequential())
+        self.rest = self._open(S3ReaderConstructor.range_based(buffer_size=0))
+
+    def current_credentials(self) -> tuple[str | None, ...]:
+        found = self.session.get_credentials()
+        if found is None:
+            return (None, None, None)
+        frozen = found.get_frozen_credentials()
+        return (frozen.access_key, frozen.secret_key, frozen.token)
+
+    def is_stale(self) -> bool:
+        return bool(self.current_credentials() != self.credentials)
+
+    def _open(self, constructor: Any) -> Any:
+        put(dict(zip(CREDENTIALS, self.credentials, strict=True)))
+        endpoints = (self.s3.endpoint, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+        return S3MapDataset.from_objects(
+            self.locations,
+            region=self.session.region_name or DEFAULT_REGION,
+            endpoint=next(filter(None, endpoints), None),
+            reader_constructor=constructor,
+            s3client_config=S3ClientConfig(
+                part_size=self.part_bytes, force_path_style=self.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS
+            ),
+        )
+
+    def read(self, key: str, write: Callable[[bytes], None], *, offset: int) -> None:
+        """Give an object's bytes from `offset` on to `write`, in order.
+
+        Raises InputError for what another try cannot mend, Unreachable for what it may. `write` may raise to stop it.
+        """
+        reader = (self.rest if offset else self.whole)[self.uris[key]]
+        try:
+            if offset:
+                reader.seek(offset)
+            while chunk := reader.read(PIECE_BYTES if offset else READ_BYTES):
+                write(chunk)
+        except S3Exception as error:  # one class for all; only its words tell cases apart
+            raise explain(error) from error
+
+
+def put(credentials: Mapping[str, str | None]) -> None:
+    """Into the environment, where the connector looks first. That of the process that fetches, and nobody else's."""
+    for name, value in credentials.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def explain(error: Exception) -> Exception:
+    text = " ".join(str(error).split())
+    if any(word in text for word in TEMPORARY):
+        return Unreachable(text)
+    for words, meaning in FINAL.items():
+        if words in text:
+            return InputError(f"{meaning} ({text})")
+    return Unreachable(text)

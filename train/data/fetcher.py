@@ -1,0 +1,196 @@
+"""The process, one on each node, that keeps the cache ahead of the ranks: the next shards in, those done with out.
+
+It alone talks to S3 while training runs: ranks and their loader processes read files, so that a dead connection cannot
+hold any of them, nothing of the connector is alive when they fork, and a shard comes once whatever the number of ranks.
+A shard is tried again until it is there; what cannot be mended is written beside the cache, where readers find it when
+they need the shard (cache.py): a fault of the next window does no harm before the next window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from train.config import DataConfig, S3Config
+from train.data.cache import Cache, Room, lock
+from train.data.download import Downloader, kept
+from train.data.order import ShardSampler
+from train.data.shards import Manifest, Shard
+from train.preempt import leave_signals_to_the_parent
+from train.storage import canonical_json, write_atomic
+
+logger = logging.getLogger("train")
+TICK_S, IDLE_S = 0.1, 1.0  # between looks at the cache while shards are missing, and otherwise
+REPORT_EVERY_S = 10.0
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+class Need:
+    """Which shards have to be in the cache."""
+
+    def __init__(self, manifest: Manifest, sampler: ShardSampler, limit_bytes: int) -> None:
+        self.manifest, self.sampler = manifest, sampler
+        self.shards = [shard for shards in manifest.splits.values() for shard in shards]
+        room = Room.of(manifest)
+        self.fits = room.total <= limit_bytes
+        # Files of the window before are deleted, yet take room as long as readers map them: until they open the next.
+        self.limit_bytes = limit_bytes if self.fits else limit_bytes - sampler.windows.shards * room.largest
+
+    def wanted(self) -> list[Shard]:
+        """What is needed from `sampler.consumed_rows` on, in the order of need, as far as there is room."""
+        chosen: dict[str, Shard] = {}
+        size_bytes = 0
+        for shard in self.in_order():
+            if len(chosen) == len(self.shards):
+                break
+            if shard.file not in chosen:
+                size_bytes += shard.bytes
+                if size_bytes > self.limit_bytes:
+                    break
+                chosen[shard.file] = shard
+        return list(chosen.values())
+
+    def in_order(self) -> Iterator[Shard]:
+        train = self.manifest.splits["train"]
+        windows = self.sampler.upcoming_windows()
+        yield from (train[number] for number in next(windows))
+        yield from self.manifest.splits["validation"]
+        for window in windows:
+            yield from (train[number] for number in window)
+
+
+class Fetcher:
+    """Starts the process; a context manager that ends it. The first rank of a node has one."""
+
+    def __init__(
+        self,
+        location: str,
+        s3: S3Config,
+        cfg: DataConfig,
+        manifest: Manifest,
+        cache: Cache,
+        sampler: ShardSampler,
+        limit_bytes: int,
+    ) -> None:
+        self.cfg, self.cache = cfg, cache
+        self.need = Need(manifest, sampler, limit_bytes)
+        self.held = lock(cache, alone=not self.need.fits)
+        self.set_aside()
+        self.downloader = Downloader(location, s3, cfg, manifest, cache)
+        context = multiprocessing.get_context("fork")  # before the ranks' devices and loaders have much to copy
+        theirs, self.places = context.Pipe(duplex=False)
+        self.process = context.Process(target=self.run, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Fetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.places.close()
+        self.process.kill()  # nothing in it is worth a clean end: files get their names when they are whole
+        self.process.join()
+        self.held.close()
+
+    def consumed(self, rows: int) -> None:
+        """Say how many sequences of the whole run all ranks have done with."""
+        if self.process.is_alive():  # else readers tell, when they need what does not come
+            self.places.send(rows)
+
+    def set_aside(self) -> None:
+        """Hide what an earlier run left, before any reader looks: it is compared with the manifest first."""
+        names = {shard.file for shard in self.need.shards}
+        for shard in self.need.shards:
+            path = self.cache.folder / shard.file
+            if path.is_file():
+                path.rename(kept(path))
+            self.cache.faults(shard).unlink(missing_ok=True)
+        self.cache.wanted.unlink(missing_ok=True)
+        for path in self.cache.folder.glob(".*.part-*"):
+            name, _, owner = path.name[1:].rpartition(".part-")
+            if name in names and not Path("/proc", owner.split("-")[0]).exists():
+                path.unlink(missing_ok=True)
+
+    # ---- in the process --------------------------------------------------------------------------------------------
+
+    def run(self, places: Connection) -> None:
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        leave_signals_to_the_parent(0)
+        self.places.close()
+        with (self.cache.folder / "fetcher.lock").open("a") as life:
+            fcntl.flock(life, fcntl.LOCK_SH)  # readers see by it that this process lives
+            try:
+                self.serve(places, parent)
+            except EOFError:  # the run has ended
+                pass
+            except BaseException:
+                logger.exception("fetching shards has failed")
+        os._exit(0)  # a given-up download may hang in the connector for minutes
+
+    def serve(self, places: Connection, parent: int) -> None:
+        """Keep what is wanted in the cache, until the run ends."""
+        pool, under_way = ThreadPoolExecutor(self.cfg.downloads), dict[str, Future[None]]()
+        wanted, absent, was_filling = self.now_wanted({}), list[Shard](), True
+        looked_s, reported_s = -IDLE_S, time.monotonic()
+        while os.getppid() == parent:
+            now_s = time.monotonic()
+            if absent or now_s - looked_s > IDLE_S:
+                looked_s = now_s
+                hopeless = self.downloader.hopeless
+                absent = [shard for shard in wanted if not self.path(shard).is_file() and shard.file not in hopeless]
+                under_way = {name: future for name, future in under_way.items() if not future.done()}
+                for shard in absent:
+                    if len(under_way) < self.cfg.downloads and shard.file not in under_way:
+                        under_way[shard.file] = pool.submit(self.downloader.obtain, shard)
+                if (absent and now_s - reported_s > REPORT_EVERY_S) or (was_filling and not absent):
+                    reported_s = now_s
+                    self.report(wanted, absent)
+                was_filling = bool(absent)
+            if places.poll(TICK_S):
+                while places.poll():
+                    self.need.sampler.consumed_rows = places.recv()
+                wanted = self.now_wanted(wanted)
+                looked_s = looked_s if absent else -IDLE_S
+
+    def now_wanted(self, before: dict[Shard, float]) -> dict[Shard, float]:
+        """Since when each shard has been wanted, in the order of need, for readers to see; the others are deleted."""
+        shards = self.need.wanted()
+        wanted = {shard: before.get(shard, time.time()) for shard in shards}
+        if wanted.keys() != before.keys():
+            times = {shard.file: since_s for shard, since_s in wanted.items()}
+            write_atomic(self.cache.wanted, canonical_json(times))
+            if not self.need.fits:
+                self.evict(wanted)
+        return wanted
+
+    def path(self, shard: Shard) -> Path:
+        return self.cache.folder / shard.file
+
+    def evict(self, wanted: dict[Shard, float]) -> None:
+        """Delete what is not wanted, of this manifest's own files."""
+        names = {shard.file for shard in wanted}
+        for shard in self.need.shards:
+            if shard.file not in names:
+                self.path(shard).unlink(missing_ok=True)
+                kept(self.path(shard)).unlink(missing_ok=True)
+
+    def report(self, wanted: dict[Shard, float], absent: list[Shard]) -> None:
+        total, left = (sum(shard.bytes for shard in shards) for shards in (list(wanted), absent))
+        logger.info(
+            "shards: %d of %d in %s, %.2f of %.2f GB",
+            len(wanted) - len(absent),
+            len(wanted),
+            self.cache.folder,
+            (total - left) / 1e9,
+            total / 1e9,
+        )

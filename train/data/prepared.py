@@ -1,0 +1,122 @@
+"""A prepared data set, on disk or in S3, as training sees it: a folder on this node with all that is needed now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from train.config import DataConfig, InputError, S3Config, check
+from train.data.cache import Room, limit_bytes, open_cache
+from train.data.order import ShardSampler, Windows
+from train.data.shards import Manifest, Shard, ShardSet, check_files, read_manifest
+from train.storage import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file, write_atomic
+
+TOKENIZER = ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+HEADS_AT_ONCE = 16
+
+
+class Supply(Protocol):
+    """Keeps the shards coming while a run goes on; a context manager."""
+
+    def __enter__(self) -> Supply: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def consumed(self, rows: int) -> None:
+        """Say how many sequences of the whole run all ranks have done with."""
+
+
+class NothingToDo:
+    def __enter__(self) -> NothingToDo:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def consumed(self, rows: int) -> None: ...
+
+
+class PreparedData:
+    """`folder` holds the tokenizer and, sooner or later, the shards. Raises InputError for data that will not do."""
+
+    def __init__(self, cfg: DataConfig, s3: S3Config) -> None:
+        self.cfg, self.s3 = cfg, s3
+        self.source = open_folder(cfg.path, s3)
+        self.manifest = read_manifest(self.source)
+        self.cache = open_cache(cfg, self.manifest) if is_s3(cfg.path) else None
+        if self.cache is None:
+            self.folder = local_path(cfg.path)
+            check_files(self.folder, self.manifest, checksums=False)
+        else:
+            self.folder = self.cache.folder
+            bring_tokenizer(self.source, self.folder, self.manifest)
+
+    def split(self, name: str) -> ShardSet:
+        return ShardSet(self.folder, self.manifest, name, self.cache.wait if self.cache else None)
+
+    def verify(self) -> None:
+        """Compare local shards with their checksums. Of those in S3, whose checksums are compared as they arrive, only
+        that they are there and their length. InputError names the first that is not right.
+        """
+        if self.cache is None:
+            check_files(self.folder, self.manifest, checksums=True)
+            return
+        for fault in absent(self.source, self.manifest):
+            raise InputError(fault)
+
+    def windows(self) -> Windows:
+        """What the settings or, on this machine, the room come to."""
+        wanted = self.cfg.window_shards
+        num_shards = len(self.manifest.splits["train"])
+        if wanted is not None:
+            return Windows(min(wanted, num_shards))
+        if self.cache is None:
+            return Windows(num_shards, grow=True)
+        return Room.of(self.manifest).windows(limit_bytes(self.cfg, self.folder, self.manifest))
+
+    def supply(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+        """Begin to fetch what `sampler` will ask for. InputError if this machine's cache has no room for it."""
+        if self.cache is None or not is_first_on_machine:
+            return NothingToDo()
+        limit = limit_bytes(self.cfg, self.folder, self.manifest)
+        Room.of(self.manifest).check(sampler.windows, limit)
+        from train.data.fetcher import Fetcher  # the connector is for those who need it
+
+        return Fetcher(self.cfg.path, self.s3, self.cfg, self.manifest, self.cache, sampler, limit)
+
+
+def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
+    """Copy the tokenizer's files to this node. InputError if it is not the one that made the shards."""
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    known = folder / TOKENIZER[0]
+    if all((folder / name).is_file() for name in TOKENIZER) and sha256_file(known) == manifest.tokenizer.sha256:
+        return
+    for name in reversed(TOKENIZER):  # the one that is compared comes last
+        try:
+            content = source.read(name)
+        except FileNotFoundError:
+            raise InputError(f"{source.location}/{name} is missing; prepare the data again") from None
+        check(
+            name != TOKENIZER[0] or sha256_bytes(content) == manifest.tokenizer.sha256,
+            f"{source.location}/{name} is not the tokenizer that made the shards; put it back or prepare again",
+        )
+        write_atomic(folder / name, content)
+
+
+def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with the presence and length of shards in S3."""
+
+    def examine(shard: Shard) -> str | None:
+        size = source.size(shard.file)
+        if size == shard.bytes:
+            return None
+        return f"{source.location}/{shard.file} " + (
+            "is missing, but the manifest names it; prepare the data again"
+            if size is None
+            else f"has {size} bytes, the manifest says {shard.bytes}; prepare the data again"
+        )
+
+    shards = [shard for shards in manifest.splits.values() for shard in shards]
+    with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
+        yield from filter(None, pool.map(examine, shards))
