@@ -175,11 +175,7 @@ class S3Folder:
 
     def explain(self, error: ClientError, verb: str, place: str) -> Exception:
         told, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-        code, status, headers = (
-            str(told.get("Code", "")),
-            int(answer.get("HTTPStatusCode", 0)),
-            answer.get("HTTPHeaders", {}),
-        )
+        code, status = str(told.get("Code", "")), int(answer.get("HTTPStatusCode", 0))
         if code == "NoSuchBucket":
             return InputError(f"{place}: there is no bucket {self.bucket}; check the name (aws s3 ls)")
         if code in MISSING:
@@ -191,10 +187,9 @@ class S3Folder:
         if code in UNKNOWN:
             return InputError(f"{place}: S3 does not know these credentials ({code}); aws sts get-caller-identity")
         if code in ELSEWHERE or status == 301:
-            region = headers.get("x-amz-bucket-region") or told.get("Region", "another one")
-            return InputError(
-                f"{place}: the bucket is in region {region}, not {self.client.meta.region_name}; set s3.region"
-            )
+            region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region") or told.get("Region", "another one")
+            here = self.client.meta.region_name
+            return InputError(f"{place}: the bucket is in region {region}, not {here}; set s3.region")
         if code in ("AccessDenied", "AllAccessDisabled"):
             hint = " (or it is missing: S3 says so only to who may list the bucket)" if verb == "read" else ""
             return InputError(

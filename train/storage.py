@@ -8,12 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import InputError, S3Config
 
 CHUNK_BYTES = 8 * 2**20
+TEMPORARY_GLOB = ".*.tmp-*"  # files that are not whole yet
 
 
 class Folder(Protocol):
@@ -58,27 +62,24 @@ class LocalFolder:
         self.path, self.location = path, str(path)
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        with telling("read", self.path / name):
+            return (self.path / name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
         path = self.path / name
-        with writing(path):
+        with telling("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.path / name
-        with writing(path):
+        with telling("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_beside(path)
-            temporary.write_bytes(content)
-            sync_file(temporary)
-            try:
-                os.link(temporary, path)  # unlike a rename, fails if the name is taken
-            except FileExistsError:
-                return False
-            finally:
-                temporary.unlink()
+            with written_beside(path, content) as temporary:
+                try:
+                    os.link(temporary, path)  # unlike a rename, fails if the name is taken
+                except FileExistsError:
+                    return False
             sync_folder(path.parent)
         return True
 
@@ -87,24 +88,25 @@ class LocalFolder:
         return path.stat().st_size if path.is_file() else None
 
     def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+        with telling("delete", self.path / name):
+            (self.path / name).unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> list[str]:
-        found = (path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file())
+        files = (path for path in self.path.rglob("*") if path.is_file() and not path.match(TEMPORARY_GLOB))
+        found = (path.relative_to(self.path).as_posix() for path in files)
         return sorted(name for name in found if name.startswith(prefix))
 
 
-class writing:
-    """What the disk refuses is for the user to mend."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            raise InputError(f"cannot write {self.path}: {error.strerror}; free some space or choose another folder")
+@contextmanager
+def telling(verb: str, path: Path) -> Iterator[None]:
+    """What the disk refuses is for the user to mend; a file to read that is missing is not."""
+    try:
+        yield
+    except OSError as error:
+        if verb == "read" and isinstance(error, FileNotFoundError):
+            raise
+        hint = "; free some space or choose another folder" if verb == "write" else ""
+        raise InputError(f"cannot {verb} {path}: {error.strerror}{hint}") from error
 
 
 def local_path(location: str) -> Path:
@@ -140,16 +142,25 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def temporary_beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+@contextmanager
+def written_beside(path: Path, content: bytes) -> Iterator[Path]:
+    """A synced file with this content next to `path`, under a name that no other thread, process or machine uses.
+
+    It is removed in the end, unless it was renamed.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        temporary.write_bytes(content)
+        sync_file(temporary)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a whole file; after a crash either the old content is there or the new one."""
-    temporary = temporary_beside(path)
-    temporary.write_bytes(content)
-    sync_file(temporary)
-    temporary.replace(path)
+    with written_beside(path, content) as temporary:
+        temporary.replace(path)
     sync_folder(path.parent)
 
 
