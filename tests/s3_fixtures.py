@@ -11,6 +11,7 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.config import Config
 from services.fault_proxy import FaultProxy
 from services.s3_server import PACKAGES, S3Server, missing_programs
 
@@ -31,14 +32,15 @@ class S3Service:
     def endpoint(self) -> str:
         return self.proxy.endpoint
 
-    def client(self, key: str = S3Server.key, secret: str = S3Server.secret) -> Any:
-        """boto3's, past the proxy: what a test does to prepare and to look is no request of the tested code."""
+    def client(self, endpoint: str | None = None, tries: int = 3) -> Any:
+        """boto3's. None: past the proxy, since what a test does to prepare and to look is not for it to count."""
         return boto3.client(
             "s3",
-            endpoint_url=self.server.endpoint,
+            endpoint_url=endpoint or self.server.endpoint,
             region_name=REGION,
-            aws_access_key_id=key,
-            aws_secret_access_key=secret,
+            aws_access_key_id=self.server.key,
+            aws_secret_access_key=self.server.secret,
+            config=Config(retries={"mode": "standard", "total_max_attempts": tries}),
         )
 
 

@@ -29,7 +29,7 @@ READ_BYTES = 256 * 2**10
 
 @dataclass
 class Fault:
-    """What happens to the requests that fit. Of several rules the first that acts on a request has it."""
+    """What happens to the requests that fit. The first rule that acts on a request keeps it from those after it."""
 
     do: str  # status | reset | stall | flip | rate | delay | lose (the server does it, the answer gets lost)
     match: str = ""  # regular expression, searched in "GET /bucket/key?query bytes=0-99"

@@ -14,8 +14,8 @@ PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
 PROGRAMS = ("ceph-mon", "ceph-osd", "ceph", "ceph-authtool", "monmaptool", "radosgw", "radosgw-admin")
 KEY, SECRET = "testkey", "testsecret"
 
-# One copy of everything, and no waiting for the peers and managers that a real cluster has. A gateway with a cache would
-# be told of every change, and the store would wait half a minute for the answer of one that was killed.
+# One copy of everything, and no waiting for the peers and managers that a real cluster has. No cache in the gateway: it
+# would be told of every change, and the store would wait half a minute for the answer of one that was killed.
 SETTINGS = """
 [global]
 fsid = {fsid}

@@ -1,0 +1,140 @@
+"""The S3 server and the proxy themselves: a fault that does not happen would let every test of it pass."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from services.fault_proxy import Fault
+from services.process import Process, free_port
+from services.s3_server import S3Server
+
+CONTENT = bytes(range(256)) * 4096  # 1 MiB
+
+
+@pytest.fixture
+def get(bucket):
+    """What a plain client gets for the object `a`; an exception if the connection breaks."""
+    bucket.put("a", CONTENT)
+    client = bucket.service.client(endpoint=bucket.service.endpoint, tries=1)
+    return lambda: client.get_object(Bucket=bucket.name, Key="a")["Body"].read()
+
+
+def test_all_passes_without_a_fault(bucket, get):
+    assert get() == CONTENT
+    (seen,) = bucket.proxy.requests()
+    assert (seen.method, seen.path, seen.status, seen.fault) == ("GET", f"/{bucket.name}/a", 200, None)
+    assert bucket.proxy.requests("HEAD") == []
+
+
+def test_a_flip_changes_one_byte(bucket, get):
+    bucket.proxy.set(Fault("flip", after=700_000))
+    got = get()
+    assert [at for at in range(len(CONTENT)) if got[at] != CONTENT[at]] == [700_000]
+    assert len(got) == len(CONTENT)
+
+
+def test_a_reset_comes_after_the_bytes_that_pass(bucket, get):
+    bucket.proxy.set(Fault("reset", after=300_000))
+    with pytest.raises(Exception, match="reset by peer"):
+        get()
+
+
+def test_delay_stall_and_rate_take_their_time(bucket, get):
+    for fault in (
+        Fault("delay", seconds=0.5),
+        Fault("stall", after=1000, seconds=0.5),
+        Fault("rate", bytes_per_s=2 * len(CONTENT)),
+    ):
+        bucket.proxy.set(fault)
+        began_s = time.monotonic()
+        assert get() == CONTENT
+        assert time.monotonic() - began_s > 0.4, fault
+
+
+def test_skip_times_and_match_choose_the_requests(bucket, get):
+    bucket.proxy.set(Fault("flip", match="^GET .*/a$", skip=1, times=2), Fault("flip", match="^GET", skip=3))
+    assert [get() == CONTENT for _ in range(5)] == [True, False, False, True, True]
+    bucket.proxy.set(Fault("flip", match="^GET .*/other"))
+    assert get() == CONTENT
+
+
+def test_a_share_is_drawn_by_its_seed(bucket, get):
+    def draw(seed):
+        bucket.proxy.set(Fault("flip", share=0.3, seed=seed))
+        return [get() == CONTENT for _ in range(40)]
+
+    first = draw(1)
+    assert 20 <= sum(first) <= 36  # 28 are to be expected, 4 standard deviations of the binomial are 11
+    assert draw(1) == first != draw(2)
+
+
+def test_a_large_upload_gets_the_tag_that_s3_gives(bucket):
+    """MD5 of the parts' MD5s and their number; the connector takes no answer without one."""
+    import s3torchconnector
+
+    checkpoint = s3torchconnector.S3Checkpoint(
+        region="us-east-1",
+        endpoint=bucket.service.endpoint,
+        s3client_config=s3torchconnector.S3ClientConfig(force_path_style=True),
+    )
+    with checkpoint.writer(bucket.location("large")) as writer:
+        writer.write(CONTENT * 20)
+    assert bucket.get("large") == CONTENT * 20
+
+
+def test_a_server_killed_and_started_again_has_its_data(bucket, get):
+    bucket.service.server.kill()
+    with pytest.raises(Exception, match=r"closed before we received|reset by peer"):
+        get()
+    bucket.service.server.start_gateway()
+    assert get() == CONTENT
+
+
+def test_two_servers_know_nothing_of_each_other(bucket, tmp_path):
+    other = S3Server(tmp_path / "other")
+    try:
+        client = bucket.service.client(endpoint=other.endpoint)
+        assert client.list_buckets()["Buckets"] == []
+    finally:
+        processes = list(other.processes)
+        other.stop()
+    assert [process.running() for process in processes] == [False] * 3
+    assert bucket.name in [found["Name"] for found in bucket.client.list_buckets()["Buckets"]]
+
+
+def test_a_process_does_not_outlive_the_tests(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from services.process import Process\n"
+        "print(Process(['sleep', '600'], log=Path(sys.argv[1])).shell.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    tests = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "log")], cwd=tests, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    deadline_s = time.monotonic() + 30
+    while is_alive(int(done.stdout)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Also False for a zombie, which waits for its parent only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_program_that_does_not_start_shows_its_log(tmp_path):
+    process = Process(["sh", "-c", "echo no such thing; exit 3"], log=tmp_path / "log")
+    with pytest.raises(RuntimeError, match="sh does not listen on port .*\nno such thing"):
+        process.wait_for_port(free_port())
+    assert not process.running()
+    assert process.shell.returncode == 3
