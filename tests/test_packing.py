@@ -16,11 +16,17 @@ def documents(number, seed=0, longest=60):
     return [rng.integers(10, 1000, rng.integers(1, longest)).tolist() for _ in range(number)]
 
 
+def add(work, source):
+    """Documents to the packer; what comes out."""
+    tokens = np.array([token for document in source for token in document], np.int32)
+    return work.add(tokens, np.array([len(document) for document in source], np.int64))
+
+
 @pytest.mark.parametrize("longest", [4, 60, 500])
 @pytest.mark.parametrize("seq_len", [8, 16, 33])
 def test_nothing_is_lost_but_the_last_partial_sequence(seq_len, longest):
     work, source = packer(seq_len), documents(60, longest=longest)
-    rows = work.add(source)
+    rows = add(work, source)
     assert (rows.tokens[:, 0] == CLS).all()
     assert (rows.tokens[:, -1] == SEP).all()
     text = rows.tokens[:, 1:-1]
@@ -30,7 +36,7 @@ def test_nothing_is_lost_but_the_last_partial_sequence(seq_len, longest):
 
 
 def test_the_pivot_is_behind_a_separator_and_parts_two_stretches():
-    rows = packer().add(documents(200))
+    rows = add(packer(), documents(200))
     line = np.arange(len(rows))
     assert (rows.tokens[line, rows.pivot - 1] == SEP).all()
     assert (rows.pivot >= 3).all()  # at least one token of A
@@ -38,7 +44,7 @@ def test_the_pivot_is_behind_a_separator_and_parts_two_stretches():
 
 
 def test_a_document_end_inside_a_sequence_is_where_the_segments_part():
-    rows = packer().add([list(range(100, 108)), list(range(200, 240))])
+    rows = add(packer(), [list(range(100, 108)), list(range(200, 240))])
     first = rows.tokens[0].tolist()
     assert first[1:10] == [*range(100, 108), SEP]
     assert (rows.pivot[0], rows.same_document[0]) == (10, 0)
@@ -46,7 +52,7 @@ def test_a_document_end_inside_a_sequence_is_where_the_segments_part():
 
 
 def test_segments_of_one_document_part_at_a_word_start():
-    rows = packer(64).add([np.random.default_rng(1).integers(10, 1000, 5000).tolist()])
+    rows = add(packer(64), [np.random.default_rng(1).integers(10, 1000, 5000).tolist()])
     assert rows.same_document.all()
     begins = STARTS[rows.tokens[np.arange(len(rows)), rows.pivot]]
     assert begins.mean() > 0.95  # the last place of a sequence may have none behind it
@@ -54,15 +60,15 @@ def test_segments_of_one_document_part_at_a_word_start():
 
 def test_the_sequences_do_not_depend_on_how_the_documents_arrive():
     source = documents(80)
-    whole = packer().add(source)
+    whole = add(packer(), source)
     one_by_one = packer()
-    parts = Rows.concatenate([one_by_one.add([document]) for document in source])
+    parts = Rows.concatenate([add(one_by_one, [document]) for document in source])
     assert (whole.tokens == parts.tokens).all()
     assert (whole.pivot == parts.pivot).all()
     assert (whole.same_document == parts.same_document).all()
 
 
 def test_no_documents_give_no_sequences():
-    rows = packer().add([])
+    rows = add(packer(), [])
     assert rows.tokens.shape == (0, 16)
     assert len(rows) == 0

@@ -15,6 +15,11 @@ from transformers import AutoTokenizer
 
 from train import prepare
 from train.config import InputError
+from train.data import preparation
+from train.data.corpus import open_corpus
+from train.data.encoding import starts_of
+from train.data.packing import Packer
+from train.data.preparation import digest
 from train.data.shards import ShardSet, check_files, read_manifest
 
 
@@ -97,9 +102,9 @@ import os, signal, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from running import prepare_config
 from train import prepare
-from train.data import tokenizer
-tokenizer.CHUNK_CHARS = 1000
-kept = prepare.{target}
+from train.data import encoding, merge, preparation, tokenizer
+encoding.CHUNK_CHARS = 1000
+kept = {target}
 calls = 0
 def dying(*arguments, **settings):
     global calls
@@ -107,42 +112,95 @@ def dying(*arguments, **settings):
     if calls == {call}:
         os.kill(os.getpid(), signal.SIGKILL)
     return kept(*arguments, **settings)
-prepare.{target} = dying
+{target} = dying
 prepare.prepare(prepare_config({output!r}, {corpus!r}, "rows_per_shard=16"))
 """
 
 
-@pytest.mark.parametrize(
-    ("target", "call"),
-    [("train_tokenizer", 1), ("save_tokenizer", 1), ("write_shard", 1), ("write_shard", 4), ("write_manifest", 1)],
-)
-def test_a_killed_preparation_goes_on_to_the_same_bytes(corpus, tmp_path, target, call):
-    prepare.prepare(prepare_config(tmp_path / "whole", corpus, *SMALL))
-    output = tmp_path / "killed"
+def killed_at(output, corpus, target, call):
+    """A preparation in a process that is killed at a call of a function."""
     code = KILLED_AT.format(
         root=str(ROOT), tests=str(ROOT / "tests"), target=target, call=call, output=str(output), corpus=str(corpus)
     )
     died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [
+        ("tokenizer.train_tokenizer", 1),
+        ("tokenizer.publish_tokenizer", 1),
+        ("preparation.write_shard", 1),
+        ("preparation.write_shard", 4),
+        ("merge.write_manifest", 1),
+    ],
+)
+def test_a_killed_preparation_goes_on_to_the_same_bytes(corpus, tmp_path, target, call):
+    prepare.prepare(prepare_config(tmp_path / "whole", corpus, *SMALL))
+    output = tmp_path / "killed"
+    killed_at(output, corpus, target, call)
     with pytest.raises(InputError, match="did not finish"):
         read_manifest(output)
     prepare.prepare(prepare_config(output, corpus, *SMALL))
     assert content(output) == content(tmp_path / "whole")
     assert len(content(output)) > 8  # several shards
+    assert not list(output.glob("part-*"))
 
 
-def test_a_resumed_preparation_keeps_what_was_written(corpus, tmp_path, capsys):
+def test_a_merge_that_was_killed_before_it_tidied_up_is_tidied_up(corpus, tmp_path):
+    killed_at(tmp_path / "out", corpus, "merge.remove_states", 1)
+    assert list((tmp_path / "out").glob("part-*"))
+    prepare.prepare(prepare_config(tmp_path / "out", corpus, *SMALL))
+    assert not list((tmp_path / "out").glob("part-*"))
+
+
+def test_a_resumed_preparation_keeps_what_was_written(corpus, tmp_path):
     output = tmp_path / "killed"
-    code = KILLED_AT.format(
-        root=str(ROOT), tests=str(ROOT / "tests"), target="write_shard", call=4, output=str(output), corpus=str(corpus)
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    killed_at(output, corpus, "preparation.write_shard", 4)
     before = {path.name: path.stat().st_mtime_ns for path in output.glob("train-*.safetensors")}
     assert len(before) >= 2
     prepare.prepare(prepare_config(output, corpus, *SMALL))
-    assert "going on after" in capsys.readouterr().out
     kept = [name for name, time in before.items() if (output / name).stat().st_mtime_ns == time]
     assert len(kept) >= 2
+
+
+def test_an_unsplit_preparation_is_one_stream_of_all_documents(prepared, corpus):
+    """Packed here again, in one go, from the same pieces."""
+    manifest = read_manifest(prepared)
+    info = manifest.tokenizer
+    assert [shard.file for shard in manifest.splits["train"]] == ["train-00000.safetensors"]
+    pieces = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
+    texts = [text for text in corpus.read_text().split("\n\n") if digest(text, 0)[0] >= 0.2]
+    ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
+    packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), 0, np.dtype(np.uint16))
+    rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
+    found = ShardSet(prepared, manifest, "train").rows(np.arange(manifest.rows("train")))
+    for name in ("tokens", "pivot", "same_document"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(rows, name))
+
+
+@pytest.mark.parametrize(("seq_len", "dtype"), [(8, np.uint16), (512, np.uint16), (65535, np.uint32)])
+def test_shards_are_64_mib_whatever_their_sequences(seq_len, dtype):
+    rows = preparation.rows_of_shard(seq_len, np.dtype(dtype))
+    assert 0.98 * 2**26 < rows * (seq_len * np.dtype(dtype).itemsize + 3) <= 2**26
+
+
+def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "SHARD_BYTES", 20 * (2 * SEQ_LEN + 3))
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", corpus))
+    assert {shard.rows for shard in manifest.splits["train"][:-1]} == {20}
+
+
+def test_of_a_large_corpus_the_tokenizer_reads_stretches_from_all_over(tmp_path):
+    texts = [f"document {number} " + "word " * 20 for number in range(5000)]
+    (tmp_path / "text.txt").write_text("\n\n".join(texts))
+    cfg = prepare_config(tmp_path / "out", tmp_path / "text.txt", "tokenizer.train_bytes=60000")
+    corpus = open_corpus(cfg.corpus)
+    found = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
+    assert 200 < len(found) < 600 and len(set(found)) == len(found)
+    assert np.histogram(found, 10, (0, 5000))[0].min() >= 20
+    assert found == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
 
 
 def test_a_pretrained_tokenizer_is_taken_as_it_is(prepared, corpus, tmp_path):
@@ -212,9 +270,11 @@ def test_a_missing_path_is_refused(tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, corpus):
-    assert "cannot write to /proc/baretrain" in refused(ROOT.__class__("/proc/baretrain"), corpus)
+    assert "cannot write /proc/baretrain/source.json: No such file" in refused(
+        ROOT.__class__("/proc/baretrain"), corpus
+    )
     (tmp_path / "file").write_text("in the way")
-    assert "cannot write to" in refused(tmp_path / "file" / "out", corpus)
+    assert "cannot write" in refused(tmp_path / "file" / "out", corpus)
 
 
 def test_a_preparation_with_other_settings_is_left_alone(prepared, corpus, tmp_path):
@@ -240,9 +300,15 @@ def test_somebody_elses_folder_is_left_alone(tmp_path, corpus):
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 
-def test_s3_is_refused_plainly(corpus):
-    with pytest.raises(InputError, match="only local folders are supported so far"):
-        prepare.prepare(prepare_config("s3://bucket/albert", corpus))
+def test_a_refused_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_path, corpus, prepared):
+    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
+    output = tmp_path / "out"
+    assert "Please set it to a value" in refused(output, corpus, "tokenizer.vocab_size=30000")
+    assert "raise validation_fraction" in refused(output, corpus, ready, "validation_fraction=0.001")
+    assert [path for path in output.rglob("*") if path.is_file()] == []
+    (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\xff")
+    assert "is not utf-8" in refused(output, tmp_path / "bad.txt", ready)
+    prepare.prepare(prepare_config(output, corpus))
 
 
 # ---- data that was changed afterwards ------------------------------------------------------------------------------

@@ -378,7 +378,10 @@ class PrepareConfig:
     seed: int = 0
     seq_len: int = 512  # tokens per sequence, special ones included
     validation_fraction: float = 0.01  # share of the documents held out, chosen by a hash of their text
-    rows_per_shard: int = 65536
+    rows_per_shard: int | None = None  # sequences; None: about 64 MiB
+    part: str | None = None  # "3/64": this call prepares the third of 64 parts, wherever and whenever; None: all
+    processes: int = 1  # side by side on this machine; the call's part is divided further among them
+    merge: bool = False  # only write the manifest of parts that are all there
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     s3: S3Config = field(default_factory=S3Config)
@@ -388,7 +391,18 @@ class PrepareConfig:
         check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
         fraction = self.validation_fraction
         check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
-        check_positive("", self, "rows_per_shard")
+        check_positive("", self, "rows_per_shard", "processes")
+        if self.part is not None:
+            number, _, count = self.part.partition("/")
+            ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()
+            check(
+                ok and 1 <= int(number) <= int(count),
+                f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts",
+            )
+        check(
+            not (self.merge and (self.part is not None or self.processes > 1)),
+            "merge=true prepares nothing: give it without part and processes",
+        )
 
 
 # ---- sizes that follow ---------------------------------------------------------------------------------------------

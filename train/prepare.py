@@ -1,34 +1,38 @@
 """`python -m train.prepare`: text to token shards (read, split, learn a tokenizer, tokenise, pack, write).
 
-The same text, settings and seed give the same bytes. Killed, it goes on after the last complete shard; `manifest.json`
-is written last, so a folder without it is unfinished and one with it is whole.
+The same text, settings, seed and number of parts give the same bytes. The work of a part can be killed and goes on
+after its last complete shard. `manifest.json` is written last, so a folder without it is unfinished and one with it is
+whole. Steps of one preparation:
+
+    claim      source.json says what is prepared here; whoever comes with other settings is refused
+    tokenizer  tokenizer/, made by the first that finds none
+    parts      train-00000.safetensors ..., and part-*.safetensors, where each part stands
+    merge      manifest.json; part-*.safetensors are removed
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import islice
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from train import cli
-from train.config import InputError, PrepareConfig, check, to_dict
-from train.data.corpus import Corpus, Document, open_corpus
-from train.data.packing import Packer, Rows
-from train.data.shards import FORMAT, SPLITS, Manifest, Shard, read_manifest, write_manifest, write_shard
-from train.data.tokenizer import chunks, load_tokenizer, save_tokenizer, tokenised, train_tokenizer, word_starts
-from train.storage import canonical_json, local_path, make_folder, write_atomic
+from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
+from train.data.corpus import Corpus, open_corpus
+from train.data.documents import WHOLE, Part
+from train.data.encoding import Vocabulary
+from train.data.merge import TooLittleText, merge, remove_states
+from train.data.preparation import STATE_NAMES, Report, digest, prepare_part
+from train.data.processes import PartStopped, prepare_in_processes
+from train.data.shards import FORMAT, SPLITS, Manifest, read_manifest
+from train.storage import Folder, canonical_json, open_folder, sha256_json
+
+SAMPLED_PLACES = 64  # of a corpus that is larger than what the tokenizer is trained on
 
 
 def main() -> int:
@@ -36,7 +40,14 @@ def main() -> int:
 
 
 def run(cfg: PrepareConfig) -> int:
-    manifest = prepare(cfg)
+    try:
+        manifest = prepare(cfg)
+    except PartStopped as error:
+        print(f"error: {error}; the same command goes on", file=sys.stderr)
+        return cli.FAILED
+    if manifest is None:
+        print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
+        return cli.DONE
     counts = manifest.counts
     print(
         f"{cfg.output}: {manifest.rows('train'):,} training and {manifest.rows('validation'):,} validation sequences "
@@ -46,62 +57,100 @@ def run(cfg: PrepareConfig) -> int:
     return cli.DONE
 
 
-def prepare(cfg: PrepareConfig) -> Manifest:
-    """Prepare a corpus, or go on with it, or find it done. Raises InputError and leaves no manifest if it cannot."""
-    folder = make_folder(local_path(cfg.output))
-    corpus = open_corpus(cfg.corpus)
-    if claim(folder, fingerprint(cfg, corpus)):
+def prepare(cfg: PrepareConfig) -> Manifest | None:
+    """Prepare a corpus or a part of it, or go on with it, or find it done; None if the parts are still to be merged.
+
+    Raises InputError if it cannot; what is not there then is a manifest.
+    """
+    folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
+    job = Part.parse(cfg.part) if cfg.part else WHOLE
+    parts = job.divided(cfg.processes)
+    num_parts = claimed_parts(folder) if cfg.merge else parts[0].count
+    source = fingerprint(cfg, corpus, num_parts)
+    claim(folder, source)
+    if folder.size("manifest.json") is not None:
+        remove_states(folder)  # a merge may have been killed between the two
         return read_manifest(folder)
-    tokenizer = tokenizer_of(cfg, corpus, folder)
-    work = Preparation(cfg, folder, tokenizer)
-    work.resume()
-    documents = iter(corpus.documents())
+    identity = sha256_json(source)
+    try:
+        if not cfg.merge:
+            prepare_parts(cfg, folder, corpus, parts, identity)
+            if job.count > 1:
+                return None
+        return merge(
+            folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings_of(cfg, num_parts)
+        )
+    except InputError as error:
+        with suppress(InputError, Unreachable):  # what went wrong first is what counts
+            take_back(folder, job, everything=isinstance(error, TooLittleText))
+        raise
+
+
+def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[Part], identity: str) -> None:
+    """With the folder's tokenizer, here or in processes of their own."""
+    vocabulary = vocabulary_of(cfg, corpus, folder)
+    share = len(parts) / parts[0].count
+    with progress(None if corpus.total_bytes is None else int(corpus.total_bytes * share)) as report:
+        if len(parts) == 1:
+            prepare_part(cfg, folder, corpus, vocabulary, parts[0], identity, report)
+        else:
+            prepare_in_processes(cfg, vocabulary, parts, identity, report)
+
+
+@contextmanager
+def progress(total_bytes: int | None) -> Iterator[Report]:
+    """A bar in MB/s and tokens/s, on terminals."""
     with tqdm(
-        total=corpus.total_bytes, unit="B", unit_scale=True, desc="tokenise and pack", disable=None, mininterval=0.5
+        total=total_bytes, unit="B", unit_scale=True, desc="tokenise and pack", disable=None, mininterval=0.5
     ) as bar:
-        for document in islice(documents, work.done["documents"]):
-            bar.update(document.source_bytes)
-        seen = work.done["tokens"]
-        for chunk, ids in tokenised(chunks(documents), tokenizer):
-            work.add(chunk, ids)
-            bar.update(sum(document.source_bytes for document in chunk))
-            elapsed_s = bar.format_dict["elapsed"] or 1
-            bar.set_postfix_str(f"{(work.done['tokens'] - seen) / elapsed_s:,.0f} tokens/s", refresh=False)
-    return work.finish()
+        tokens, began = 0, time.perf_counter()
+
+        def report(num_bytes: int, num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            bar.update(num_bytes)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+
+        yield report
 
 
-def fingerprint(cfg: PrepareConfig, corpus: Corpus) -> dict[str, Any]:
+# ---- the claim -----------------------------------------------------------------------------------------------------
+
+
+def fingerprint(cfg: PrepareConfig, corpus: Corpus, num_parts: int) -> dict[str, Any]:
     """All that decides the result; what two calls must share for one to go on with the other's work."""
-    return {"settings": settings_of(cfg), "input": corpus.fingerprint(), "format": FORMAT}
+    return {"settings": settings_of(cfg, num_parts), "input": corpus.fingerprint(), "format": FORMAT}
 
 
-def settings_of(cfg: PrepareConfig) -> dict[str, Any]:
-    """The settings that make the data what it is: not where it lies, nor where the text lay."""
+def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
+    """The settings that make the data what it is: not where it lies, where the text lay, or who does which part."""
     settings = to_dict(cfg)
-    del settings["output"]
+    for name in ("output", "s3", "part", "processes", "merge"):
+        del settings[name]
     settings["corpus"].pop("path", None)
-    return settings
+    return {**settings, "parts": num_parts}
 
 
-def claim(folder: Path, wanted: dict[str, Any]) -> bool:
-    """Mark the folder as this preparation's; True if it is finished already. InputError if it is another's."""
-    path = folder / "source.json"
-    if not path.is_file():
-        others = [item.name for item in folder.iterdir()]
-        check(not others, f"output={folder} is not empty and not a preparation ({others[:3]}); choose another folder")
-        write_atomic(path, canonical_json(wanted))
-        return False
-    found = json.loads(path.read_bytes())
-    if found == json.loads(canonical_json(wanted)):
-        return (folder / "manifest.json").is_file()
-    if (folder / "manifest.json").exists() or (folder / "progress.safetensors").exists():
+def claim(folder: Folder, wanted: dict[str, Any]) -> None:
+    """Mark the folder as this preparation's. InputError if it is another's, or cannot be written to."""
+    names = folder.names()
+    if "source.json" not in names:
+        hint = "choose another folder"
+        check(not names, f"output={folder.location} is not empty and not a preparation ({names[:3]}); {hint}")
+        folder.create("source.json", canonical_json(wanted))
+    found = json.loads(folder.read("source.json"))
+    if found != json.loads(canonical_json(wanted)):
         raise InputError(
-            f"output={folder} holds a preparation with other settings ({difference(found, wanted)}); "
+            f"output={folder.location} holds a preparation with other settings ({difference(found, wanted)}); "
             "choose another output or remove the folder"
         )
-    shutil.rmtree(folder / "tokenizer", ignore_errors=True)  # nothing but a tokenizer was made: start over
-    write_atomic(path, canonical_json(wanted))
-    return False
+
+
+def claimed_parts(folder: Folder) -> int:
+    try:
+        return int(json.loads(folder.read("source.json"))["settings"]["parts"])
+    except FileNotFoundError:
+        raise InputError(f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them") from None
 
 
 def difference(old: Any, new: Any, key: str = "") -> str:
@@ -113,155 +162,62 @@ def difference(old: Any, new: Any, key: str = "") -> str:
     return "the corpus has changed" if key == ".input" else f"{key.lstrip('.')}: {old} there, {new} here"
 
 
-def digest(text: str, seed: int) -> tuple[float, float]:
-    """Two numbers in [0, 1) that are a function of the text alone: equal documents land in the same split."""
-    raw = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=str(seed).encode()).digest()
-    return int.from_bytes(raw[:8], "big") / 2**64, int.from_bytes(raw[8:], "big") / 2**64
+def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
+    """Leave the folder as it was, for a call with better settings, if a refused one has done nothing of use.
+
+    That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
+    """
+    names = folder.names()
+    begun = any(name.startswith(STATE_NAMES) for name in names)
+    others = job.count > 1 and "tokenizer/tokenizer.json" in names
+    if everything or not (begun or others):
+        for prefix in (STATE_NAMES, *(f"{split}-" for split in SPLITS), "tokenizer/", "source.json"):
+            for name in names:
+                if name.startswith(prefix):
+                    folder.remove(name)
 
 
-def tokenizer_of(cfg: PrepareConfig, corpus: Corpus, folder: Path) -> PreTrainedTokenizerFast:
-    """The folder's tokenizer; made first if it is not there yet."""
-    final = folder / "tokenizer"
-    if not final.is_dir():
+# ---- the tokenizer -------------------------------------------------------------------------------------------------
+
+
+def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder) -> Vocabulary:
+    """The folder's tokenizer; made first if it is not there yet. Of several makers one succeeds, for all."""
+    from train.data import tokenizer as tokenizers  # brings transformers, which processes of a part do without
+
+    if folder.size(tokenizers.PUBLISHED) is None:
         if cfg.tokenizer.pretrained is not None:
-            tokenizer = load_tokenizer(cfg.tokenizer.pretrained)
+            made = tokenizers.load_tokenizer(cfg.tokenizer.pretrained)
         else:
-            tokenizer = train_tokenizer(
+            made = tokenizers.train_tokenizer(
                 training_texts(cfg, corpus),
                 vocab_size=cfg.tokenizer.vocab_size,
                 lowercase=cfg.tokenizer.lowercase,
                 train_bytes=cfg.tokenizer.train_bytes,
             )
-        temporary = folder / ".tokenizer.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        save_tokenizer(tokenizer, temporary)
-        temporary.rename(final)
-    return load_tokenizer(str(final))
+        tokenizers.publish_tokenizer(made, folder)
+    return tokenizers.published_vocabulary(folder)
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
     """Training documents for the tokenizer.
 
-    All of them, or an even sample when the corpus is larger than what the tokenizer reads; of a stream whose size
-    nobody knows, the first ones.
+    All of them, or of a corpus that is larger than what the tokenizer reads, SAMPLED_PLACES stretches; where there is
+    no seeking, an even sample; of a stream whose size nobody knows, the first ones.
     """
-    share = min(1.0, cfg.tokenizer.train_bytes / corpus.total_bytes) if corpus.total_bytes else 1.0
+    wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
+    share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
+    if total and share < 1 and corpus.seekable:
+        count = SAMPLED_PLACES * total // wanted
+        share, parts = 1.0, [Part(place * count // SAMPLED_PLACES, count) for place in range(SAMPLED_PLACES)]
     found = False
-    with tqdm(total=corpus.total_bytes, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
-        for document in corpus.documents():
+    with tqdm(total=total, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
+        for document in (document for part in parts for document in corpus.documents(part)):
             found = True
             bar.update(document.source_bytes)
             split_at, sample_at = digest(document.text, cfg.seed)
             if split_at >= cfg.validation_fraction and sample_at < share:
                 yield document.text
     check(found, f"the corpus ({cfg.corpus.kind}) holds no text at all")
-
-
-class Preparation:
-    """Documents' ids in, shards out; `progress.safetensors` holds all that a later process needs to go on."""
-
-    def __init__(self, cfg: PrepareConfig, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.cfg, self.folder = cfg, folder
-        self.tokenizer = tokenizer
-        dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-        starts = word_starts(folder / "tokenizer")
-        self.packers = {
-            split: Packer(cfg.seq_len, tokenizer.cls_token_id, tokenizer.sep_token_id, starts, cfg.seed + place, dtype)
-            for place, split in enumerate(SPLITS)
-        }
-        self.pending: dict[str, list[Rows]] = {split: [packer.add([])] for split, packer in self.packers.items()}
-        self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
-        self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0}
-        self.empty = np.empty(0, np.int64)
-        self.token_counts = np.zeros(len(tokenizer), np.int64)  # of the training split
-
-    def add(self, chunk: list[Document], ids: list[np.ndarray]) -> None:
-        """Pack a chunk; write each shard that is full."""
-        splits: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        for document, document_ids in zip(chunk, ids, strict=True):
-            held_out = digest(document.text, self.cfg.seed)[0] < self.cfg.validation_fraction
-            splits[SPLITS[held_out]].append(document_ids)
-        for split, documents in splits.items():
-            self.pending[split].append(self.packers[split].add(documents))
-        counts = np.bincount(np.concatenate([self.empty, *splits["train"]]), minlength=len(self.token_counts))
-        self.token_counts += counts
-        self.done["documents"] += len(chunk)
-        self.done["source_bytes"] += sum(document.source_bytes for document in chunk)
-        self.done["tokens"] += sum(map(len, ids))
-        if self.tokenizer.unk_token_id is not None:
-            self.done["unknown_tokens"] += int(counts[self.tokenizer.unk_token_id])
-        if self.flush(full_only=True):
-            self.save_progress()
-
-    def flush(self, *, full_only: bool) -> bool:
-        """Write waiting sequences as shards; True if any was written."""
-        before = sum(map(len, self.shards.values()))
-        size = self.cfg.rows_per_shard
-        for split, parts in self.pending.items():
-            if full_only and sum(map(len, parts)) < size:
-                continue
-            rows = Rows.concatenate(parts)
-            while len(rows) >= size or (len(rows) and not full_only):
-                self.shards[split].append(write_shard(self.folder, split, len(self.shards[split]), rows[:size]))
-                rows = rows[size:]
-            self.pending[split] = [rows]
-        return sum(map(len, self.shards.values())) > before
-
-    def save_progress(self) -> None:
-        arrays = {"token_counts": self.token_counts}
-        for split, packer in self.packers.items():
-            rows = Rows.concatenate(self.pending[split])
-            arrays |= {f"{split}.stream": packer.stream, f"{split}.tokens": rows.tokens}
-            arrays |= {f"{split}.pivot": rows.pivot, f"{split}.same_document": rows.same_document}
-        state = {
-            "done": self.done,
-            "num_rows": {split: packer.num_rows for split, packer in self.packers.items()},
-            "shards": {split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()},
-        }
-        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        write_atomic(self.folder / "progress.safetensors", save(contiguous, {"state": json.dumps(state)}))
-
-    def resume(self) -> None:
-        """Take up the work of a killed preparation, if there is any."""
-        path = self.folder / "progress.safetensors"
-        if not path.is_file():
-            return
-        with safe_open(path, framework="numpy") as file:
-            state = json.loads(file.metadata()["state"])
-            self.token_counts = file.get_tensor("token_counts")
-            for split, packer in self.packers.items():
-                packer.stream, packer.num_rows = file.get_tensor(f"{split}.stream"), state["num_rows"][split]
-                names = ("tokens", "pivot", "same_document")
-                self.pending[split] = [Rows(*(file.get_tensor(f"{split}.{name}") for name in names))]
-                self.shards[split] = [Shard(**shard) for shard in state["shards"][split]]
-        self.done = state["done"]
-        print(f"going on after {self.done['documents']:,} documents, {sum(map(len, self.shards.values()))} shards")
-
-    def finish(self) -> Manifest:
-        """Write what is left and the manifest. InputError if a split has not one whole sequence."""
-        waiting = {split: sum(map(len, parts)) for split, parts in self.pending.items()}
-        for split in SPLITS:
-            total = waiting[split] + sum(shard.rows for shard in self.shards[split])
-            tokens = len(self.packers[split].stream)
-            hint = "raise validation_fraction or lower seq_len" if split == "validation" else "give more text"
-            if self.done["documents"] < 10:
-                hint = f"the text is {self.done['documents']} documents, which are not divided: set corpus.separator"
-            size = self.cfg.seq_len
-            check(total > 0, f"the {split} part has {tokens} tokens, less than one sequence of {size}; {hint}")
-        self.flush(full_only=False)
-        predicted = np.delete(self.token_counts, self.tokenizer.all_special_ids)  # <unk> is never asked for
-        share = predicted[predicted > 0] / max(1, predicted.sum())
-        manifest = write_manifest(
-            self.folder,
-            seq_len=self.cfg.seq_len,
-            dtype=self.packers["train"].dtype.name,
-            splits=self.shards,
-            tokenizer=save_tokenizer(self.tokenizer, self.folder / "tokenizer"),
-            counts={**self.done, "unigram_entropy": round(float(-(share * np.log(share)).sum()), 6)},
-            config=settings_of(self.cfg),
-        )
-        (self.folder / "progress.safetensors").unlink(missing_ok=True)
-        return manifest
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ class Rows:
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(self.tokens[rows], self.pivot[rows], self.same_document[rows])
 
+    def copy(self) -> Rows:
+        return Rows(self.tokens.copy(), self.pivot.copy(), self.same_document.copy())
+
 
 @dataclass
 class Packer:
@@ -48,15 +51,17 @@ class Packer:
     word_start: np.ndarray  # [vocab] bool
     seed: int
     dtype: np.dtype
-    num_rows: int = 0  # sequences given out so far
-    stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # tokens not yet in a sequence
+    next_row: int = 0  # number of the next sequence, from which its cut is drawn
+    stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
 
-    def add(self, documents: list[np.ndarray]) -> Rows:
-        """Append documents (token ids without special ones) and give the sequences that are full now."""
-        parts = [self.stream]
-        for ids in documents:
-            parts += [np.asarray(ids, np.int64), np.array([self.sep_id])]
-        stream = np.concatenate(parts)
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
+        """Append documents and give the sequences that are full now.
+
+        Args:
+            tokens: int32, those of all documents one after the other, without special ones.
+            lengths: int64, how many each document has.
+        """
+        stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
         starts, cuts, at_end, used = self._cut(stream)
         self.stream = stream[used:]
         return self._assemble(stream, starts, cuts, at_end)
@@ -87,16 +92,16 @@ class Packer:
         place = np.arange(length + 1)  # of a text token or the middle [SEP]
         if num_rows:
             text = stream[np.minimum(starts[:, None] + place, len(stream) - 1)]
-            rows = self.num_rows + np.arange(num_rows)
+            rows = self.next_row + np.arange(num_rows)
             drawn = 1 + (hash_uniform(self.seed, rows[:, None], 0)[:, 0] * (length - 1)).astype(np.int64)
             is_start = self.word_start[text] & (place >= drawn[:, None]) & (place < length)
             drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
             cuts = np.where(at_end, cuts, drawn)
         # Without a document end the middle [SEP] is put in, and what follows moves by one.
         moved = (place > cuts[:, None]) & ~at_end[:, None]
-        body = stream[starts[:, None] + place - moved] if num_rows else np.empty((0, length + 1), np.int64)
+        body = stream[starts[:, None] + place - moved] if num_rows else np.empty((0, length + 1), np.int32)
         body[np.arange(num_rows), cuts] = self.sep_id
         tokens = np.empty((num_rows, self.seq_len), self.dtype)
         tokens[:, 0], tokens[:, 1:-1], tokens[:, -1] = self.cls_id, body, self.sep_id
-        self.num_rows += num_rows
+        self.next_row += num_rows
         return Rows(tokens, (cuts + 2).astype(np.uint16), (~at_end).astype(np.uint8))

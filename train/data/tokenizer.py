@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import sentencepiece
@@ -20,17 +19,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from train.config import InputError, check
-from train.data.documents import Document
+from train.data.encoding import Vocabulary, starts_of
 from train.data.shards import TokenizerInfo
-from train.storage import sha256_file
+from train.storage import Folder, sha256_bytes
 
 logger = logging.getLogger("train")
 
 # ALBERT's special pieces in ALBERT's places, https://github.com/google-research/albert README, "SentencePiece"
 PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
 TRAINER_THREADS = 16  # part of the result: sentencepiece adds its counts thread by thread
-CHUNK_CHARS = 2 * 2**20  # text handed to the tokenizer at once; it spreads a chunk over all cores
-CHUNKS_AHEAD = 2  # tokenised beside the packing
+PUBLISHED = "tokenizer/tokenizer.json"
 MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
 
 
@@ -123,11 +121,28 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> TokenizerInfo:
-    """Write the files that `AutoTokenizer.from_pretrained(folder)` reads, and describe them."""
-    tokenizer.save_pretrained(folder)
-    return TokenizerInfo(
-        sha256=sha256_file(folder / "tokenizer.json"),
+def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> None:
+    """Write the files that `AutoTokenizer.from_pretrained` reads into `tokenizer/`, unless another process was first.
+
+    tokenizer.json comes last: where it is, the others are.
+    """
+    with TemporaryDirectory() as temporary:
+        tokenizer.save_pretrained(temporary)
+        files = {path.relative_to(temporary).as_posix(): path for path in Path(temporary).rglob("*") if path.is_file()}
+        for name in sorted(files, key=lambda name: (name == "tokenizer.json", name)):
+            folder.create(f"tokenizer/{name}", files[name].read_bytes())
+
+
+def published_vocabulary(folder: Folder) -> Vocabulary:
+    """The tokenizer that `publish_tokenizer` wrote, whichever process did."""
+    with TemporaryDirectory() as temporary:
+        for name in folder.names("tokenizer/"):
+            path = Path(temporary, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(folder.read(name))
+        tokenizer = load_tokenizer(str(Path(temporary, "tokenizer")))
+    info = TokenizerInfo(
+        sha256=sha256_bytes(folder.read(PUBLISHED)),
         vocab_size=len(tokenizer),
         cls_id=tokenizer.cls_token_id,
         sep_id=tokenizer.sep_token_id,
@@ -135,13 +150,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> Tokenize
         pad_id=tokenizer.pad_token_id,
         special_ids=sorted(tokenizer.all_special_ids),
     )
-
-
-def text_pieces(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """[vocab] bool: False for [CLS], [SEP], [MASK] and padding, which structure sequences and which no text holds."""
-    is_text = np.ones(len(tokenizer), bool)
-    is_text[[tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id]] = False
-    return is_text
+    return Vocabulary(tokenizer.backend_tokenizer.to_str(), info, tokenizer.unk_token_id)
 
 
 def check_same_vocabulary(source: str, folder: Path) -> None:
@@ -162,42 +171,5 @@ def check_same_vocabulary(source: str, folder: Path) -> None:
 
 
 def word_starts(folder: Path) -> np.ndarray:
-    """[vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling)."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
-    if any(piece.startswith("##") for piece in pieces):
-        return np.array([not piece.startswith("##") for piece in pieces])
-    return np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
-
-
-def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
-    size = 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document.text)
-        if size >= CHUNK_CHARS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def tokenised(
-    source: Iterator[list[Document]], tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-    """Each chunk with its token ids, in order, the next being worked on meanwhile (tokenizers free the GIL)."""
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True  # "[SEP]" in a text is text
-    is_text = text_pieces(tokenizer)
-
-    def encode(chunk: list[Document]) -> tuple[list[Document], list[np.ndarray]]:
-        found = backend.encode_batch_fast([document.text for document in chunk], add_special_tokens=False)
-        ids = (np.array(encoding.ids, np.int64) for encoding in found)
-        return chunk, [document[is_text[document]] for document in ids]  # a text may still spell "<pad>"
-
-    with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(encode, chunk) for chunk in islice(source, CHUNKS_AHEAD)]
-        while pending:
-            yield pending.pop(0).result()
-            pending += [pool.submit(encode, chunk) for chunk in islice(source, 1)]
+    """[vocab] bool: True for pieces that begin a word, of a prepared data set's tokenizer."""
+    return starts_of(Tokenizer.from_file(str(folder / "tokenizer.json")))
