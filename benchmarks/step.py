@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,10 @@ def ready_batches(folder: Path, shape: Shape, steps: int) -> list[data_batches.B
     task = build_task(config(folder, shape, "fp32", 1))
     sampler = ShardSampler([NUM_ROWS], seed=0, global_batch_size=shape.batch, rank=0, world_size=1)
     order = sampler.micro_batches(shape.batch)
-    data = task.train_data()
-    return [data.__getitems__(next(order)) for _ in range(steps)]  # type: ignore[attr-defined]
+    made = data_batches.Batches(
+        task.train_data(), order, batch_size=shape.batch, num_workers=0, prefetch=1, pin_memory=False
+    )
+    return list(islice(made, steps))
 
 
 def transformers_model(cfg: ModelConfig, shape: Shape) -> nn.Module:

@@ -23,7 +23,7 @@ from train.config import (
     launched_world_size,
     make_plan,
 )
-from train.data.batches import Batch, failure_of, grouped, loader
+from train.data.batches import Batch, Batches, InGroups, failure_of
 from train.data.order import EvalOrder, ShardSampler, Windows
 from train.metrics import Recorder
 from train.monitor import open_monitor
@@ -194,8 +194,10 @@ def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine:
     if cfg.collect_graphs:
         rows = min(rows, plan.micro_batch_size * backend.world_size)
     order = EvalOrder(rows, plan.micro_batch_size, backend.rank, backend.world_size)
-    batches = loader(task.eval_data(), order, num_workers=0, prefetch=cfg.data.prefetch, pin_memory=False)
-    failure = None
+    batches = Batches(
+        task.eval_data(), order, batch_size=order.batch_size, num_workers=0, prefetch=1, pin_memory=False
+    )
+    failure: Exception | None = None
     found = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
     with torch.no_grad():
@@ -260,14 +262,15 @@ def train_batches(
     cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, order: ShardSampler
 ) -> Iterator[list[Batch]]:
     """The micro batches of each step of this rank, endlessly."""
-    batches = loader(
+    batches = Batches(
         task.train_data(),
         order.micro_batches(plan.micro_batch_size),
+        batch_size=plan.micro_batch_size,
         num_workers=cfg.data.num_workers,
         prefetch=cfg.data.prefetch,
         pin_memory=backend.pin_memory,
     )
-    return grouped(as_own_failure(backend.feed(batches), backend), plan.accumulation)
+    return iter(InGroups(as_own_failure(backend.feed(batches), backend), plan.accumulation))
 
 
 def as_own_failure(batches: Iterator[Batch], backend: Backend) -> Iterator[Batch]:

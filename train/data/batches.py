@@ -8,23 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from train.config import InputError, Unreachable
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.order import PADDING
 from train.data.shards import ShardSet
 from train.preempt import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
+ROWS_TOGETHER, MOST_TOGETHER = 1024, 32  # sequences, and micro batches, that are drawn at once
 EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
 
 
-class MaskedRows(Dataset[Batch]):
+class Drawable(Protocol):
+    """A data set that makes several micro batches at once."""
+
+    def draw(self, items: np.ndarray) -> Batch:
+        """Of items [K, B]: "inputs", each tensor [K, B, ...], and "count", K numbers of labels."""
+
+
+class MaskedRows:
     """Token sequences, masked as they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
 
     def __init__(self, shards: ShardSet, masker: Masker, *, is_training: bool) -> None:
@@ -33,37 +40,60 @@ class MaskedRows(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.shards)
 
-    def __getitems__(self, items: list[int]) -> Batch:
-        """A batch; or, when a shard cannot be had, what to tell about it (see failure_of)."""
-        try:
-            return self.draw(items)
-        except (InputError, Unreachable) as error:
-            return {"inputs": {}, "count": 0, "failure": error}
-
-    def draw(self, items: list[int]) -> Batch:
-        """input_ids, token_type_ids [B, S] and positions, labels [B, P], all int64, drawn at once."""
-        numbers = np.asarray(items, np.int64)
-        is_padding = numbers == PADDING
-        epochs, rows = np.divmod(np.where(is_padding, 0, numbers), len(self.shards))
+    def draw(self, items: np.ndarray) -> Batch:
+        """input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B]."""
+        is_padding = items == PADDING
+        epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
         if not self.is_training:
             epochs = np.full_like(epochs, EVAL_EPOCH)
-        drawn = self.shards.rows(rows)
-        masked = self.masker(drawn.tokens, epochs, rows)
-        labels = np.where(is_padding[:, None], IGNORE_INDEX, masked.labels)
-        segments = np.arange(drawn.tokens.shape[1]) >= drawn.pivot[:, None]
+        drawn = self.shards.rows(rows.ravel())
+        tokens = drawn.tokens.reshape(*items.shape, -1)
+        masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
+        labels = np.stack([one.labels for one in masked])
+        labels[is_padding] = IGNORE_INDEX
+        segments = np.arange(tokens.shape[-1]) >= drawn.pivot.reshape(*items.shape, 1)
         inputs = {
-            "input_ids": torch.from_numpy(masked.input_ids),
+            "input_ids": torch.from_numpy(np.stack([one.input_ids for one in masked])),
             "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
-            "positions": torch.from_numpy(masked.positions),
+            "positions": torch.from_numpy(np.stack([one.positions for one in masked])),
             "labels": torch.from_numpy(labels),
         }
-        return {"inputs": inputs, "count": int((labels != IGNORE_INDEX).sum())}
+        return {"inputs": inputs, "count": (labels != IGNORE_INDEX).sum((1, 2)).tolist()}
 
 
-def failure_of(batches: Iterable[Batch]) -> InputError | Unreachable | None:
-    """Why a batch could not be drawn. It travels as a batch through loader processes and threads, so that the rank
-    gets to tell the others at a step's end instead of leaving them waiting.
+class Together(Dataset[Batch]):
+    """Several micro batches at once out of a data set that can `draw` them: a loader's own work is per call, and so is
+    handing a tensor from one process to another.
+
+    When one cannot be drawn, those before it come, and why as "failure": it travels like a batch through processes and
+    threads, so that a rank gets to tell the others at the end of a step instead of leaving them waiting.
     """
+
+    def __init__(self, dataset: Drawable) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, micro_batches: list[np.ndarray]) -> Batch:
+        try:
+            return self.dataset.draw(np.stack(micro_batches))
+        except Exception:
+            return self.until_failure(micro_batches)
+
+    def until_failure(self, micro_batches: list[np.ndarray]) -> Batch:
+        failure: dict[str, Exception] = {}
+        good = 0
+        for micro_batch in micro_batches:
+            try:
+                self.dataset.draw(np.asarray(micro_batch)[None])
+            except Exception as error:
+                failure = {"failure": error}
+                break
+            good += 1
+        drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else {"inputs": {}, "count": []}
+        return {**drawn, **failure}
+
+
+def failure_of(batches: Iterable[Batch]) -> Exception | None:
+    """Why a batch could not be drawn; None if all could."""
     return next((batch["failure"] for batch in batches if "failure" in batch), None)
 
 
@@ -71,25 +101,49 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def loader(
-    dataset: Dataset[Batch], order: Iterable[list[int]], *, num_workers: int, prefetch: int, pin_memory: bool
-) -> DataLoader[Batch]:
-    """Batches in the given order, made by worker processes (or, with none, when asked for)."""
-    return DataLoader(
-        dataset,
-        batch_sampler=order,
-        collate_fn=as_it_is,
-        num_workers=num_workers,
-        prefetch_factor=prefetch if num_workers else None,
-        pin_memory=pin_memory,
-        multiprocessing_context="fork" if num_workers else None,  # shares the memory maps instead of copying them
-        worker_init_fn=leave_signals_to_the_parent,
-        generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
-    )
+class Batches:
+    """Micro batches in the given order, made by worker processes (or, with none, when asked for)."""
+
+    def __init__(
+        self,
+        dataset: Drawable,
+        order: Iterable[Any],
+        *,
+        batch_size: int,
+        num_workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        start_method: str = "fork",  # shares the memory maps instead of copying them
+    ) -> None:
+        together = min(MOST_TOGETHER, max(1, ROWS_TOGETHER // batch_size))
+        self.loader = DataLoader(
+            Together(dataset),
+            batch_sampler=InGroups(order, together),
+            collate_fn=as_it_is,
+            num_workers=num_workers,
+            prefetch_factor=-(-prefetch // together) if num_workers else None,
+            pin_memory=pin_memory,
+            multiprocessing_context=start_method if num_workers else None,
+            worker_init_fn=leave_signals_to_the_parent,
+            generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for drawn in self.loader:
+            parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
+            for number, count in enumerate(drawn["count"]):
+                yield {"inputs": {name: tensors[number] for name, tensors in parts.items()}, "count": count}
+            if "failure" in drawn:
+                yield {"inputs": {}, "count": 0, "failure": drawn["failure"]}
 
 
-def grouped(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """The micro batches of one optimizer step at a time."""
-    iterator = iter(batches)
-    while group := list(islice(iterator, size)):
-        yield group
+class InGroups:
+    """The items of an iterable, `size` at a time; the last group may be smaller."""
+
+    def __init__(self, items: Iterable[Any], size: int) -> None:
+        self.items, self.size = items, size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        iterator = iter(self.items)
+        while group := list(islice(iterator, self.size)):
+            yield group

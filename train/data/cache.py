@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +41,7 @@ def cache_dir(cfg: DataConfig) -> Path:
 class Cache:
     folder: Path
     deadline_s: float
+    given_up: dict[str, Unreachable] = field(default_factory=dict)  # files that a reader is not to wait for again
 
     def faults(self, shard: Shard) -> Path:
         return self.folder / "faults" / f"{shard.file}.json"
@@ -56,6 +57,8 @@ class Cache:
         time until a shard is wanted does not count.
         """
         path, began_s = self.folder / shard.file, time.time()
+        if shard.file in self.given_up:
+            raise self.given_up[shard.file]
         looked_s = began_s
         while not path.is_file():
             time.sleep(POLL_S)
@@ -69,7 +72,9 @@ class Cache:
             wanted_s = (read_json(self.wanted) or {}).get(shard.file, now_s)
             if now_s - max(began_s, wanted_s) > self.deadline_s:
                 reason = fault["reason"] if fault else f"{shard.file} does not come, nor any error: a slow network?"
-                raise Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)")
+                error = Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)")
+                self.given_up[shard.file] = error
+                raise error
             if now_s - began_s > STARTS_WITHIN_S and not self.is_served():
                 raise Unreachable(f"{shard.file} cannot come: the process that fetches shards on this node is gone")
 

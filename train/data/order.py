@@ -18,6 +18,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 PADDING = -1  # fills the last evaluation batch; counts for nothing
+ROWS_AT_ONCE = 4096  # looked up in the order together
 FIRST_WINDOW = 2  # shards, where windows grow: what has to be there before the first batch
 
 
@@ -121,16 +122,18 @@ class ShardSampler(DistributedSampler[int]):
         for first in range(start, self.total_size, self.global_batch_size):
             yield from order.rows(first, first + self.global_batch_size)[self.rank :: self.num_replicas].tolist()
 
-    def micro_batches(self, size: int) -> Iterator[list[int]]:
-        """Endless micro batches of this rank from `consumed_rows` on. An item is `epoch * rows + row`."""
+    def micro_batches(self, size: int) -> Iterator[np.ndarray]:
+        """Endless micro batches [size] int64 of this rank from `consumed_rows` on. An item is `epoch * rows + row`."""
         epoch, start = divmod(self.consumed_rows, self.total_size)
+        batch_size = self.global_batch_size
+        together = max(1, ROWS_AT_ONCE // batch_size) * batch_size
         while True:
             order = self.epoch_order(epoch)
-            for first in range(start, self.total_size, self.global_batch_size):
-                batch = order.rows(first, first + self.global_batch_size)[self.rank :: self.num_replicas]
-                batch = batch + epoch * self.rows
-                for low in range(0, len(batch), size):
-                    yield batch[low : low + size].tolist()
+            for first in range(start, self.total_size, together):
+                rows = order.rows(first, min(first + together, self.total_size)) + epoch * self.rows
+                for mine in rows.reshape(-1, batch_size)[:, self.rank :: self.num_replicas]:  # one step each
+                    for low in range(0, len(mine), size):
+                        yield mine[low : low + size]
             epoch, start = epoch + 1, 0
 
     def upcoming_windows(self) -> Iterator[np.ndarray]:

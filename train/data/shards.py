@@ -161,16 +161,21 @@ class ShardSet:
 
     def rows(self, numbers: np.ndarray) -> Rows:
         """The sequences with these numbers, in their order."""
+        order = np.argsort(numbers)
+        ascending = numbers[order]
+        cuts = np.searchsorted(ascending, self.first_rows)
         tokens = np.empty((len(numbers), self.seq_len), self.dtype)
         pivot, same_document = np.empty(len(numbers), np.uint16), np.empty(len(numbers), np.uint8)
-        shard_of = np.searchsorted(self.first_rows, numbers, side="right") - 1
-        for shard in np.unique(shard_of):
-            here = shard_of == shard
-            local = numbers[here] - self.first_rows[shard]
-            tensors = self.tensors(int(shard))
-            tokens[here], pivot[here] = tensors["tokens"][local], tensors["pivot"][local]
-            same_document[here] = tensors["same_document"][local]
-        return Rows(tokens, pivot, same_document)
+        for shard in np.flatnonzero(np.diff(cuts)).tolist():
+            first, last = cuts[shard], cuts[shard + 1]
+            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
+            # "clip" writes straight into `out`; the default mode gathers into a copy first
+            tensors["tokens"].take(local, 0, tokens[first:last], "clip")
+            tensors["pivot"].take(local, 0, pivot[first:last], "clip")
+            tensors["same_document"].take(local, 0, same_document[first:last], "clip")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return Rows(tokens.take(place, 0), pivot.take(place), same_document.take(place))
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
         if number not in self.maps:
@@ -188,7 +193,7 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
-    data = np.memmap(path, np.uint8, "r", offset=8 + header_bytes)
+    data = np.asarray(np.memmap(path, np.uint8, "r", offset=8 + header_bytes))  # memmap's own indexing is slow
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":

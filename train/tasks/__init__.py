@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from train.config import TrainConfig, check_choice
 
 if TYPE_CHECKING:
-    from train.data.batches import Batch
+    from train.data.batches import Drawable
     from train.data.order import ShardSampler, Windows
     from train.data.prepared import Supply
 
@@ -38,9 +37,9 @@ class Task(Protocol):
 
     def build_model(self) -> nn.Module: ...
 
-    def train_data(self) -> Dataset[Batch]: ...
+    def train_data(self) -> Drawable: ...
 
-    def eval_data(self) -> Dataset[Batch]: ...
+    def eval_data(self) -> Drawable: ...
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Loss summed over the labels of a micro batch (a scalar); the loop divides by the global count."""
