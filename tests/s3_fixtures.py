@@ -108,8 +108,8 @@ def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "AWS_CONFIG_FILE": str(nothing),
         "AWS_SHARED_CREDENTIALS_FILE": str(nothing),
         "AWS_EC2_METADATA_DISABLED": "true",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
     }.items():
         monkeypatch.setenv(name, value)
     s3_server.server.start_gateway()  # a test may have killed it

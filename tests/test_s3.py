@@ -198,6 +198,15 @@ def test_a_whole_bucket_is_a_folder_too(bucket):
     assert folder.names() == bucket.keys() == ["a/b"]
 
 
+def test_the_bucket_may_be_in_the_path_instead_of_the_host_name(bucket):
+    named = bucket.service.endpoint.replace("127.0.0.1", "localhost")  # before an address it never is
+    in_s3(bucket, endpoint=named).write("a", b"x")
+    assert bucket.keys() == ["runs/data/a"]
+    assert ".localhost" in in_s3(bucket, endpoint=named, path_style=False).client.generate_presigned_url(
+        "get_object", Params={"Bucket": bucket.name, "Key": "a"}
+    )
+
+
 def test_more_names_than_one_listing_holds(bucket):
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: bucket.put(f"runs/data/{number:04d}", b""), range(1003)))
@@ -302,13 +311,15 @@ def test_what_no_try_mends_is_asked_once(bucket):
 
 @pytest.mark.parametrize("fault", [Fault("reset", after=MIB), Fault("stall", after=MIB)], ids=["reset", "stall"])
 def test_a_body_that_breaks_off_is_read_again(bucket, monkeypatch, fault):
-    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)  # of 20
     monkeypatch.setattr(s3, "ATTEMPTS", 3)
     folder, content = in_s3(bucket), os.urandom(3 * MIB)
     bucket.put("runs/data/a", content)
     fault.times = 2
     bucket.proxy.set(fault)
+    began_s = time.monotonic()
     assert folder.read("a") == content
+    assert time.monotonic() - began_s < 10  # two stalls of 0.5 s
     fault.times = None
     bucket.proxy.set(fault)
     with pytest.raises(Unreachable, match=f"/a: no whole answer from {bucket.service.endpoint}: "):
@@ -420,9 +431,12 @@ def test_expired_credentials_are_said(bucket, status):
             act()
 
 
-def test_another_region_is_named(bucket):
-    elsewhere = {"x-amz-bucket-region": "eu-west-3"}
-    bucket.proxy.set(Fault("status", code=301, error="PermanentRedirect", headers=elsewhere))
+@pytest.mark.parametrize(
+    "status, code",
+    [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed"), (400, "IllegalLocationConstraintException")],
+)
+def test_another_region_is_named(bucket, status, code):
+    bucket.proxy.set(Fault("status", code=status, error=code, headers={"x-amz-bucket-region": "eu-west-3"}))
     for _verb, act in everything(in_s3(bucket)):
         with pytest.raises(InputError, match="/[ab]: the bucket is in region eu-west-3, not us-east-1; set s3.region"):
             act()

@@ -38,7 +38,7 @@ MISSING = ("NoSuchKey", "NotFound")
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
 UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
-ELSEWHERE = ("301", "PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 TEMPORARY = (429, 500, 502, 503, 504)
 WRITER = "writer"  # metadata of a created object: which call it was
 DEFAULT_REGION = "us-east-1"  # where S3 sends those who do not say, and what compatible servers take
@@ -65,7 +65,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        s3={"addressing_style": "path" if s3.path_style else "auto"},
+        s3={"addressing_style": "path" if s3.path_style else "virtual"},
     )
     region = session.region_name or DEFAULT_REGION
     try:
