@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,12 @@ def test_blank_lines_part_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("\n \none\nstill one\n\t\n\n\ntwo\n")
     assert texts(files("text", path)) == ["one\nstill one", "two"]
+
+
+def test_the_usual_separator_is_the_same_as_the_expression() -> None:
+    for character in map(chr, range(0x3100)):
+        for line in (character, f"{character}\n", f" {character}", f"{character}x\n"):
+            assert line.isspace() == (re.search(corpus_files.BLANK, line.rstrip("\n")) is not None)
 
 
 def test_a_line_that_matches_the_separator_begins_the_next_document(tmp_path: Path) -> None:

@@ -113,15 +113,14 @@ def dying(*arguments, **settings):
         os.kill(os.getpid(), signal.SIGKILL)
     return kept(*arguments, **settings)
 {target} = dying
-prepare.prepare(prepare_config({output!r}, {corpus!r}, "rows_per_shard=16"))
+prepare.prepare(prepare_config({output!r}, {corpus!r}, "rows_per_shard=16", *{overrides!r}))
 """
 
 
-def killed_at(output, corpus, target, call):
+def killed_at(output, corpus, target, call, *overrides):
     """A preparation in a process that is killed at a call of a function."""
-    code = KILLED_AT.format(
-        root=str(ROOT), tests=str(ROOT / "tests"), target=target, call=call, output=str(output), corpus=str(corpus)
-    )
+    paths = {"root": str(ROOT), "tests": str(ROOT / "tests"), "output": str(output), "corpus": str(corpus)}
+    code = KILLED_AT.format(**paths, target=target, call=call, overrides=overrides)
     died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
 

@@ -9,7 +9,7 @@ import numpy as np
 from train.config import InputError, check
 from train.data.documents import Part
 from train.data.preparation import STATE_NAMES, PartState, read_state
-from train.data.shards import SPLITS, Manifest, Shard, TokenizerInfo
+from train.data.shards import SPLITS, Manifest, Shard
 from train.data.writer import write_manifest
 from train.storage import Folder, sha256_bytes
 
@@ -35,7 +35,9 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
         raise InputError(f"{folder.location}: {what} not finished; part={missing[0]} goes on with the first")
     found = [state for state in states if state is not None]
     info = found[0].tokenizer
-    check_tokenizer(folder, info, {str(part): state.tokenizer for part, state in zip(parts, found, strict=True)})
+    sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
+    other = [f"part {part}" for part, state in zip(parts, found, strict=True) if state.tokenizer.sha256 != sha256]
+    check(not other, f"{folder.location}: the tokenizer of {listed(other)} not the published one; prepare all again")
     splits = {split: [shard for state in found for shard in state.shards[split]] for split in SPLITS}
     check_there(folder, [shard for shards in splits.values() for shard in shards])
     done = {name: sum(state.done[name] for state in found) for name in found[0].done}
@@ -53,13 +55,6 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     )
     remove_states(folder)
     return manifest
-
-
-def check_tokenizer(folder: Folder, info: TokenizerInfo, of_parts: dict[str, TokenizerInfo]) -> None:
-    other = [f"part {part}" for part, used in of_parts.items() if used != info]
-    if info.sha256 != sha256_bytes(folder.read("tokenizer/tokenizer.json")):
-        other = list(of_parts)
-    check(not other, f"{folder.location}: the tokenizer of {listed(other)} not that of the others; prepare all again")
 
 
 def check_there(folder: Folder, shards: list[Shard]) -> None:

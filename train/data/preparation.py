@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from train.config import InputError, PrepareConfig
@@ -91,7 +92,7 @@ def read_state(folder: Folder, part: Part, identity: str) -> PartState | None:
         state = PartState.from_bytes(folder.read(name))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{folder.location}/{name} is damaged ({error}); remove it and prepare the part again"
         ) from error

@@ -1,0 +1,411 @@
+"""Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and refused."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from running import ROOT, prepare_config, write_corpus
+from services.fault_proxy import Fault
+from test_prepare import content, killed_at
+
+from train import cli, prepare
+from train.config import InputError, PrepareConfig, Unreachable
+from train.data import merge, preparation, processes, tokenizer
+from train.data.documents import Part
+from train.data.preparation import PartState, shard_name, state_name
+from train.data.shards import check_files, read_manifest
+from train.storage import open_folder
+
+SMALL = "rows_per_shard=16"
+
+
+@pytest.fixture(scope="module")
+def ready(prepared):
+    """A tokenizer that need not be trained."""
+    return f"tokenizer.pretrained={prepared / 'tokenizer'}"
+
+
+@pytest.fixture(scope="module")
+def in_three(tmp_path_factory, corpus, ready):
+    """Three parts, by three jobs, not merged. Tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("parts") / "out"
+    for number in (3, 1, 2):  # in any order
+        assert prepare.prepare(prepare_config(folder, corpus, SMALL, ready, f"part={number}/3")) is None
+    return folder
+
+
+@pytest.fixture
+def parts(in_three, tmp_path):
+    return shutil.copytree(in_three, tmp_path / "copy")
+
+
+def merged(folder, corpus, *overrides):
+    return prepare.prepare(prepare_config(folder, corpus, SMALL, *overrides, "merge=true"))
+
+
+def refused(folder, corpus, *overrides):
+    with pytest.raises(InputError) as error:
+        prepare.prepare(prepare_config(folder, corpus, SMALL, *overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_merged_parts_are_a_whole_preparation(parts, corpus, ready, tmp_path):
+    assert not (parts / "manifest.json").exists()
+    manifest = merged(parts, corpus, ready)
+    assert manifest == read_manifest(parts)
+    check_files(parts, manifest, checksums=True)
+    assert not list(parts.glob("part-*"))
+    whole = prepare.prepare(prepare_config(tmp_path / "whole", corpus, SMALL, ready))
+    assert manifest.counts == {**whole.counts, "source_bytes": manifest.counts["source_bytes"]}
+    assert manifest.counts["source_bytes"] == pytest.approx(whole.counts["source_bytes"], abs=10)
+    names = [shard.file for shard in manifest.splits["train"]]
+    assert names[0] == "train-1of3-00000.safetensors" and names == sorted(names)
+    for split in ("train", "validation"):  # a part loses its last partial sequence, as a whole preparation does
+        assert whole.rows(split) - 3 <= manifest.rows(split) <= whole.rows(split)
+
+
+def test_two_processes_give_the_same_bytes_as_two_jobs(corpus, tmp_path):
+    by_processes = prepare.prepare(prepare_config(tmp_path / "processes", corpus, SMALL, "processes=2"))
+    for part in ("1/2", "2/2"):
+        assert prepare.prepare(prepare_config(tmp_path / "jobs", corpus, SMALL, f"part={part}")) is None
+    assert merged(tmp_path / "jobs", corpus) == by_processes
+    assert content(tmp_path / "jobs") == content(tmp_path / "processes")
+    assert len(content(tmp_path / "jobs")) > 8
+
+
+def test_processes_divide_the_part_of_a_job(corpus, ready, tmp_path):
+    output = tmp_path / "out"
+    assert prepare.prepare(prepare_config(output, corpus, SMALL, ready, "part=2/2", "processes=2")) is None
+    assert sorted(path.name for path in output.glob("part-*")) == [state_name(Part(2, 4)), state_name(Part(3, 4))]
+
+
+def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
+    corpus = write_corpus(tmp_path / "text.txt", num_documents=12)
+    for number in range(1, 31):
+        prepare.prepare(prepare_config(tmp_path / "out", corpus, SMALL, ready, "seq_len=8", f"part={number}/30"))
+    manifest = merged(tmp_path / "out", corpus, ready, "seq_len=8")
+    assert manifest.counts["documents"] == 12
+    assert len(manifest.splits["train"]) < 30
+
+
+def test_parts_draw_their_own_cuts(ready, tmp_path):
+    """Of one long document in each part the sequences are the same, but not where they part in two."""
+    text = write_corpus(tmp_path / "once.txt").read_text().replace("\n\n", "\n")
+    (tmp_path / "text.txt").write_text(f"{text}{20 * chr(10)}{text}\n")
+    for number in (1, 2):
+        prepare.prepare(
+            prepare_config(
+                tmp_path / "out", tmp_path / "text.txt", ready, f"part={number}/2", "validation_fraction=0.0001"
+            )
+        )
+    folder = open_folder(str(tmp_path / "out"), PrepareConfig(corpus=None).s3)
+    first, second = (preparation.load(folder.read(shard_name("train", Part(index, 2), 0)))["pivot"] for index in (0, 1))
+    assert len(first) == len(second) > 100
+    assert (first != second).mean() > 0.5
+
+
+def test_finished_parts_are_not_done_twice(parts, corpus, ready):
+    before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
+    prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=2/3"))
+    assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
+    merged(parts, corpus, ready)
+    before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
+    assert prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=2/3")) == read_manifest(parts)
+    assert merged(parts, corpus, ready) == read_manifest(parts)
+    assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
+
+
+def test_a_killed_part_goes_on_to_the_same_bytes(in_three, corpus, ready, tmp_path):
+    output = tmp_path / "killed"
+    killed_at(output, corpus, "preparation.write_shard", 3, ready, "part=2/3")
+    assert "part 1/3, part 2/3, part 3/3 are not finished" in refused(output, corpus, ready, "merge=true")
+    for number in (1, 2, 3):
+        prepare.prepare(prepare_config(output, corpus, SMALL, ready, f"part={number}/3"))
+    merged(output, corpus, ready)
+    whole = shutil.copytree(in_three, tmp_path / "whole")
+    merged(whole, corpus, ready)
+    assert content(output) == content(whole)
+
+
+def test_what_is_reported_adds_up(corpus, ready, tmp_path, monkeypatch):
+    seen = []
+    for split in ("processes=1", "processes=2"):
+        seen.clear()
+        monkeypatch.setattr(prepare, "tqdm", lambda **_: Bar(seen))
+        manifest = prepare.prepare(prepare_config(tmp_path / split[-1], corpus, SMALL, ready, split))
+        assert sum(seen) == manifest.counts["source_bytes"] > 0
+
+
+class Bar:
+    def __init__(self, seen):
+        self.update, self.set_postfix_str = seen.append, lambda text, **_: text
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+# ---- the tokenizer of several jobs ---------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_that_is_published_first_is_everybodys(corpus, tmp_path, prepared, monkeypatch):
+    """While one job trains, another publishes its own."""
+    output, train = tmp_path / "out", tokenizer.train_tokenizer
+    theirs = tokenizer.load_tokenizer(str(prepared / "tokenizer"))
+
+    def overtaken(*arguments, **settings):
+        tokenizer.publish_tokenizer(theirs, open_folder(str(output), cfg.s3))
+        return train(*arguments, **{**settings, "vocab_size": 100})
+
+    monkeypatch.setattr(tokenizer, "train_tokenizer", overtaken)
+    cfg = prepare_config(output, corpus, SMALL, "part=1/2")
+    prepare.prepare(cfg)
+    published = (output / "tokenizer" / "tokenizer.json").read_bytes()
+    assert published == (prepared / "tokenizer" / "tokenizer.json").read_bytes()
+    prepare.prepare(prepare_config(output, corpus, SMALL, "part=2/2"))
+    assert merged(output, corpus).tokenizer == read_manifest(prepared).tokenizer
+
+
+def test_a_tokenizer_is_seen_when_all_its_files_are_there(prepared, tmp_path, monkeypatch):
+    folder = open_folder(str(tmp_path / "out"), PrepareConfig(corpus=None).s3)
+    written = []
+    monkeypatch.setattr(type(folder), "create", lambda _, name, content: written.append(name) or True)
+    tokenizer.publish_tokenizer(tokenizer.load_tokenizer(str(prepared / "tokenizer")), folder)
+    assert len(written) > 1 and written[-1] == tokenizer.PUBLISHED
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+def test_missing_parts_are_named(parts, corpus, ready):
+    (parts / state_name(Part(1, 3))).unlink()
+    message = refused(parts, corpus, ready, "merge=true")
+    assert "part 2/3 is not finished; part=2/3 goes on with the first" in message
+    assert len(list(parts.glob("train-*"))) > 5  # nothing was taken back
+    assert merge.listed([f"part {number}/64" for number in range(1, 13)]).endswith("part 8/64 and 4 more are")
+
+
+def test_a_lost_shard_is_named(parts, corpus, ready):
+    (parts / "train-2of3-00001.safetensors").unlink()
+    assert "train-2of3-00001.safetensors is gone" in refused(parts, corpus, ready, "merge=true")
+
+
+def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, ready):
+    published = parts / "tokenizer" / "tokenizer.json"
+    published.write_text(published.read_text().replace("▁", "_"))
+    expected = "the tokenizer of part 1/3, part 2/3, part 3/3 are not the published one"
+    assert expected in refused(parts, corpus, ready, "merge=true")
+    (parts / state_name(Part(2, 3))).unlink()
+    prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
+    assert "the tokenizer of part 1/3, part 2/3 are not the published one" in refused(
+        parts, corpus, ready, "merge=true"
+    )
+
+
+def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus, ready):
+    path = parts / state_name(Part(0, 3))
+    state = PartState.from_bytes(path.read_bytes())
+    path.write_bytes(b"{")
+    assert f"{path} is damaged" in refused(parts, corpus, ready, "part=1/3")
+    path.write_bytes(type(state)(**{**vars(state), "identity": "other"}).to_bytes())
+    assert f"{path} is of a preparation with other settings" in refused(parts, corpus, ready, "merge=true")
+
+
+def test_other_settings_in_the_same_output_are_refused(parts, corpus, ready):
+    before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
+    assert "parts: 3 there, 4 here" in refused(parts, corpus, ready, "part=1/4")
+    assert "parts: 3 there, 6 here" in refused(parts, corpus, ready, "part=1/3", "processes=2")
+    assert "seed: 0 there, 1 here" in refused(parts, corpus, ready, "merge=true", "seed=1")
+    assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
+
+
+def test_a_merge_of_nothing_is_refused(corpus, tmp_path):
+    assert "holds no parts to merge" in refused(tmp_path / "out", corpus, "merge=true")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "3", "3/", "/3", "a/b", "-1/4", "1/0", "1.5/3", "1/2/3"])
+def test_a_part_in_a_wrong_form_is_refused(part, corpus, tmp_path):
+    with pytest.raises(InputError, match="must be two numbers, as 3/64"):
+        prepare_config(tmp_path, corpus, f"part={part}")
+
+
+def test_merge_with_a_part_and_no_process_at_all_are_refused(corpus, tmp_path):
+    for wrong in (["merge=true", "part=1/2"], ["merge=true", "processes=2"]):
+        with pytest.raises(InputError, match="merge=true prepares nothing"):
+            prepare_config(tmp_path, corpus, *wrong)
+    with pytest.raises(InputError, match="processes=0 must be above 0"):
+        prepare_config(tmp_path, corpus, "processes=0")
+
+
+def test_parts_with_too_little_text_for_a_split_leave_nothing_behind(ready, corpus, tmp_path):
+    message = refused(tmp_path / "out", corpus, ready, "processes=2", "validation_fraction=0.001")
+    assert "the validation part has 0 tokens, less than one sequence of 32; raise validation_fraction" in message
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\n\n\xff")
+    assert "bad.txt: byte 0xff at offset" in refused(tmp_path / "out", tmp_path / "bad.txt", ready, "processes=2")
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_is_killed_is_named_and_the_same_command_goes_on(corpus, ready, tmp_path, monkeypatch, capsys):
+    wait = processes.wait
+
+    def killing(receivers):
+        for child in multiprocessing.active_children()[:1]:
+            os.kill(child.pid, signal.SIGKILL)
+        return wait(receivers)
+
+    cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
+    monkeypatch.setattr(processes, "wait", killing)
+    assert prepare.run(cfg) == cli.FAILED
+    error = capsys.readouterr().err
+    assert "was killed by SIGKILL (out of memory?); the same command goes on" in error
+    assert error.startswith("error: part ") and len(error.splitlines()) == 1
+    assert not multiprocessing.active_children()
+    monkeypatch.setattr(processes, "wait", wait)
+    assert prepare.run(cfg) == cli.DONE
+
+
+def test_cores_are_divided_and_the_users_word_counts(monkeypatch):
+    monkeypatch.setattr(processes, "num_cores", lambda: 8)
+    monkeypatch.delenv(processes.TOKENIZER_THREADS, raising=False)
+    for num_processes, threads in ((2, "4"), (3, "2"), (16, "1")):
+        with processes.threads_of_each(num_processes):
+            assert os.environ[processes.TOKENIZER_THREADS] == threads
+        assert processes.TOKENIZER_THREADS not in os.environ
+    monkeypatch.setenv(processes.TOKENIZER_THREADS, "5")
+    with processes.threads_of_each(2):
+        assert os.environ[processes.TOKENIZER_THREADS] == "5"
+    assert os.environ[processes.TOKENIZER_THREADS] == "5"
+
+
+def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text("\n\n".join([corpus.read_text()] * 500))
+    overrides = [f"output={tmp_path / 'out'}", "corpus=text", f"corpus.path={text}", ready, "processes=2"]
+    parent = subprocess.Popen([sys.executable, "-m", "train.prepare", *overrides], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 60
+        children = []
+        while len(children) < 2:  # multiprocessing has one more, which tracks resources
+            assert parent.poll() is None and time.monotonic() < deadline
+            found = psutil.Process(parent.pid).children()
+            children = [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+            time.sleep(0.05)
+    finally:
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    assert not list((tmp_path / "out").glob("part-*"))  # they had not finished
+
+
+# ---- S3 ------------------------------------------------------------------------------------------------------------
+
+
+def keys_of(bucket):
+    return set(bucket.keys())
+
+
+def in_bucket(bucket, prefix):
+    """What a run reads, of a preparation in S3."""
+    found = {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in bucket.keys(f"{prefix}/")}
+    others = [name for name in found if not name.startswith(("source.json", "tokenizer/tokenizer_config"))]
+    return {name: found[name] for name in sorted(others)}
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, corpus, ready):
+    folder = tmp_path_factory.mktemp("local") / "out"
+    prepare.prepare(prepare_config(folder, corpus, SMALL, ready))
+    return folder
+
+
+def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(bucket, corpus, ready, local):
+    manifest = prepare.prepare(prepare_config(bucket.location("a/b"), corpus, SMALL, ready, *bucket.overrides()))
+    assert in_bucket(bucket, "a/b") == content(local)
+    assert manifest == read_manifest(local)
+    written = [request.path.split("/")[-1] for request in bucket.proxy.requests("^(PUT|POST|DELETE)")]
+    assert written[0] == "source.json" and written[-2:] == ["manifest.json", "part-1of1.safetensors"]
+
+
+def test_a_killed_preparation_in_s3_goes_on_to_the_same_bytes(bucket, corpus, ready, local):
+    output = bucket.location("out")
+    killed_at(output, corpus, "preparation.write_shard", 4, ready, *bucket.overrides())
+    assert "out/manifest.json" not in keys_of(bucket)
+    kept = [key for key in keys_of(bucket) if key.endswith(".safetensors") and "/part-" not in key]
+    assert len(kept) == 3
+    bucket.proxy.set()
+    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides()))
+    assert in_bucket(bucket, "out") == content(local)
+    assert len([key for key in kept if bucket.proxy.requests(f"PUT /{bucket.name}/{key}")]) <= 1
+
+
+def test_jobs_and_processes_meet_in_s3(bucket, corpus, ready, in_three, tmp_path):
+    whole = shutil.copytree(in_three, tmp_path / "whole")
+    merged(whole, corpus, ready)
+    output = bucket.location("out")
+    for number in (2, 1):
+        prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides(), f"part={number}/3"))
+    assert "part 3/3 is not finished" in refused(output, corpus, ready, *bucket.overrides(), "merge=true")
+    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides(), "part=3/3"))
+    merged(output, corpus, ready, *bucket.overrides())
+    assert in_bucket(bucket, "out") == content(whole)
+    prepare.prepare(prepare_config(bucket.location("p"), corpus, SMALL, ready, *bucket.overrides(), "processes=3"))
+    assert in_bucket(bucket, "p") == content(whole)
+
+
+def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(bucket, corpus, ready, local):
+    output = bucket.location("out")
+    bucket.proxy.set(Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied"))
+    assert "train-00002.safetensors: no permission to write" in refused(output, corpus, ready, *bucket.overrides())
+    assert "out/manifest.json" not in keys_of(bucket)
+    if "out/part-1of1.safetensors" in keys_of(bucket):
+        state = PartState.from_bytes(bucket.get("out/part-1of1.safetensors"))
+        assert len(state.shards["train"]) <= 2
+    bucket.proxy.set()
+    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides()))
+    assert in_bucket(bucket, "out") == content(local)
+
+
+def test_a_bucket_that_may_not_be_written_to_is_refused_before_any_work(bucket, corpus, ready, monkeypatch):
+    bucket.proxy.set(Fault("status", match="PUT", code=403, error="AccessDenied"))
+    monkeypatch.setattr(prepare, "vocabulary_of", None)  # would be the first work
+    assert "no permission to write" in refused(bucket.location("out"), corpus, ready, *bucket.overrides())
+    assert not keys_of(bucket)
+
+
+def test_another_preparation_in_the_same_place_of_s3_is_refused(bucket, corpus, ready):
+    output = bucket.location("out")
+    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides()))
+    before = in_bucket(bucket, "out")
+    assert "seq_len: 32 there, 64 here" in refused(output, corpus, ready, *bucket.overrides(), "seq_len=64")
+    bucket.put("other/thesis.tex", b"precious")
+    assert "not empty and not a" in refused(bucket.location("other"), corpus, ready, *bucket.overrides())
+    assert in_bucket(bucket, "out") == before
+
+
+def test_an_endpoint_that_does_not_answer_is_one_line(corpus, ready, monkeypatch):
+    monkeypatch.setattr("train.s3.ATTEMPTS", 1)
+    nowhere = ["s3.endpoint=http://127.0.0.1:9", "s3.region=us-east-1"]
+    with pytest.raises(Unreachable) as error:
+        prepare.prepare(prepare_config("s3://bucket/out", corpus, ready, *nowhere))
+    assert "\n" not in str(error.value)
