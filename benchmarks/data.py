@@ -1,0 +1,335 @@
+"""Our loader beside LitData, mosaicml-streaming, Hugging Face datasets and numpy; and what windows do to a shuffle.
+
+    python -m benchmarks.data [--parts speed memory resume shuffle] [--rounds 5] [--rows 24576] [--peers-dir FOLDER]
+
+Shuffled batches [32, 512] of int64 torch tensors, out of 8 shards of uint16 ids that follow Zipf's law, in the page
+cache, each loader's data in its own format. The limit is numpy's: whole batches gathered out of one memory-mapped file
+in a full permutation, no DataLoader. Every measurement has its own process, torch on one thread, where loader and limit
+read in turn: a speed is the median of the ratios of neighbours. Rounds go through all loaders; tables hold least /
+**median** / greatest of the rounds.
+
+Peers are installed from the package index into an environment each, under --peers-dir; torch is ours in all of them.
+One that cannot be installed is named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.corpus import Corpus, write_corpus
+from benchmarks.peers.measure import LARGE_ROWS, LARGE_SHARDS, RESUME_AT
+from benchmarks.peers.readers import READERS
+
+ROOT = Path(__file__).parent.parent
+PARTS = ("speed", "memory", "resume", "shuffle", "s3")
+PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
+LARGE_WINDOWS = (LARGE_SHARDS, 16, 0)  # shards; 0: growing
+SHUFFLE_SHARDS, SHUFFLE_SHARD_ROWS, SHUFFLE_BATCH = 64, 1024, 256
+SHUFFLE_WINDOWS = (1, 2, 4, 8, 16, SHUFFLE_SHARDS)
+TEXT_BATCH = 64  # a text of some thousand sequences has to give many batches
+RARE = 5  # expected number in a batch below which tokens are counted as one, as usual for chi-square
+
+Result = dict[str, Any]
+
+
+# ---- environments --------------------------------------------------------------------------------------------------
+
+
+def environments(folder: Path, wanted: list[str]) -> dict[str, str]:
+    """The interpreter of every environment that could be made."""
+    made = {"ours": sys.executable}
+    for name in wanted:
+        try:
+            made[name] = environment(folder / name, PEERS[name])
+        except subprocess.CalledProcessError as error:
+            print(f"{PEERS[name]} cannot be installed, so it is left out:\n{error.stderr[-2000:]}", file=sys.stderr)
+    return made
+
+
+def environment(folder: Path, requirement: str) -> str:
+    """An interpreter with this package in front of what our own has."""
+    python, done = folder / "bin" / "python", folder / "installed"
+    if not done.exists() or done.read_text() != requirement:
+        run(sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder))
+        site = next(folder.glob("lib/python*/site-packages"))
+        (site / "zz_ours.pth").write_text(sysconfig.get_paths()["purelib"])
+        pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
+        run(*pip, "install", "--quiet", requirement, f"torch=={metadata.version('torch')}")
+        done.write_text(requirement)
+    return str(python)
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -> Result | None:
+    """What one process measured; None, and why on stderr, if it failed."""
+    command = (python, "-m", "benchmarks.peers.measure", kind, name, str(corpus.folder), str(seconds))
+    try:
+        found: Result = json.loads(run(*command).splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        print(f"{kind} of {name} failed: {error.stderr[-2000:]}", file=sys.stderr)
+        return None
+    print(f"{kind} {name}: { {key: value for key, value in found.items() if key != 'versions'} }", file=sys.stderr)
+    return found
+
+
+# ---- loaders -------------------------------------------------------------------------------------------------------
+
+
+def measure_loaders(corpus: Corpus, pythons: dict[str, str], options: argparse.Namespace) -> dict[str, list[Result]]:
+    """Of each loader, what its runs of all kinds measured, rounds interleaved."""
+    readers = {name: reader for name, reader in READERS.items() if reader.environment in pythons}
+    results: dict[str, list[Result]] = defaultdict(list)
+    formats = {reader.format: reader.environment for reader in readers.values() if reader.format != "flat.bin"}
+    for name, home in formats.items():
+        if measure(pythons[home], "write", name, corpus, 0) is None:
+            readers = {key: reader for key, reader in readers.items() if reader.format != name}
+    for _ in range(options.rounds):
+        for kind, (name, reader) in itertools.product(("speed", "memory", "resume"), readers.items()):
+            if kind in options.parts and kind in reader.measures:
+                found = measure(pythons[reader.environment], kind, name, corpus, options.seconds)
+                results[name] += [found] if found else []
+        for windows in LARGE_WINDOWS if "resume" in options.parts else ():
+            found = measure(sys.executable, "large", str(windows), corpus, 0)
+            results[f"large {windows}"] += [found] if found else []
+    return results
+
+
+def bytes_on_disk(place: Path) -> int:
+    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
+def values(found: list[Result], key: str) -> list[Any]:
+    return [one[key] for one in found if one.get(key) is not None]
+
+
+def spread(numbers: list[float], digits: int = 3) -> str:
+    """Least / **median** / greatest; nothing of nothing."""
+    if not numbers:
+        return ""
+    chosen = (min(numbers), statistics.median(numbers), max(numbers))
+    least, middle, greatest = (shown(number, digits) for number in chosen)
+    return middle if least == greatest else f"{least} / **{middle}** / {greatest}"
+
+
+def shown(number: float, digits: int = 3) -> str:
+    """To so many digits, without exponents."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
+    return f"{number:.{places}f}"
+
+
+def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
+    head = ("loader", "tokens/s of the limit's", "import, s", "first batch, s")
+    head += (f"resume at {RESUME_AT:.0%}, s", "right batch", "MiB at 10 % → 100 %", "on disk, of the tokens")
+    lines = [row(head), "|---" * len(head) + "|"]
+    for name, reader in READERS.items():
+        found = results.get(name)
+        if not found:
+            continue
+        exact = values(found, "exact")
+        memory = [statistics.median(values(found, key)) for key in ("early_mib", "late_mib") if values(found, key)]
+        size = bytes_on_disk(corpus.place(reader.format)) / bytes_on_disk(corpus.place("flat.bin"))
+        has_import = reader.label.startswith("numpy") is False
+        lines.append(
+            row(
+                (
+                    reader.label,
+                    spread(values(found, "of_limit")),
+                    spread(values(found, "import_s"), 2) if has_import else "",
+                    spread(values(found, "first_batch_s"), 2),
+                    spread(values(found, "resumed_s"), 2),
+                    {0: "" if not exact else "no", len(exact): "yes"}.get(sum(exact), "at times") if exact else "",
+                    " → ".join(f"{size_mib:.0f}" for size_mib in memory),
+                    f"{size:.2f}",
+                )
+            )
+        )
+    return "\n".join(lines)
+
+
+def large_table(results: dict[str, list[Result]]) -> str:
+    head = (f"ours, {LARGE_ROWS:,} rows in {LARGE_SHARDS} shards", "fresh start, s", "at 90 %, s", "more, s")
+    lines = [row(head), "|---" * len(head) + "|"]
+    for windows in LARGE_WINDOWS:
+        found = results.get(f"large {windows}")
+        if found:
+            label = f"windows of {windows} shards" if windows else "windows that grow to all"
+            cells = (spread(values(found, key), 2) for key in ("fresh_s", "resumed_s", "extra_s"))
+            lines.append(row((f"full permutation ({label})" if windows == LARGE_SHARDS else label, *cells)))
+    return "\n".join(lines)
+
+
+def row(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# ---- what windows do to a shuffle ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """Of the global batches of one epoch."""
+
+    shards: float  # distinct ones in a batch, mean
+    places: float  # variance of the mean place in the corpus, over that of independent draws
+    tokens: float | None  # mean chi-square per degree of freedom of a batch's tokens against those of all
+
+
+def epoch_batches(shard_rows: list[int], batch: int, window: int, epoch: int) -> np.ndarray:
+    """[batches, batch] row numbers in our order."""
+    from train.data.order import EpochOrder, Windows
+
+    order = EpochOrder(shard_rows, Windows(window), seed=0, epoch=epoch)
+    whole = sum(shard_rows) // batch * batch
+    return order.rows(0, whole).reshape(-1, batch)
+
+
+def shuffle_of(batches: np.ndarray, shard_rows: list[int], tokens: np.ndarray | None) -> Shuffle:
+    firsts = np.cumsum([0, *shard_rows])
+    shards = [len(np.unique(np.searchsorted(firsts, rows, side="right"))) for rows in batches]
+    places = (batches + 0.5) / firsts[-1]
+    independent = 1 / 12 / batches.shape[1]
+    spread_of_means = float(np.mean((places.mean(1) - 0.5) ** 2))
+    return Shuffle(
+        shards=float(np.mean(shards)),
+        places=spread_of_means / independent,
+        tokens=None if tokens is None else float(np.mean(chi_square(batches, tokens))),
+    )
+
+
+def chi_square(batches: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """[batches] chi-square, per degree of freedom, of the tokens of each batch against those of the whole corpus."""
+    counts = np.bincount(tokens.ravel())
+    share = counts / counts.sum()
+    size = batches.shape[1] * tokens.shape[1]
+    common = np.flatnonzero(share * size >= RARE)
+    bins = np.full(len(counts), len(common))
+    bins[common] = np.arange(len(common))
+    expected = np.bincount(bins, share * size, len(common) + 1)
+    seen = np.stack([np.bincount(bins[tokens[rows].ravel()], minlength=len(expected)) for rows in batches])
+    used = expected > 0
+    return ((seen - expected) ** 2 / np.where(used, expected, 1))[:, used].sum(1) / (used.sum() - 1)
+
+
+def prepared_tokens(folder: Path) -> np.ndarray:
+    """[rows, seq_len] of prepared training data, in the corpus' order."""
+    from train.data.shards import ShardSet, read_manifest
+
+    shards = ShardSet(folder, read_manifest(folder), "train")
+    return shards.rows(np.arange(len(shards))).tokens
+
+
+def prepare_text(folder: Path) -> Path:
+    """The demo's corpus: text that comes with Python."""
+    settings = ("seq_len=64", "tokenizer.vocab_size=2000", "validation_fraction=0.01")
+    run(sys.executable, "-m", "train.prepare", "corpus=pydocs", f"output={folder}", *settings)
+    return folder
+
+
+def shuffle_table(text: Path, epochs: int) -> str:
+    """Windows of K of the shards against a full permutation; each figure the mean over so many epochs."""
+    tokens = prepared_tokens(text)
+    even = [SHUFFLE_SHARD_ROWS] * SHUFFLE_SHARDS
+    parts = [len(part) for part in np.array_split(np.arange(len(tokens)), SHUFFLE_SHARDS)]
+    found: dict[int, list[tuple[Shuffle, Shuffle]]] = defaultdict(list)
+    for window, epoch in itertools.product(SHUFFLE_WINDOWS, range(epochs)):
+        synthetic = shuffle_of(epoch_batches(even, SHUFFLE_BATCH, window, epoch), even, None)
+        real = shuffle_of(epoch_batches(parts, TEXT_BATCH, window, epoch), parts, tokens)
+        found[window].append((synthetic, real))
+    full = statistics.mean(real.tokens or 0.0 for _, real in found[SHUFFLE_SHARDS])
+    head = (
+        f"shards in a window, of {SHUFFLE_SHARDS}",
+        f"distinct shards in a batch of {SHUFFLE_BATCH}",
+        "variance of its mean place, of independent draws'",
+        f"tokens of a batch of {TEXT_BATCH} against all: chi-square, of a full permutation's",
+    )
+    lines = [row(head), "|---" * len(head) + "|"]
+    for window, pairs in found.items():
+        shards = statistics.mean(synthetic.shards for synthetic, _ in pairs)
+        places = statistics.mean(synthetic.places for synthetic, _ in pairs)
+        ratio = statistics.mean(real.tokens or 0.0 for _, real in pairs) / full
+        label = "all (full permutation)" if window == SHUFFLE_SHARDS else str(window)
+        lines.append(row((label, f"{shards:.1f}", shown(places), f"{ratio:.3f}")))
+    return "\n".join(lines)
+
+
+# ---- S3 ------------------------------------------------------------------------------------------------------------
+
+
+def s3_table(options: argparse.Namespace) -> str:
+    """Requests for each shard and node, client CPU seconds for each GB, seconds to the first batch."""
+    raise NotImplementedError("the S3 part")
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = [f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "datasets")]
+    parts = (f"{cpus} virtual cores of {names[0] if names else platform.machine()}", platform.platform(terse=True))
+    return ", ".join((*parts, f"Python {platform.python_version()}", *packages, *PEERS.values()))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of reading, of each run")
+    parser.add_argument("--rows", type=int, default=Corpus(Path()).shard_rows, help="sequences in each of 8 shards")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--peers-dir", type=Path, help="keeps the peers' environments; left out: a temporary folder")
+    parser.add_argument("--text", type=Path, help="prepared data to shuffle; left out: the demo's corpus")
+    parser.add_argument("--epochs", type=int, default=20, help="of the shuffles")
+    parser.add_argument("--s3-endpoint", help="of a server on this machine; left out: one is started")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    tables = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if {"speed", "memory", "resume"} & set(options.parts):
+            home = options.peers_dir or folder / "peers"
+            print(f"peers are installed under {home}", file=sys.stderr)
+            pythons = environments(home, options.peers)
+            corpus = Corpus(folder / "corpus", shard_rows=options.rows)
+            write_corpus(corpus)
+            results = measure_loaders(corpus, pythons, options)
+            tables.append(loader_table(results, corpus))
+            tables += [large_table(results)] if "resume" in options.parts else []
+        if "shuffle" in options.parts:
+            tables.append(shuffle_table(options.text or prepare_text(folder / "text"), options.epochs))
+        if "s3" in options.parts:
+            tables.append(s3_table(options))
+    print("\n\n".join((f"{machine()}.", *tables)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""One reader for each loader: shuffled batches [batch, seq_len] of int64 torch tensors, in the way its pages advise.
+
+`first` is the number of batches to leave out at the start of an epoch, where a loader has no state of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.peers.corpus import FIRST_ID, VOCAB_SIZE, Corpus
+
+# ---- plain numpy ---------------------------------------------------------------------------------------------------
+
+
+def orders(corpus: Corpus) -> Iterator[np.ndarray]:
+    """The rows of one batch after the other, in a full permutation, for ever."""
+    for epoch in itertools.count():
+        order = np.random.default_rng([0, epoch]).permutation(corpus.rows)
+        for start in range(0, corpus.batches * corpus.batch, corpus.batch):
+            yield order[start : start + corpus.batch]
+
+
+def limit(corpus: Corpus) -> Iterator[Tensor]:
+    """Whole batches out of one flat file, without a DataLoader."""
+    flat = corpus.flat()
+    for rows in orders(corpus):
+        yield torch.from_numpy(flat[rows].astype(np.int64))
+
+
+def taken(corpus: Corpus) -> Iterator[Tensor]:
+    """The same by the calls that turned out fastest."""
+    flat = np.asarray(corpus.flat())
+    for rows in orders(corpus):
+        yield torch.from_numpy(flat.take(rows, 0, mode="clip")).long()
+
+
+def by_shard(corpus: Corpus) -> Iterator[Tensor]:
+    """The same out of a file for each shard."""
+    shards = [np.memmap(path, np.uint16, "r").reshape(-1, corpus.seq_len) for path in shard_files(corpus)]
+    for rows in orders(corpus):
+        shard, row = np.divmod(rows, corpus.shard_rows)
+        batch = np.empty((corpus.batch, corpus.seq_len), np.int64)
+        for number in np.unique(shard):
+            here = shard == number
+            batch[here] = shards[number][row[here]]
+        yield torch.from_numpy(batch)
+
+
+def shard_files(corpus: Corpus) -> list[Any]:
+    return [corpus.place("shards") / f"{number:05d}.bin" for number in range(corpus.shards)]
+
+
+def write_by_shard(corpus: Corpus) -> None:
+    corpus.place("shards").mkdir()
+    for number, path in enumerate(shard_files(corpus)):
+        path.write_bytes(corpus.shard(number).tobytes())
+
+
+class Rows(Dataset[Tensor]):
+    """The flat file as a data set of the usual kind: a sequence at a time."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.flat = corpus.flat()
+
+    def __len__(self) -> int:
+        return len(self.flat)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.from_numpy(self.flat[row].astype(np.int64))
+
+
+def row_by_row(corpus: Corpus) -> DataLoader[Tensor]:
+    return DataLoader(Rows(corpus), corpus.batch, shuffle=True, drop_last=True)
+
+
+# ---- ours ----------------------------------------------------------------------------------------------------------
+
+
+class Gathered:
+    """Sequences as they are stored: what a loader costs without masks. Rows after the last begin again."""
+
+    def __init__(self, shards: Any) -> None:
+        self.shards = shards
+
+    def draw(self, items: np.ndarray) -> dict[str, Any]:
+        tokens = self.shards.rows(items.ravel() % len(self.shards)).tokens
+        inputs = {"input_ids": torch.from_numpy(tokens.reshape(*items.shape, -1))}
+        return {"inputs": inputs, "count": [0] * len(items)}
+
+
+def ours(
+    corpus: Corpus,
+    first: int = 0,
+    *,
+    num_workers: int = 0,
+    masked: bool = False,
+    shard_rows: list[int] | None = None,
+    windows: Any = None,
+) -> Iterator[Tensor]:
+    """`shard_rows` in place of the corpus' own: a larger one, to time its order."""
+    from train.data.batches import Batches, MaskedRows
+    from train.data.masking import Masker
+    from train.data.order import ShardSampler
+    from train.data.shards import ShardSet, read_manifest
+
+    manifest = read_manifest(corpus.place("ours"))
+    shards = ShardSet(corpus.place("ours"), manifest, "train")
+    masker = Masker(
+        seed=0,
+        mask_rate=0.15,
+        max_predictions=max(1, round(corpus.seq_len * 0.15)),
+        max_ngram=3,
+        mask_id=manifest.tokenizer.mask_id,
+        special_ids=tuple(manifest.tokenizer.special_ids),
+        vocab_size=VOCAB_SIZE,
+    )
+    sampler = ShardSampler(
+        shard_rows or [shard.rows for shard in manifest.splits["train"]],
+        seed=0,
+        global_batch_size=corpus.batch,
+        rank=0,
+        world_size=1,
+        windows=windows,
+        consumed_rows=first * corpus.batch,
+    )
+    batches = Batches(
+        MaskedRows(shards, masker, is_training=True) if masked else Gathered(shards),
+        sampler.micro_batches(corpus.batch),
+        batch_size=corpus.batch,
+        num_workers=num_workers,
+        prefetch=4,
+        pin_memory=False,
+    )
+    return (batch["inputs"]["input_ids"].long() for batch in batches)
+
+
+def write_ours(corpus: Corpus) -> None:
+    from train.data.packing import Rows as PackedRows
+    from train.data.shards import TokenizerInfo
+    from train.data.writer import write_manifest, write_shard
+    from train.storage import LocalFolder
+
+    folder = LocalFolder(corpus.place("ours"))
+    pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)
+    same_document = np.ones(corpus.shard_rows, np.uint8)
+    shards = [
+        write_shard(folder, f"train-{number:05d}.safetensors", PackedRows(corpus.shard(number), pivot, same_document))
+        for number in range(corpus.shards)
+    ]
+    special = list(range(FIRST_ID))
+    write_manifest(
+        folder,
+        seq_len=corpus.seq_len,
+        dtype="uint16",
+        splits={"train": shards, "validation": []},
+        tokenizer=TokenizerInfo("", VOCAB_SIZE, cls_id=2, sep_id=3, mask_id=4, pad_id=0, special_ids=special),
+        counts={},
+        config={},
+    )
+
+
+# ---- Hugging Face datasets -----------------------------------------------------------------------------------------
+
+
+def write_hf(corpus: Corpus) -> None:
+    import datasets
+    import pyarrow as pa
+
+    flat = pa.array(np.asarray(corpus.flat()).ravel())
+    table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(flat, corpus.seq_len)})
+    datasets.Dataset(table).save_to_disk(corpus.place("hf"), num_shards=corpus.shards)
+
+
+def hf(corpus: Corpus, form: str) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(corpus.place("hf")).with_format(form)
+
+
+def hf_torch(corpus: Corpus) -> DataLoader[Any]:
+    def stack(rows: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([row["tokens"] for row in rows]).long()
+
+    return DataLoader(hf(corpus, "torch"), corpus.batch, shuffle=True, drop_last=True, collate_fn=stack)
+
+
+def hf_numpy(corpus: Corpus) -> Iterator[Tensor]:
+    """Whole batches by their indices: the fastest way that it has to shuffled rows."""
+    data = hf(corpus, "numpy")
+    for rows in orders(corpus):
+        yield torch.from_numpy(data[rows]["tokens"].astype(np.int64))
+
+
+class HfStream:
+    """Its iterable data set, which has a state: shards in a shuffled order, and a buffer to shuffle rows in."""
+
+    def __init__(self, corpus: Corpus, buffer: int) -> None:
+        data = hf(corpus, "numpy").to_iterable_dataset(num_shards=corpus.shards)
+        self.data = data.shuffle(seed=0, buffer_size=buffer) if buffer else data
+        self.batch = corpus.batch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rows = iter(self.data)
+        while batch := list(itertools.islice(rows, self.batch)):
+            yield torch.from_numpy(np.stack([row["tokens"] for row in batch]).astype(np.int64))
+
+    def state_dict(self) -> Any:
+        return self.data.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.data.load_state_dict(state)
+
+
+# ---- LitData -------------------------------------------------------------------------------------------------------
+
+
+class FlatRows:
+    """Rows of a shard, for LitData's writer, which sends this to another process."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+
+    def __call__(self, shard: int) -> Iterator[Tensor]:
+        yield from torch.from_numpy(np.array(self.corpus.shard(shard)))
+
+
+def write_litdata(corpus: Corpus) -> None:
+    import litdata
+
+    litdata.optimize(
+        FlatRows(corpus),
+        list(range(corpus.shards)),
+        str(corpus.place("litdata")),
+        num_workers=1,
+        chunk_size=corpus.shard_rows * corpus.seq_len,
+        item_loader=litdata.TokensLoader(block_size=corpus.seq_len),
+    )
+
+
+def read_litdata(corpus: Corpus) -> Any:
+    import litdata
+
+    items = litdata.TokensLoader(block_size=corpus.seq_len)
+    data = litdata.StreamingDataset(str(corpus.place("litdata")), item_loader=items, shuffle=True)
+    return litdata.StreamingDataLoader(
+        data, batch_size=corpus.batch, collate_fn=lambda rows: torch.stack(rows).long(), drop_last=True
+    )
+
+
+# ---- mosaicml-streaming --------------------------------------------------------------------------------------------
+
+
+def streaming() -> Any:
+    """It imports torchvision, for data sets of images; a stub does where that does not match this build of torch."""
+    try:
+        import streaming as module
+    except (ImportError, RuntimeError):
+        for name in [name for name in sys.modules if name.split(".")[0] in ("streaming", "torchvision")]:
+            del sys.modules[name]
+        for part in ("", ".datasets", ".transforms", ".transforms.functional"):
+            sys.modules[f"torchvision{part}"] = types.ModuleType(f"torchvision{part}")
+        sys.modules["torchvision.datasets"].VisionDataset = type("VisionDataset", (), {})  # type: ignore[attr-defined]
+        sys.modules["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
+        import streaming as module
+    return module
+
+
+def write_mds(corpus: Corpus) -> None:
+    columns = {"tokens": f"ndarray:uint16:{corpus.seq_len}"}
+    size_limit = corpus.shard_rows * (2 * corpus.seq_len + 4) + 2**16  # a shard of ours
+    with streaming().MDSWriter(out=str(corpus.place("mds")), columns=columns, size_limit=size_limit) as writer:
+        for row in corpus.flat():
+            writer.write({"tokens": np.asarray(row)})
+
+
+def mds(corpus: Corpus) -> Any:
+    """In its default order, py1e."""
+
+    def stack(samples: list[dict[str, np.ndarray]]) -> Tensor:
+        return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+
+    data = streaming().StreamingDataset(local=str(corpus.place("mds")), shuffle=True, batch_size=corpus.batch)
+    return streaming().StreamingDataLoader(data, batch_size=corpus.batch, collate_fn=stack, drop_last=True)
+
+
+# ---- the table of them ---------------------------------------------------------------------------------------------
+
+
+def nothing() -> None: ...
+
+
+def import_ours() -> None:
+    import train.data.batches
+    import train.data.order
+    import train.data.shards  # noqa: F401
+
+
+def import_hf() -> None:
+    import datasets  # noqa: F401
+
+
+def import_litdata() -> None:
+    import litdata  # noqa: F401
+
+
+@dataclass(frozen=True)
+class Reader:
+    label: str
+    build: Callable[..., Iterable[Tensor]]
+    load: Callable[[], Any] = nothing  # imports what it needs
+    format: str = "flat.bin"  # file or folder of the corpus, see WRITERS
+    environment: str = "ours"
+    measures: tuple[str, ...] = ("speed", "memory")
+    resume: str = "state_dict"  # or "first": the number of batches is all the state
+    has_workers: bool = False
+
+
+def ours_with(**options: Any) -> Callable[..., Iterator[Tensor]]:
+    return lambda corpus, first=0: ours(corpus, first, **options)
+
+
+EVERYTHING, SPEED, RESUME = ("speed", "memory", "resume"), ("speed",), ("resume",)
+OURS: dict[str, Any] = {"load": import_ours, "format": "ours", "resume": "first"}
+HF: dict[str, Any] = {"load": import_hf, "format": "hf"}
+READERS = {
+    "limit": Reader("numpy: one memmap, whole batches, no DataLoader (the limit)", limit),
+    "taken": Reader('numpy: likewise, by take(mode="clip")', taken, measures=SPEED),
+    "by_shard": Reader("numpy: a memmap for each shard, likewise", by_shard, format="shards", measures=SPEED),
+    "row_by_row": Reader("numpy: one memmap, a row at a time in a DataLoader", row_by_row, measures=SPEED),
+    "ours": Reader("**ours**", ours, measures=EVERYTHING, **OURS),
+    "ours_1": Reader("ours, 1 worker", ours_with(num_workers=1), has_workers=True, measures=SPEED, **OURS),
+    "ours_2": Reader("ours, 2 workers", ours_with(num_workers=2), has_workers=True, measures=SPEED, **OURS),
+    "masked": Reader("ours with masks", ours_with(masked=True), **OURS),
+    "masked_1": Reader(
+        "ours with masks, 1 worker", ours_with(masked=True, num_workers=1), has_workers=True, measures=SPEED, **OURS
+    ),
+    "masked_2": Reader(
+        "ours with masks, 2 workers", ours_with(masked=True, num_workers=2), has_workers=True, measures=SPEED, **OURS
+    ),
+    "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, **HF),
+    "hf_numpy": Reader("datasets, numpy format, whole batches", hf_numpy, **HF),
+    "hf_stream": Reader("datasets, iterable, not shuffled", lambda c: HfStream(c, 0), measures=RESUME, **HF),
+    "hf_buffer": Reader("datasets, iterable, buffer of 1,000", lambda c: HfStream(c, 1000), measures=RESUME, **HF),
+    "litdata": Reader(
+        "LitData, TokensLoader", read_litdata, import_litdata, "litdata", environment="litdata", measures=EVERYTHING
+    ),
+    "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", environment="mds", measures=EVERYTHING),
+}
+WRITERS = {
+    "shards": write_by_shard,
+    "ours": write_ours,
+    "hf": write_hf,
+    "litdata": write_litdata,
+    "mds": write_mds,
+}
