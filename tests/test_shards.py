@@ -35,7 +35,7 @@ def test_verify_passes_whole_data_and_names_all_that_is_damaged(prepared, tmp_pa
     (copy / second).unlink()
     code, told = said(capsys, "verify", copy)
     assert code == 1
-    assert f"{first} has sha256" in told.out and f"{second} is missing" in told.out
+    assert f"{first} is damaged: sha256" in told.out and f"{second} is missing" in told.out
 
 
 def test_verify_sees_a_truncated_shard_and_another_tokenizer(prepared, tmp_path, capsys):

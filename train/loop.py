@@ -194,9 +194,7 @@ def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine:
     if cfg.collect_graphs:
         rows = min(rows, plan.micro_batch_size * backend.world_size)
     order = EvalOrder(rows, plan.micro_batch_size, backend.rank, backend.world_size)
-    batches = Batches(
-        task.eval_data(), order, batch_size=order.batch_size, num_workers=0, prefetch=1, pin_memory=False
-    )
+    batches = Batches(task.eval_data(), order, batch_size=order.batch_size, num_workers=0, prefetch=1, pin_memory=False)
     failure: Exception | None = None
     found = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
@@ -269,6 +267,8 @@ def train_batches(
         num_workers=cfg.data.num_workers,
         prefetch=cfg.data.prefetch,
         pin_memory=backend.pin_memory,
+        # No batch may need what only comes when others are done with.
+        most_together=max(1, order.window_rows // (plan.micro_batch_size * backend.world_size)),
     )
     return iter(InGroups(as_own_failure(backend.feed(batches), backend), plan.accumulation))
 

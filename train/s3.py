@@ -51,10 +51,13 @@ def split(location: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def open_session(s3: S3Config) -> Any:
-    """boto3's session: it knows the credentials and renews them."""
+def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
+    """boto3's session: it knows the credentials and renews them; if asked, without those in the environment."""
     try:
-        return boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+        session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+        if skips_environment:
+            session._session.get_component("credential_provider").remove("env")
+        return session
     except ProfileNotFound as error:
         name = f"s3.profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
         raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
@@ -196,6 +199,6 @@ class S3Folder:
                 f"{place}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
                 "bucket's); aws sts get-caller-identity shows who asks"
             )
-        if status in TEMPORARY or code in ("SlowDown", "RequestTimeout"):
+        if status in TEMPORARY or code == "RequestTimeout":
             return Unreachable(f"{place}: S3 answers {status} {code}, {answer.get('RetryAttempts', 0) + 1} times")
         return InputError(f"{place}: S3 answers {status} {code}: {one_line(told.get('Message', ''))}")

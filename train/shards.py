@@ -1,6 +1,6 @@
-"""`python -m train.shards ls | verify | head | stats FOLDER`: look into prepared data.
+"""`python -m train.shards ls | verify | head | stats PLACE`: look into prepared data, on disk or in S3.
 
-Exit code 0: done, 1: `verify` found damage, 2: there is no prepared data to look into.
+Exit code 0: done, 1: `verify` found damage or S3 did not answer, 2: there is no prepared data to look into.
 """
 
 from __future__ import annotations
@@ -10,65 +10,57 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from train.config import InputError, check
+from train.config import DataConfig, InputError, S3Config, Unreachable, check
 from train.data.masking import IGNORE_INDEX, Masker
-from train.data.shards import SPLITS, Manifest, Shard, ShardSet, read_manifest
+from train.data.prepared import PreparedData
+from train.data.shards import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
 from train.data.tokenizer import load_tokenizer
-from train.storage import local_path, sha256_file
+from train.storage import open_folder, sha256_file
 
 MASK_RATE, MAX_NGRAM = 0.15, 3  # of ALBERT, as conf/task/mlm.yaml
+MOST_AT_ONCE = 8  # shards that `verify` reads side by side
 ROWS_AT_ONCE = 65536  # that `stats` holds in memory
 RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
 
 
-def list_shards(folder: Path, manifest: Manifest) -> Iterator[str]:
+def list_shards(place: str, manifest: Manifest) -> Iterator[str]:
     """What the manifest says: a line for the set and one for each shard."""
     tokens = manifest.seq_len * sum(manifest.rows(split) for split in SPLITS)
-    yield f"{folder}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
+    yield f"{place}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
     yield f"tokenizer {manifest.tokenizer.sha256[:12]}, vocabulary {manifest.tokenizer.vocab_size:,}"
     for split in SPLITS:
         for shard in manifest.splits[split]:
             yield f"{shard.file:28} {shard.rows:10,} rows  {shard.bytes / 2**20:9.1f} MiB  sha256 {shard.sha256[:12]}"
 
 
-def find_damage(folder: Path, manifest: Manifest) -> list[str]:
+def find_damage(data: PreparedData) -> list[str]:
     """What is wrong with each file that the manifest names, read in parallel; empty if all is well."""
-    shards = [shard for split in SPLITS for shard in manifest.splits[split]]
-    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    shards = data.manifest.shards
     with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,  # hashing lets other threads run
+        ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool,  # hashing lets other threads run
         tqdm(total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None) as bar,
     ):
 
         def examine(shard: Shard) -> str | None:
-            fault = damage(folder / shard.file, shard)
+            fault = data.fault(shard)
             bar.update(shard.bytes)
             return fault
 
-        faults = list(pool.map(examine, shards))
-    if not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer.sha256:
+        faults = [fault for fault in pool.map(examine, shards) if fault is not None]
+    tokenizer = data.folder / TOKENIZER_FILE
+    if not tokenizer.is_file() or sha256_file(tokenizer) != data.manifest.tokenizer.sha256:
         faults.append(f"{tokenizer} is not the tokenizer that made the shards")
-    return [fault for fault in faults if fault is not None]
+    return faults
 
 
-def damage(path: Path, shard: Shard) -> str | None:
-    if not path.is_file():
-        return f"{path} is missing"
-    size = path.stat().st_size
-    if size != shard.bytes:
-        return f"{path} has {size} bytes, the manifest says {shard.bytes}"
-    seen = sha256_file(path)
-    return None if seen == shard.sha256 else f"{path} has sha256 {seen[:12]}, the manifest says {shard.sha256[:12]}"
-
-
-def show_rows(folder: Path, manifest: Manifest, split: str, number: int, *, colour: bool) -> Iterator[str]:
+def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
     """The first sequences of a split, decoded, and as a model sees them, with the places to predict marked."""
-    tokenizer, info = load_tokenizer(str(folder / "tokenizer")), manifest.tokenizer
+    manifest, info = data.manifest, data.manifest.tokenizer
+    tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(
         seed=0,
         mask_rate=MASK_RATE,
@@ -80,7 +72,7 @@ def show_rows(folder: Path, manifest: Manifest, split: str, number: int, *, colo
         word_start=None,
     )
     rows = np.arange(min(number, manifest.rows(split)))
-    tokens = ShardSet(folder, manifest, split).rows(rows).tokens
+    tokens = data.on_demand(split).rows(rows).tokens
     masked = masker(tokens, np.zeros_like(rows), rows)
     for row in rows:
         predicted = set(masked.positions[row][masked.labels[row] != IGNORE_INDEX].tolist())
@@ -99,14 +91,15 @@ def mark(piece: str, is_predicted: bool, *, colour: bool) -> str:
     return f"{RED if piece == '[MASK]' else BLUE}{piece}{OFF}"
 
 
-def describe(folder: Path, manifest: Manifest, split: str, number: int) -> Iterator[str]:
+def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
     """Lengths, the most frequent tokens, and what their frequencies alone would predict."""
-    data = ShardSet(folder, manifest, split)
-    check(len(data) > 0, f"{folder} has no {split} sequences")
+    manifest, rows_of = data.manifest, data.on_demand(split)
+    total = len(rows_of)
+    check(total > 0, f"{data.cfg.path} has no {split} sequences")
     counts = np.zeros(manifest.tokenizer.vocab_size, np.int64)
     firsts, same = [], 0
-    for start in range(0, len(data), ROWS_AT_ONCE):
-        rows = data.rows(np.arange(start, min(start + ROWS_AT_ONCE, len(data))))
+    for start in tqdm(range(0, total, ROWS_AT_ONCE), unit_scale=ROWS_AT_ONCE, unit="sequences", disable=None):
+        rows = rows_of.rows(np.arange(start, min(start + ROWS_AT_ONCE, total)))
         counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
         firsts.append(rows.pivot)
         same += int(rows.same_document.sum())
@@ -115,12 +108,12 @@ def describe(folder: Path, manifest: Manifest, split: str, number: int) -> Itera
     text[manifest.tokenizer.special_ids] = 0
     share = text[text > 0] / text.sum()
     quantiles = np.quantile(np.concatenate(firsts), [0, 0.25, 0.5, 0.75, 1]).astype(int)
-    yield f"{split}: {len(data):,} sequences of {manifest.seq_len} tokens, {special / counts.sum():.1%} special ones"
+    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {special / counts.sum():.1%} special ones"
     yield f"first segment: {' / '.join(map(str, quantiles))} tokens (least, quartiles, most)"
-    yield f"both segments of one document: {same / len(data):.1%}"
+    yield f"both segments of one document: {same / total:.1%}"
     entropy = -(share * np.log(share)).sum()
     yield f"{np.count_nonzero(text):,} of {len(counts):,} pieces occur, unigram entropy {entropy:.3f} nats"
-    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     for token in np.argsort(-text, kind="stable")[:number]:
         yield f"{text[token]:12,}  {text[token] / text.sum():6.2%}  {tokenizer.convert_ids_to_tokens(int(token))}"
 
@@ -128,29 +121,42 @@ def describe(folder: Path, manifest: Manifest, split: str, number: int) -> Itera
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.shards", description="Look into prepared data.")
     parser.add_argument("command", choices=("ls", "verify", "head", "stats"))
-    parser.add_argument("folder", help="what python -m train.prepare output=... wrote")
+    parser.add_argument("place", help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix")
     parser.add_argument("--split", choices=SPLITS, default="train")
     parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
+    parser.add_argument("--endpoint", help="URL of an S3-compatible server")
+    parser.add_argument("--region", help="of the bucket")
+    parser.add_argument("--profile", help="of ~/.aws: whose credentials")
+    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
+    parser.add_argument("--cache-dir", help="where shards from S3 are kept (data.cache_dir)")
     options = parser.parse_args(arguments)
     try:
         check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
-        folder = local_path(options.folder)
-        manifest = read_manifest(folder)
+        s3 = S3Config(
+            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+        )
+        if options.command == "ls":
+            lines = list_shards(options.place, read_manifest(open_folder(options.place, s3)))
+            print("\n".join(lines))
+            return 0
+        data = PreparedData(DataConfig(path=options.place, cache_dir=options.cache_dir), s3, looks=False)
         if options.command == "verify":
-            faults = find_damage(folder, manifest)
-            print("\n".join(faults) or f"{folder}: all {sum(map(len, manifest.splits.values()))} shards are whole")
+            faults = find_damage(data)
+            print("\n".join(faults) or f"{options.place}: all {len(data.manifest.shards)} shards are whole")
             return 1 if faults else 0
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        lines = {
-            "ls": lambda: list_shards(folder, manifest),
-            "head": lambda: show_rows(folder, manifest, options.split, options.n or 3, colour=colour),
-            "stats": lambda: describe(folder, manifest, options.split, options.n or 20),
-        }[options.command]
-        for line in lines():
+        if options.command == "head":
+            lines = show_rows(data, options.split, options.n or 3, colour=colour)
+        else:
+            lines = describe(data, options.split, options.n or 20)
+        for line in lines:
             print(line)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Unreachable as error:
+        print(f"error: {error}; try again later", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -113,9 +113,10 @@ class Batches:
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
+        most_together: int | None = None,
         start_method: str = "fork",  # shares the memory maps instead of copying them
     ) -> None:
-        together = min(MOST_TOGETHER, max(1, ROWS_TOGETHER // batch_size))
+        together = max(1, min(MOST_TOGETHER, most_together or MOST_TOGETHER, ROWS_TOGETHER // batch_size))
         self.loader = DataLoader(
             Together(dataset),
             batch_sampler=InGroups(order, together),

@@ -22,7 +22,9 @@ from train.data.shards import Manifest, Shard
 from train.storage import make_folder
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
-WINDOWS_HELD = 3  # the one read last (its files are deleted, but readers still map them), the current, the next
+# In windows: the one before (its files are deleted, but readers still map them), the current one, as much as a global
+# batch, and the one that this batch ends in.
+WINDOWS_HELD = 4
 POLL_S = 0.02
 LOOK_EVERY_S = 0.25  # for the reasons of an absence
 STARTS_WITHIN_S = 20.0
@@ -104,11 +106,13 @@ class Room:
     validation: int
     largest: int  # shard
     num_shards: int
+    rows: int  # of the largest training shard
 
     @classmethod
     def of(cls, manifest: Manifest) -> Room:
         train, validation = ([shard.bytes for shard in manifest.splits[split]] for split in ("train", "validation"))
-        return cls(sum(train), sum(validation), max([*train, *validation]), len(train))
+        most_rows = max(shard.rows for shard in manifest.splits["train"])
+        return cls(sum(train), sum(validation), max([*train, *validation]), len(train), most_rows)
 
     @property
     def total(self) -> int:
@@ -125,7 +129,15 @@ class Room:
         self.check(Windows(max(1, shards)), limit_bytes)
         return Windows(shards, grow=True)
 
-    def check(self, windows: Windows, limit_bytes: int) -> None:
+    def check(self, windows: Windows, limit_bytes: int, *, global_batch_size: int = 0) -> None:
+        """InputError if the cache cannot hold what these windows need at once."""
+        if self.total <= limit_bytes:
+            return
+        check(
+            windows.shards * self.rows >= global_batch_size,
+            f"a batch of {global_batch_size} sequences is more than a window of {windows.shards} shards holds "
+            f"({windows.shards * self.rows}); raise data.window_shards, and data.cache_gb with it",
+        )
         needed = self.windowed(windows.shards)
         check(
             needed <= limit_bytes,
@@ -136,7 +148,7 @@ class Room:
 
 def limit_bytes(cfg: DataConfig, folder: Path, manifest: Manifest) -> int:
     """What the shards of a data set may take on this disk. InputError if the disk has less than the settings say."""
-    shards = [shard for split in manifest.splits.values() for shard in split]
+    shards = manifest.shards
     present = sum(shard.bytes for shard in shards if (folder / shard.file).is_file())
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize

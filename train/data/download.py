@@ -10,21 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    stop_never,
+    wait_exponential_jitter,
+)
+from tenacity.stop import stop_base
 
 from train.config import DataConfig, InputError, S3Config, Unreachable
 from train.data.cache import Cache
-from train.data.fetch import Client
+from train.data.fetch import Client, Doubtful
 from train.data.shards import Manifest, Shard
 from train.s3 import split
 from train.storage import canonical_json, sha256_file, sync_file, write_atomic
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # between tries of a shard: doubling, with jitter
-
-
-class WrongBytes(RuntimeError):
-    """What came is not what the manifest says."""
 
 
 def kept(path: Path) -> Path:
@@ -38,7 +42,7 @@ class Trial:
 
     shard: Shard
     tries: int = 0
-    wrong: int = 0  # of them came whole, with other bytes
+    doubts: int = 0  # of them brought wrong bytes, or a refusal
     part: Path | None = None  # what the last one brought, to go on from
 
 
@@ -70,7 +74,7 @@ class Downloader:
 
     def __init__(self, location: str, s3: S3Config, cfg: DataConfig, manifest: Manifest, cache: Cache) -> None:
         self.location, self.s3, self.cfg, self.cache = location, s3, cfg, cache
-        self.shards = [shard for shards in manifest.splits.values() for shard in shards]
+        self.shards = manifest.shards
         self.lock = threading.Lock()
         self.client: Client | None = None
         self.hopeless: set[str] = set()  # files that no further try will bring
@@ -79,19 +83,36 @@ class Downloader:
         """Put a shard into the cache, or leave word there of why it cannot be."""
         try:
             if not self.take_kept(shard):
-                Retrying(
-                    wait=wait_exponential_jitter(FIRST_PAUSE_S, LONGEST_PAUSE_S),
-                    retry=retry_if_exception_type((Unreachable, WrongBytes)),
-                    before_sleep=self.after_failure,
-                )(self.attempt, Trial(shard))
+                self.bring(shard, stop_never)
             self.cache.faults(shard).unlink(missing_ok=True)
         except Exception as error:
             self.hopeless.add(shard.file)
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            self.tell(shard, f"{self.place(shard)}: {reason}", is_final=True)
-            logger.exception("%s cannot be fetched", shard.file) if not isinstance(
-                error, InputError | OSError
-            ) else None
+            self.tell(shard, str(error), is_final=True)
+            if not isinstance(error, InputError):
+                logger.exception("%s cannot be fetched", shard.file)
+
+    def bring(self, shard: Shard, stop: stop_base | None = None) -> None:
+        """Put a shard into the cache if it is not there. Raises InputError for what no further try can mend, and, where
+        `stop` does not say otherwise, Unreachable after deadline_s.
+        """
+        if (self.cache.folder / shard.file).is_file():
+            return
+        retrying = Retrying(
+            wait=wait_exponential_jitter(FIRST_PAUSE_S, LONGEST_PAUSE_S),
+            retry=retry_if_exception_type((Unreachable, Doubtful)),
+            before_sleep=self.after_failure,
+            stop=stop or stop_after_delay(self.cfg.deadline_s),
+            reraise=True,
+        )
+        try:
+            retrying(self.attempt, Trial(shard))
+        except (InputError, Unreachable, Doubtful) as error:
+            kind = InputError if isinstance(error, InputError) else Unreachable
+            raise kind(f"{self.place(shard)}: {error}") from error
+        except OSError as error:  # of the disk
+            raise InputError(
+                f"{self.place(shard)}: cannot be written to {self.cache.folder}: {error.strerror}"
+            ) from error
 
     def take_kept(self, shard: Shard) -> bool:
         """Use what an earlier run left of a shard, if it is right."""
@@ -122,10 +143,18 @@ class Downloader:
         except queue.Empty:
             error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)")
         part.close()
-        if error is not None:
-            self.client = None
-            raise error
-        self.compare(trial, place)
+        try:
+            if error is not None:
+                self.client = None
+                raise error
+            self.compare(shard, place)
+        except Doubtful as doubt:
+            place.unlink()
+            trial.part = None
+            trial.doubts += 1
+            if trial.doubts >= self.cfg.refetches:
+                raise InputError(f"{doubt}, {trial.doubts} times") from doubt
+            raise
         sync_file(place)
         place.rename(path)
 
@@ -139,24 +168,14 @@ class Downloader:
         else:
             answer(None)
 
-    def compare(self, trial: Trial, place: Path) -> None:
-        shard, size = trial.shard, place.stat().st_size
-        seen = sha256_file(place) if size == shard.bytes else None
-        if seen == shard.sha256:
-            return
-        trial.wrong += 1
-        trial.part = None
-        place.unlink()
-        what = (
-            f"sha256 is {seen[:12]}, the manifest says {shard.sha256[:12]}"
-            if seen
-            else (f"{size} bytes, the manifest says {shard.bytes}")
-        )
-        if trial.wrong >= self.cfg.refetches:
-            raise InputError(
-                f"{what}, {trial.wrong} times: it was damaged or replaced; put the original back or prepare again"
-            )
-        raise WrongBytes(what)
+    def compare(self, shard: Shard, place: Path) -> None:
+        size = place.stat().st_size
+        advice = "it was damaged or replaced; put the original back or prepare again"
+        if size != shard.bytes:
+            raise Doubtful(f"{size} bytes, the manifest says {shard.bytes}; {advice}")
+        seen = sha256_file(place)
+        if seen != shard.sha256:
+            raise Doubtful(f"sha256 is {seen[:12]}, the manifest says {shard.sha256[:12]}; {advice}")
 
     def current_client(self) -> Client:
         """A new one after a failure, and when credentials were renewed."""

@@ -8,19 +8,19 @@ begins again with a new client, and compares length and sha256 with the manifest
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset, S3ReaderConstructor
 
-from train.config import InputError, S3Config, Unreachable
+from train.config import S3Config, Unreachable
 from train.s3 import DEFAULT_REGION, open_session
 
 READ_BYTES = 2**20
 PIECE_BYTES = 8 * 2**20  # requested at once when a download goes on in the middle
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, and what it may keep in memory for a part
 CONNECTOR_ATTEMPTS = 3
-FINAL = {  # words of the connector's errors that no further try will change, and what to say
+REFUSALS = {  # words of the connector's errors that many more tries will not change, and what to say
     "key does not exist": "it is not in the bucket",
     "bucket does not exist": "there is no such bucket",
     "No signing credentials": "there are no AWS credentials on this machine",
@@ -29,7 +29,11 @@ FINAL = {  # words of the connector's errors that no further try will change, an
 }
 TEMPORARY = ("Expired", "EXPIRED", "hrottl")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-GIVEN = {name: os.environ.get(name) for name in CREDENTIALS}  # by the user, before this process puts others there
+put_here: dict[str, str] = {}  # credentials that this process put into its environment
+
+
+class Doubtful(RuntimeError):
+    """A few more tries may help, many will not: refused, not there, or not the bytes that the manifest promises."""
 
 
 class Client:
@@ -38,12 +42,15 @@ class Client:
     """
 
     def __init__(self, bucket: str, keys: Sequence[str], s3: S3Config, *, largest_bytes: int) -> None:
-        put(GIVEN)
-        self.s3, self.session = s3, open_session(s3)
+        given = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
+        self.uses_environment = s3.profile is None and bool(given) and given != put_here
+        self.s3, self.session = s3, open_session(s3, skips_environment=not self.uses_environment)
         self.uris = {key: number for number, key in enumerate(keys)}
         self.locations = [f"s3://{bucket}/{key}" for key in keys]
         self.part_bytes = min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES)  # one request a shard
         self.credentials = self.current_credentials()
+        if not self.uses_environment:
+            put(self.credentials)
         self.whole = self._open(S3ReaderConstructor.sequential())
         self.rest = self._open(S3ReaderConstructor.range_based(buffer_size=0))
 
@@ -58,7 +65,6 @@ class Client:
         return bool(self.current_credentials() != self.credentials)
 
     def _open(self, constructor: Any) -> Any:
-        put(dict(zip(CREDENTIALS, self.credentials, strict=True)))
         endpoints = (self.s3.endpoint, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
         return S3MapDataset.from_objects(
             self.locations,
@@ -73,7 +79,7 @@ class Client:
     def read(self, key: str, write: Callable[[bytes], None], *, offset: int) -> None:
         """Give an object's bytes from `offset` on to `write`, in order.
 
-        Raises InputError for what another try cannot mend, Unreachable for what it may. `write` may raise to stop it.
+        Raises Doubtful or Unreachable. `write` may raise to stop it.
         """
         reader = (self.rest if offset else self.whole)[self.uris[key]]
         try:
@@ -85,20 +91,21 @@ class Client:
             raise explain(error) from error
 
 
-def put(credentials: Mapping[str, str | None]) -> None:
-    """Into the environment, where the connector looks first. That of the process that fetches, and nobody else's."""
-    for name, value in credentials.items():
+def put(credentials: tuple[str | None, ...]) -> None:
+    """Into the environment, where the connector looks first: that of the process that fetches, and nobody else's."""
+    put_here.clear()
+    for name, value in zip(CREDENTIALS, credentials, strict=True):
         if value is None:
             os.environ.pop(name, None)
         else:
-            os.environ[name] = value
+            os.environ[name] = put_here[name] = value
 
 
 def explain(error: Exception) -> Exception:
     text = " ".join(str(error).split())
     if any(word in text for word in TEMPORARY):
         return Unreachable(text)
-    for words, meaning in FINAL.items():
+    for words, meaning in REFUSALS.items():
         if words in text:
-            return InputError(f"{meaning} ({text})")
+            return Doubtful(f"{meaning} ({text})")
     return Unreachable(text)

@@ -39,7 +39,7 @@ class Need:
 
     def __init__(self, manifest: Manifest, sampler: ShardSampler, limit_bytes: int) -> None:
         self.manifest, self.sampler = manifest, sampler
-        self.shards = [shard for shards in manifest.splits.values() for shard in shards]
+        self.shards = manifest.shards
         room = Room.of(manifest)
         self.fits = room.total <= limit_bytes
         # Files of the window before are deleted, yet take room as long as readers map them: until they open the next.

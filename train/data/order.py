@@ -98,6 +98,11 @@ class ShardSampler(DistributedSampler[int]):
         self.num_samples = self.total_size // world_size
         self.consumed_rows = consumed_rows
 
+    @property
+    def window_rows(self) -> int:
+        """Sequences of a window of the largest shards."""
+        return self.windows.shards * max(self.shard_rows)
+
     def epoch_order(self, epoch: int) -> EpochOrder:
         return EpochOrder(self.shard_rows, self.windows, seed=self.seed, epoch=epoch)
 

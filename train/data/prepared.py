@@ -10,10 +10,19 @@ from typing import Protocol
 from train.config import DataConfig, InputError, S3Config, check
 from train.data.cache import Room, limit_bytes, open_cache
 from train.data.order import ShardSampler, Windows
-from train.data.shards import Manifest, Shard, ShardSet, check_files, read_manifest
+from train.data.shards import (
+    TOKENIZER_FILE,
+    Manifest,
+    Shard,
+    ShardSet,
+    check_files,
+    fault_of,
+    fault_of_file,
+    read_manifest,
+)
 from train.storage import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file, write_atomic
 
-TOKENIZER = ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 HEADS_AT_ONCE = 16
 
 
@@ -40,14 +49,16 @@ class NothingToDo:
 class PreparedData:
     """`folder` holds the tokenizer and, sooner or later, the shards. Raises InputError for data that will not do."""
 
-    def __init__(self, cfg: DataConfig, s3: S3Config) -> None:
+    def __init__(self, cfg: DataConfig, s3: S3Config, *, looks: bool = True) -> None:
+        """`looks`: whether local files are compared with the manifest at once, by their length."""
         self.cfg, self.s3 = cfg, s3
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
         self.cache = open_cache(cfg, self.manifest) if is_s3(cfg.path) else None
         if self.cache is None:
             self.folder = local_path(cfg.path)
-            check_files(self.folder, self.manifest, checksums=False)
+            if looks:
+                check_files(self.folder, self.manifest, checksums=False)
         else:
             self.folder = self.cache.folder
             bring_tokenizer(self.source, self.folder, self.manifest)
@@ -65,6 +76,17 @@ class PreparedData:
         for fault in absent(self.source, self.manifest):
             raise InputError(fault)
 
+    def fault(self, shard: Shard) -> str | None:
+        """What is wrong with a shard where it lies, read whole; None if it is what the manifest says."""
+        if self.cache is None:
+            return fault_of_file(self.folder, shard, checksum=True)
+        place = f"{self.source.location}/{shard.file}"
+        try:
+            content = self.source.read(shard.file)
+        except FileNotFoundError:
+            return fault_of(shard, place, None, None)
+        return fault_of(shard, place, len(content), lambda: sha256_bytes(content))
+
     def windows(self) -> Windows:
         """What the settings or, on this machine, the room come to."""
         wanted = self.cfg.window_shards
@@ -75,12 +97,21 @@ class PreparedData:
             return Windows(num_shards, grow=True)
         return Room.of(self.manifest).windows(limit_bytes(self.cfg, self.folder, self.manifest))
 
+    def on_demand(self, name: str) -> ShardSet:
+        """The same as `split` without a supply: a shard is fetched when it is first read, into the cache."""
+        if self.cache is None:
+            return self.split(name)
+        from train.data.download import Downloader
+
+        downloader = Downloader(self.cfg.path, self.s3, self.cfg, self.manifest, self.cache)
+        return ShardSet(self.folder, self.manifest, name, downloader.bring)
+
     def supply(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Supply:
         """Begin to fetch what `sampler` will ask for. InputError if this machine's cache has no room for it."""
         if self.cache is None or not is_first_on_machine:
             return NothingToDo()
         limit = limit_bytes(self.cfg, self.folder, self.manifest)
-        Room.of(self.manifest).check(sampler.windows, limit)
+        Room.of(self.manifest).check(sampler.windows, limit, global_batch_size=sampler.global_batch_size)
         from train.data.fetcher import Fetcher  # the connector is for those who need it
 
         return Fetcher(self.cfg.path, self.s3, self.cfg, self.manifest, self.cache, sampler, limit)
@@ -108,15 +139,7 @@ def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
     """What is wrong with the presence and length of shards in S3."""
 
     def examine(shard: Shard) -> str | None:
-        size = source.size(shard.file)
-        if size == shard.bytes:
-            return None
-        return f"{source.location}/{shard.file} " + (
-            "is missing, but the manifest names it; prepare the data again"
-            if size is None
-            else f"has {size} bytes, the manifest says {shard.bytes}; prepare the data again"
-        )
+        return fault_of(shard, f"{source.location}/{shard.file}", source.size(shard.file), None)
 
-    shards = [shard for shards in manifest.splits.values() for shard in shards]
     with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
-        yield from filter(None, pool.map(examine, shards))
+        yield from filter(None, pool.map(examine, manifest.shards))

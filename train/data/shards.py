@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save
 
 from train.config import InputError, check
 from train.data.packing import Rows
-from train.storage import Folder, LocalFolder, canonical_json, sha256_file, sha256_json, write_atomic
+from train.storage import Folder, LocalFolder, sha256_file, sha256_json
 
 FORMAT = 1  # raised when a reader of today could not read the files of tomorrow
 SPLITS = ("train", "validation")
+TOKENIZER_FILE = "tokenizer/tokenizer.json"  # what the manifest has the checksum of
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,13 @@ class Manifest:
     counts: dict[str, Any]  # documents, tokens, unigram_entropy (nats per token), ...
     config: dict[str, Any]  # of the preparation
 
+    @property
+    def shards(self) -> list[Shard]:
+        """Of all splits."""
+        return [shard for shards in self.splits.values() for shard in shards]
+
     def rows(self, split: str) -> int:
         return sum(shard.rows for shard in self.splits[split])
-
-
-def write_manifest(folder: Path, **content: Any) -> Manifest:
-    """Complete a data set: nothing reads the folder before this file is there."""
-    body = {"format": FORMAT, **{key: plain(value) for key, value in content.items()}}
-    write_atomic(folder / "manifest.json", canonical_json({**body, "id": sha256_json(body)}))
-    return read_manifest(folder)
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return asdict(value) if isinstance(value, Shard | TokenizerInfo) else value
 
 
 def read_manifest(where: Folder | Path) -> Manifest:
@@ -109,28 +99,33 @@ def read_manifest(where: Folder | Path) -> Manifest:
     )
 
 
-def write_shard(folder: Path, split: str, index: int, rows: Rows) -> Shard:
-    """Write one shard under its final name, whole or not at all."""
-    path = folder / f"{split}-{index:05d}.safetensors"
-    tensors = {"tokens": rows.tokens, "pivot": rows.pivot, "same_document": rows.same_document}
-    write_atomic(path, save({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}))
-    return Shard(file=path.name, rows=len(rows), bytes=path.stat().st_size, sha256=sha256_file(path))
+def fault_of(shard: Shard, place: str, size: int | None, sha256: Callable[[], str] | None) -> str | None:
+    """What is wrong with a shard found at `place`, in words; None if it is what the manifest says.
+
+    `size` in bytes, None if it is not there; `sha256` gives that of its content, None leaves it out.
+    """
+    if size is None:
+        return f"{place} is missing, but the manifest names it; prepare the data again"
+    if size != shard.bytes:
+        return f"{place} has {size} bytes, the manifest says {shard.bytes}; prepare the data again"
+    seen = shard.sha256 if sha256 is None else sha256()
+    if seen != shard.sha256:
+        return f"{place} is damaged: sha256 {seen[:12]}, the manifest says {shard.sha256[:12]}; prepare the data again"
+    return None
+
+
+def fault_of_file(folder: Path, shard: Shard, *, checksum: bool) -> str | None:
+    path = folder / shard.file
+    size = path.stat().st_size if path.is_file() else None
+    return fault_of(shard, str(path), size, (lambda: sha256_file(path)) if checksum else None)
 
 
 def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
-    for shard in (shard for shards in manifest.splits.values() for shard in shards):
-        path = folder / shard.file
-        check(path.is_file(), f"{path} is missing, but the manifest names it; prepare the data again")
-        size = path.stat().st_size
-        check(size == shard.bytes, f"{path} has {size} bytes, the manifest says {shard.bytes}; prepare the data again")
-        if checksums:
-            seen = sha256_file(path)
-            check(
-                seen == shard.sha256,
-                f"{path} is damaged: sha256 {seen[:12]}, the manifest says {shard.sha256[:12]}; prepare the data again",
-            )
-    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    for shard in manifest.shards:
+        fault = fault_of_file(folder, shard, checksum=checksums)
+        check(fault is None, fault or "")
+    tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
     check(
         sha256_file(tokenizer) == manifest.tokenizer.sha256,

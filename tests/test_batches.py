@@ -1,0 +1,160 @@
+"""The same global batches, byte for byte, whatever the number of ranks and loader processes."""
+
+import hashlib
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from running import prepare_config
+
+from train import prepare
+from train.data.batches import EVAL_EPOCH, Batches, InGroups, MaskedRows, failure_of
+from train.data.masking import IGNORE_INDEX, Masker
+from train.data.order import PADDING, EvalOrder, ShardSampler, Windows
+from train.data.shards import ShardSet, read_manifest
+
+G = 16
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, corpus):
+    folder = tmp_path_factory.mktemp("shards") / "data"
+    prepare.prepare(prepare_config(folder, corpus, "rows_per_shard=24"))
+    return folder
+
+
+def rows_of(folder, *, is_training=True):
+    manifest = read_manifest(folder)
+    masker = Masker(
+        seed=0,
+        mask_rate=0.15,
+        max_predictions=5,
+        max_ngram=3,
+        mask_id=manifest.tokenizer.mask_id,
+        special_ids=tuple(manifest.tokenizer.special_ids),
+        vocab_size=manifest.tokenizer.vocab_size,
+    )
+    return MaskedRows(ShardSet(folder, manifest, "train"), masker, is_training=is_training)
+
+
+def sampler_of(folder, *, rank, world_size, first_step=0, windows=3):
+    rows = [shard.rows for shard in read_manifest(folder).splits["train"]]
+    return ShardSampler(
+        rows,
+        seed=7,
+        windows=Windows(windows),
+        global_batch_size=G,
+        rank=rank,
+        world_size=world_size,
+        consumed_rows=first_step * G,
+    )
+
+
+def loader_of(folder, *, rank=0, world_size=1, num_workers=0, first_step=0, **more):
+    sampler = sampler_of(folder, rank=rank, world_size=world_size, first_step=first_step)
+    order = sampler.micro_batches(G // world_size)
+    settings = {"batch_size": G // world_size, "prefetch": 2, "pin_memory": False, "most_together": 3, **more}
+    return Batches(rows_of(folder), order, num_workers=num_workers, **settings)
+
+
+def global_batches(folder, *, world_size, num_workers, number, first_step=0, **more):
+    """sha256 of each global batch: the ranks' sequences put back where the order had them."""
+    per_rank = []
+    for rank in range(world_size):
+        made = loader_of(
+            folder, rank=rank, world_size=world_size, num_workers=num_workers, first_step=first_step, **more
+        )
+        per_rank.append([{k: v.clone() for k, v in batch["inputs"].items()} for batch in islice(made, number)])
+    digests = []
+    for step in zip(*per_rank, strict=True):
+        digest = hashlib.sha256()
+        for name in sorted(step[0]):
+            digest.update(torch.stack([share[name] for share in step], 1).flatten(0, 1).numpy().tobytes())
+        digests.append(digest.hexdigest())
+    return digests
+
+
+@pytest.fixture(scope="module")
+def whole(shards):
+    """Two epochs and more, of one rank without loader processes."""
+    steps = 2 * (read_manifest(shards).rows("train") // G) + 3
+    digests = global_batches(shards, world_size=1, num_workers=0, number=steps)
+    assert len(set(digests)) == steps
+    return digests
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_ranks_and_loader_processes_change_no_byte(shards, whole, world_size, num_workers):
+    assert global_batches(shards, world_size=world_size, num_workers=num_workers, number=5) == whole[:5]
+
+
+def test_stopped_after_any_step_and_taken_up_by_other_ranks(shards, whole):
+    """Every step of two epochs, twice stopped in each."""
+    ranks = [1, 2, 4, 8]
+    for step in range(len(whole) - 2):
+        world_size = ranks[step % len(ranks)]
+        assert (
+            global_batches(shards, world_size=world_size, num_workers=0, number=2, first_step=step)
+            == whole[step : step + 2]
+        )
+
+
+def test_what_was_prefetched_is_not_consumed(shards, whole):
+    """Killed with batches waiting in loader processes: only steps count."""
+    made = iter(loader_of(shards, num_workers=3))
+    next(made), next(made)
+    del made
+    assert global_batches(shards, world_size=4, num_workers=3, number=3, first_step=2) == whole[2:5]
+
+
+def test_spawned_loader_processes_open_the_shards_themselves(shards, whole):
+    found = global_batches(shards, world_size=1, num_workers=1, number=3, start_method="spawn")
+    assert found == whole[:3]
+
+
+@pytest.mark.parametrize("together", [1, 2, 7, 32])
+def test_drawing_several_at_once_changes_nothing(shards, whole, together):
+    assert global_batches(shards, world_size=2, num_workers=0, number=9, most_together=together) == whole[:9]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_failure_comes_after_the_batches_before_it(shards, num_workers, monkeypatch):
+    draw = MaskedRows.draw
+    bad = [int(batch[0]) for batch in islice(sampler_of(shards, rank=0, world_size=1).micro_batches(G), 6)][4]
+
+    def drawn(self, items):
+        if bad in items:
+            raise OSError(5, "Input/output error", "train-00001.safetensors")
+        return draw(self, items)
+
+    monkeypatch.setattr(MaskedRows, "draw", drawn)
+    found = list(islice(loader_of(shards, num_workers=num_workers), 5))
+    assert [failure_of([batch]) is None for batch in found] == [True] * 4 + [False]
+    assert "Input/output error: 'train-00001.safetensors'" in str(failure_of(found))
+
+
+def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shards):
+    data = rows_of(shards, is_training=False)
+    per_rank, labels = [], 0
+    for rank in range(3):
+        order = EvalOrder(50, 4, rank, 3)
+        made = Batches(data, order, batch_size=4, num_workers=0, prefetch=1, pin_memory=False)
+        found = list(made)
+        assert len(found) == len(order)
+        per_rank.append(torch.stack([batch["inputs"]["input_ids"] for batch in found]))
+        labels += sum(batch["count"] for batch in found)
+    together = torch.stack(per_rank, 2).flatten(0, 2)[:50]
+    drawn = data.draw(np.arange(50)[None])
+    assert torch.equal(together, drawn["inputs"]["input_ids"][0])
+    assert labels == drawn["count"][0]
+    padding = data.draw(np.array([[0, PADDING]]))
+    assert (padding["inputs"]["labels"][0, 1] == IGNORE_INDEX).all()
+    assert padding["count"] == [int((padding["inputs"]["labels"] != IGNORE_INDEX).sum())]
+    assert EVAL_EPOCH > 10**9
+
+
+def test_groups_hold_all_items():
+    assert list(InGroups(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(InGroups([], 3)) == []
