@@ -91,8 +91,11 @@ def test_a_server_killed_and_started_again_has_its_data(bucket, get):
     bucket.service.server.kill()
     with pytest.raises(Exception, match=r"closed before we received|reset by peer"):
         get()
+    began_s = time.monotonic()
     bucket.service.server.start_gateway()
     assert get() == CONTENT
+    bucket.client.create_bucket(Bucket=f"{bucket.name}-again")
+    assert time.monotonic() - began_s < 15  # 30 where the store waits for the gateway that is no more
 
 
 def test_two_servers_know_nothing_of_each_other(bucket, tmp_path):
