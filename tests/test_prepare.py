@@ -125,20 +125,23 @@ def killed_at(output, corpus, target, call, *overrides):
     assert died.returncode == -signal.SIGKILL, died.stderr.decode()
 
 
+REMEMBERED = [("preparation.write_shard", 4), ("merge.write_manifest", 1)]  # what was done by then is
+
+
 @pytest.mark.parametrize(
     ("target", "call"),
     [
         ("tokenizer.train_tokenizer", 1),
         ("tokenizer.publish_tokenizer", 1),
         ("preparation.write_shard", 1),
-        ("preparation.write_shard", 4),
-        ("merge.write_manifest", 1),
+        *REMEMBERED,
     ],
 )
 def test_a_killed_preparation_goes_on_to_the_same_bytes(corpus, tmp_path, target, call):
     prepare.prepare(prepare_config(tmp_path / "whole", corpus, *SMALL))
     output = tmp_path / "killed"
     killed_at(output, corpus, target, call)
+    assert bool(list(output.glob("part-*"))) == ((target, call) in REMEMBERED)
     with pytest.raises(InputError, match="did not finish"):
         read_manifest(output)
     prepare.prepare(prepare_config(output, corpus, *SMALL))

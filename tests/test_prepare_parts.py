@@ -375,7 +375,7 @@ def test_jobs_and_processes_meet_in_s3(bucket, corpus, ready, in_three, tmp_path
 
 def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(bucket, corpus, ready, local):
     output = bucket.location("out")
-    bucket.proxy.set(Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied"))
+    bucket.proxy.set(Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied", times=1))
     assert "train-00002.safetensors: no permission to write" in refused(output, corpus, ready, *bucket.overrides())
     assert "out/manifest.json" not in keys_of(bucket)
     if "out/part-1of1.safetensors" in keys_of(bucket):
