@@ -17,7 +17,15 @@ ROWS = [
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.checkpoint", "train.report_run"],
     ["train.report_figures"],
-    ["train.loop", "train.prepare", "train.report", "train.doctor", "train.precompile", "train.shards"],
+    [
+        "train.loop",
+        "train.prepare",
+        "train.report",
+        "train.doctor",
+        "train.precompile",
+        "train.shards",
+        "train.convert",
+    ],
     ["train.__main__"],
 ]
 ONLY_IN = {  # heavy or device libraries, and the files that may import them

@@ -340,3 +340,29 @@ def test_mountpoint_for_s3_is_a_network_file_system(tmp_path):
 def test_an_older_torch_neuronx_is_not_called_the_native_one():
     [fault] = machine.package_faults({"torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.8.0.2.10.16998"})
     assert "older than 2.9" in fault
+
+
+def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_counts(tmp_path):
+    def device(name, *, model=None, slaves=()):
+        folder = tmp_path / "block" / name
+        (folder / "slaves").mkdir(parents=True)
+        if model:
+            (folder / "device").mkdir()
+            (folder / "device" / "model").write_text(model + "\n")
+        for slave in slaves:
+            (folder / "slaves" / slave).mkdir()
+
+    device("nvme0n1", model="Amazon Elastic Block Store")
+    device("nvme1n1", model="Amazon EC2 NVMe Instance Storage")
+    device("nvme2n1", model="Amazon EC2 NVMe Instance Storage")
+    device("md0", slaves=["nvme1n1", "nvme2n1"])
+    device("md1", slaves=["nvme1n1", "nvme0n1"])
+    lines = []
+    for number, (name, place) in enumerate([("nvme0n1", "root"), ("nvme1n1", "one"), ("md0", "ra id"), ("md1", "mix")]):
+        (tmp_path / place).mkdir()
+        where = str(tmp_path / place).replace(" ", "\\040")
+        lines.append(f"{number} 1 0:1 / {where} rw,relatime shared:1 - ext4 /dev/{name} rw")
+    lines.append("9 1 0:1 / /proc rw - proc proc rw")
+    (tmp_path / "mountinfo").write_text("\n".join(lines))
+    found = machine.instance_stores(mountinfo=tmp_path / "mountinfo", sys_block=tmp_path / "block")
+    assert found == [tmp_path / "one", tmp_path / "ra id"]

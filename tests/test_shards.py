@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from running import run
+from services.fault_proxy import Fault
 
 from train import shards
 from train.data.shards import read_manifest
@@ -78,3 +79,48 @@ def test_a_folder_without_data_is_one_line(tmp_path, capsys, command):
 
 def test_it_runs_as_a_program(prepared):
     assert run(["ls", str(prepared)], module="train.shards").returncode == 0
+
+
+# ---- in S3 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(bucket, prepared, tmp_path):
+    """Prepared data in S3, and the flags that lead there."""
+    for path in prepared.rglob("*"):
+        if path.is_file():
+            bucket.put(f"data/{path.relative_to(prepared)}", path.read_bytes())
+    flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style"]
+    return [bucket.location("data"), *flags, "--cache-dir", str(tmp_path / "cache")]
+
+
+@pytest.mark.parametrize("command", ["head", "stats"])
+def test_s3_shows_what_the_disk_shows(place, prepared, capsys, command):
+    assert said(capsys, command, *place)[1].out == said(capsys, command, prepared)[1].out
+
+
+def test_ls_of_s3_reads_the_manifest_alone(place, prepared, bucket, capsys):
+    bucket.proxy.set()
+    listed = said(capsys, "ls", *place)[1].out.splitlines()
+    assert listed[1:] == said(capsys, "ls", prepared)[1].out.splitlines()[1:]
+    assert [request.path for request in bucket.proxy.requests()] == [f"/{bucket.name}/data/manifest.json"]
+
+
+def test_verify_of_s3_reads_every_byte(place, bucket, capsys):
+    code, told = said(capsys, "verify", *place)
+    assert code == 0 and "shards are whole" in told.out
+    names = [shard.file for shard in shards.read_manifest(shards.open_folder(place[0], bucket.config())).shards]
+    content = bytearray(bucket.get(f"data/{names[0]}"))
+    content[-1] ^= 1
+    bucket.put(f"data/{names[0]}", bytes(content))
+    bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{names[1]}")
+    code, told = said(capsys, "verify", *place)
+    assert code == 1
+    assert f"{names[0]} is damaged: sha256" in told.out and f"{names[1]} is missing" in told.out
+
+
+def test_head_of_a_shard_that_cannot_be_had_is_one_line(place, bucket, prepared, capsys):
+    bucket.proxy.set(Fault("flip", "GET .*train-.*safetensors", after=500))
+    code, told = said(capsys, "head", *place)
+    assert code == 2
+    assert "train-00000.safetensors: sha256 is" in told.err.splitlines()[-1]

@@ -1,5 +1,6 @@
 """Training from S3: the run that reads from disk, bit for bit, whatever S3 does; or one named error on all ranks."""
 
+import errno
 import json
 import os
 import signal
@@ -299,6 +300,30 @@ def test_a_cache_that_cannot_be_written_is_refused(bucket, shards, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write to .*file"):
         train_from(bucket, tmp_path / "run", upload(bucket, shards), f"data.cache_dir={tmp_path}/file/cache")
+
+
+def test_a_disk_that_fills_up_during_the_run_is_named(bucket, shards, tmp_path, monkeypatch):
+    def full(self, chunk):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(download.Part, "write", full)
+    with pytest.raises(InputError, match=r"train-\d+.safetensors: cannot be written to .*: No space left on device"):
+        train_from(bucket, tmp_path / "run", upload(bucket, shards))
+
+
+def test_a_validation_shard_that_cannot_be_had_ends_the_run_too(bucket, shards, tmp_path):
+    location = upload(bucket, shards)
+    bucket.proxy.set(Fault("flip", "^GET .*validation-00000.safetensors", after=900))
+    with pytest.raises(InputError, match=r"validation-00000.safetensors: sha256 is .*, the manifest says"):
+        train_from(bucket, tmp_path / "run", location)
+    assert [line["step"] for line in lines(tmp_path / "run", "train")][-1] == 10  # training itself did not need it
+
+
+def test_xla_reads_from_s3_what_it_reads_from_disk(bucket, shards, tmp_path):
+    options = ["backend=xla", "max_steps=4", "eval_every=2", "data.num_workers=1"]
+    loop.run(train_config(tmp_path / "disk", shards, "max_epochs=9", *options), StopRequest())
+    train_from(bucket, tmp_path / "run", upload(bucket, shards), *options)
+    assert_same(tmp_path / "run", tmp_path / "disk")
 
 
 def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, tmp_path):

@@ -5,10 +5,11 @@ Exit codes: 0 done, 1 failed, 2 configuration or input refused, 75 stopped on re
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from train.config import (
     InputError,
     MLMConfig,
     PrepareConfig,
+    S3Config,
     TrainConfig,
     Unreachable,
     XLAConfig,
@@ -37,6 +39,7 @@ from train.config import (
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 
 Config = TypeVar("Config", TrainConfig, PrepareConfig)
+Flagged = Callable[[argparse.Namespace, S3Config], int]
 
 
 def register_schemas() -> None:
@@ -158,3 +161,30 @@ def run(schema: type[Config], action: Callable[[Config], int]) -> int:
 
 def refuse_flags(_: object) -> None:
     raise InputError("flags and a run do not go together; give settings as key=value")
+
+
+# ---- commands with flags, which are about data and not about a run ---------------------------------------------------
+
+
+def add_s3_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--endpoint", help="URL of an S3-compatible server")
+    parser.add_argument("--region", help="of the bucket")
+    parser.add_argument("--profile", help="of ~/.aws: whose credentials")
+    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
+    parser.add_argument("--cache-dir", help="where shards from S3 are kept (data.cache_dir)")
+
+
+def run_flags(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, action: Flagged) -> int:
+    """Read flags, act, give the exit code; bad input is one line."""
+    options = parser.parse_args(arguments)
+    try:
+        s3 = S3Config(
+            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+        )
+        return action(options, s3)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except Unreachable as error:
+        print(f"error: {error}; try again later", file=sys.stderr)
+        return FAILED

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
-from train.config import DataConfig, InputError, S3Config, Unreachable, check
+from train import cli
+from train.config import DataConfig, S3Config, check
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.prepared import PreparedData
 from train.data.shards import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
@@ -124,40 +125,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("place", help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix")
     parser.add_argument("--split", choices=SPLITS, default="train")
     parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
-    parser.add_argument("--endpoint", help="URL of an S3-compatible server")
-    parser.add_argument("--region", help="of the bucket")
-    parser.add_argument("--profile", help="of ~/.aws: whose credentials")
-    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
-    parser.add_argument("--cache-dir", help="where shards from S3 are kept (data.cache_dir)")
-    options = parser.parse_args(arguments)
-    try:
-        check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
-        s3 = S3Config(
-            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
-        )
-        if options.command == "ls":
-            lines = list_shards(options.place, read_manifest(open_folder(options.place, s3)))
-            print("\n".join(lines))
-            return 0
-        data = PreparedData(DataConfig(path=options.place, cache_dir=options.cache_dir), s3, looks=False)
-        if options.command == "verify":
-            faults = find_damage(data)
-            print("\n".join(faults) or f"{options.place}: all {len(data.manifest.shards)} shards are whole")
-            return 1 if faults else 0
+    cli.add_s3_flags(parser)
+    return cli.run_flags(parser, arguments, look)
+
+
+def look(options: argparse.Namespace, s3: S3Config) -> int:
+    check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
+    if options.command == "ls":
+        lines = list_shards(options.place, read_manifest(open_folder(options.place, s3)))
+        print("\n".join(lines))
+        return cli.DONE
+    data = PreparedData(DataConfig(path=options.place, cache_dir=options.cache_dir), s3, looks=False)
+    if options.command == "verify":
+        faults = find_damage(data)
+        print("\n".join(faults) or f"{options.place}: all {len(data.manifest.shards)} shards are whole")
+        return cli.FAILED if faults else cli.DONE
+    if options.command == "head":
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        if options.command == "head":
-            lines = show_rows(data, options.split, options.n or 3, colour=colour)
-        else:
-            lines = describe(data, options.split, options.n or 20)
-        for line in lines:
-            print(line)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Unreachable as error:
-        print(f"error: {error}; try again later", file=sys.stderr)
-        return 1
-    return 0
+        lines = show_rows(data, options.split, options.n or 3, colour=colour)
+    else:
+        lines = describe(data, options.split, options.n or 20)
+    for line in lines:
+        print(line)
+    return cli.DONE
 
 
 if __name__ == "__main__":

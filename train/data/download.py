@@ -16,7 +16,7 @@ from tenacity import (
     retry_if_exception_type,
     stop_after_delay,
     stop_never,
-    wait_exponential_jitter,
+    wait_random_exponential,
 )
 from tenacity.stop import stop_base
 
@@ -28,7 +28,7 @@ from train.s3 import split
 from train.storage import canonical_json, sha256_file, sync_file, write_atomic
 
 logger = logging.getLogger("train")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # between tries of a shard: doubling, with jitter
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between tries of a shard: random, doubling
 
 
 def kept(path: Path) -> Path:
@@ -98,7 +98,7 @@ class Downloader:
         if (self.cache.folder / shard.file).is_file():
             return
         retrying = Retrying(
-            wait=wait_exponential_jitter(FIRST_PAUSE_S, LONGEST_PAUSE_S),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             retry=retry_if_exception_type((Unreachable, Doubtful)),
             before_sleep=self.after_failure,
             stop=stop or stop_after_delay(self.cfg.deadline_s),

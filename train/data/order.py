@@ -166,3 +166,10 @@ class EvalOrder:
         padded = np.full(len(self) * self.batch_size * self.world_size, PADDING)
         padded[: self.rows] = np.arange(self.rows)
         yield from padded.reshape(len(self), -1)[:, self.rank :: self.world_size].tolist()
+
+    def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
+        """[rows, ...]: results in the order of the data set, each once, from those of all ranks: [len * batch, ...]
+        each, in the order of their batches. What belongs to PADDING is left out.
+        """
+        stacked = np.stack([share.reshape(len(self), self.batch_size, *share.shape[1:]) for share in shares], axis=2)
+        return stacked.reshape(-1, *stacked.shape[3:])[: self.rows]

@@ -1,0 +1,101 @@
+"""What a node's cache needs, and for whom it makes room."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from train.config import DataConfig, InputError, TrainConfig
+from train.data import cache
+from train.data.cache import Room, cache_dir, limit_bytes
+from train.data.fetcher import Need
+from train.data.order import ShardSampler, Windows
+from train.data.shards import Shard
+
+MB = 10**6
+
+
+def manifest_of(num_shards, *, rows=100, size=64 * MB, validation=10 * MB):
+    train = [Shard(f"train-{number:05d}.safetensors", rows, size, "0") for number in range(num_shards)]
+    held_out = [Shard("validation-00000.safetensors", 10, validation, "0")]
+    return SimpleNamespace(splits={"train": train, "validation": held_out}, shards=[*train, *held_out], id="1" * 64)
+
+
+def test_the_window_is_all_that_fits_and_grows():
+    room = Room.of(manifest_of(20))
+    assert room.windows(10**12) == Windows(20, grow=True)
+    assert room.windows(room.total) == Windows(20, grow=True)
+    assert room.windows(room.total - 1) == Windows(4, grow=True)  # 4 windows of 4 shards and the validation data
+    assert room.windows(10 * MB + 4 * 64 * MB) == Windows(1, grow=True)
+    with pytest.raises(InputError, match=r"may take 0.265 GB, windows of 1 shards need 0.266 GB; raise data.cache_gb"):
+        room.windows(10 * MB + 4 * 64 * MB - MB)
+
+
+def test_a_batch_larger_than_a_window_is_refused_where_not_all_fits():
+    room = Room.of(manifest_of(20))
+    room.check(Windows(2), 10**12, global_batch_size=500)
+    room.check(Windows(2), 800 * MB, global_batch_size=200)
+    with pytest.raises(InputError, match="a batch of 201 sequences is more than a window of 2 shards holds"):
+        room.check(Windows(2), 800 * MB, global_batch_size=201)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("batch", [7, 100])
+def test_whatever_a_step_reads_is_wanted_and_room_is_kept(window, batch):
+    """Over two epochs: the shards of each batch are among those wanted while it is read."""
+    manifest = manifest_of(17)
+    limit = 10 * MB + 4 * window * 64 * MB
+    sampler = ShardSampler(
+        [100] * 17, seed=3, windows=Windows(window, grow=True), global_batch_size=batch, rank=0, world_size=1
+    )
+    need = Need(manifest, sampler, limit)
+    assert not need.fits
+    per_epoch = sampler.total_size // batch
+    held = set()
+    for step in range(2 * per_epoch):
+        sampler.consumed_rows = step * batch
+        wanted = need.wanted()
+        epoch, place = divmod(sampler.consumed_rows, sampler.total_size)
+        rows = sampler.epoch_order(epoch).rows(place, place + batch)
+        assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {shard.file for shard in wanted}
+        assert manifest.splits["validation"][0] in wanted
+        assert sum(shard.bytes for shard in wanted) <= limit - window * 64 * MB  # readers may still map a window
+        held |= {shard.file for shard in wanted}
+    assert held == {shard.file for shard in manifest.shards}
+
+
+def test_all_is_wanted_where_all_fits_the_first_windows_first():
+    manifest = manifest_of(9)
+    sampler = ShardSampler([100] * 9, seed=0, windows=Windows(9, grow=True), global_batch_size=10, rank=0, world_size=1)
+    wanted = Need(manifest, sampler, 10**12).wanted()
+    order = sampler.epoch_order(0)
+    assert len(wanted) == 10 and wanted[2] == manifest.splits["validation"][0]
+    assert [shard.file for shard in wanted[:2]] == [
+        manifest.splits["train"][number].file for number in order.windows[0]
+    ]
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(cache.machine, "instance_stores", list)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir(DataConfig(path="")) == tmp_path / "baretrain"
+    monkeypatch.setattr(cache.machine, "instance_stores", lambda: [tmp_path / "nvme"])
+    assert cache_dir(DataConfig(path="")) == tmp_path / "nvme" / "baretrain"
+    assert cache_dir(DataConfig(path="", cache_dir=str(tmp_path / "mine"))) == tmp_path / "mine"
+
+
+def test_what_the_disk_has_not_is_not_promised(monkeypatch, tmp_path):
+    manifest = manifest_of(3)
+    monkeypatch.setattr(cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=100, f_frsize=MB))
+    assert limit_bytes(DataConfig(path=""), tmp_path, manifest) == 90 * MB
+    assert limit_bytes(DataConfig(path="", cache_gb=0.05), tmp_path, manifest) == 50 * MB
+    with pytest.raises(InputError, match="has 0.1 GB free, the shards would take 0.202 GB; free some"):
+        limit_bytes(DataConfig(path="", cache_gb=0.3), tmp_path, manifest)
+    (tmp_path / "train-00000.safetensors").write_text("")  # what is there already needs no more room
+    assert limit_bytes(DataConfig(path="", cache_gb=0.15), tmp_path, manifest) == 150 * MB
+
+
+def test_times_that_cannot_be_kept_are_refused():
+    with pytest.raises(InputError, match=r"data.deadline_s=700 must be below backend.timeout_s=600"):
+        TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=DataConfig(path="", deadline_s=700))
+    with pytest.raises(InputError, match=r"data.attempt_s=60 is longer than data.deadline_s=30"):
+        DataConfig(path="", deadline_s=30)

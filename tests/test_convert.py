@@ -1,0 +1,84 @@
+"""Shards to Hugging Face data sets and back, by `python -m train.convert`."""
+
+import datasets
+import numpy as np
+import pytest
+
+from train import convert
+from train.data.shards import ShardSet, check_files, read_manifest
+
+
+def said(capsys, *arguments):
+    code = convert.main([str(argument) for argument in arguments])
+    return code, capsys.readouterr()
+
+
+@pytest.fixture
+def arrow(prepared, tmp_path, capsys):
+    code, _ = said(capsys, "to-arrow", prepared, tmp_path / "arrow")
+    assert code == 0
+    return tmp_path / "arrow"
+
+
+def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
+    found = datasets.load_from_disk(str(arrow))
+    before = read_manifest(prepared)
+    for split in ("train", "validation"):
+        rows = ShardSet(prepared, before, split).rows(np.arange(before.rows(split)))
+        table = found[split].with_format("numpy")[:]
+        assert np.array_equal(table["tokens"], rows.tokens) and np.array_equal(table["pivot"], rows.pivot)
+        assert found[split].features["tokens"].feature.dtype == "uint16"
+    code, told = said(capsys, "from-arrow", arrow, tmp_path / "back", "--tokenizer", prepared / "tokenizer")
+    assert code == 0, told.err
+    after = read_manifest(tmp_path / "back")
+    check_files(tmp_path / "back", after, checksums=True)
+    assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
+    assert after.tokenizer.sha256 == before.tokenizer.sha256
+    assert after.counts["unigram_entropy"] == pytest.approx(before.counts["unigram_entropy"], abs=0.01)  # the tail
+
+
+def test_to_and_from_s3(prepared, bucket, tmp_path, capsys):
+    flags = ["--endpoint", bucket.service.endpoint, "--path-style", "--region", "us-east-1"]
+    flags += ["--cache-dir", tmp_path / "cache"]
+    assert said(capsys, "to-arrow", prepared, tmp_path / "arrow")[0] == 0
+    place = bucket.location("back")
+    code, told = said(capsys, "from-arrow", tmp_path / "arrow", place, "--tokenizer", prepared / "tokenizer", *flags)
+    assert code == 0, told.err
+    assert said(capsys, "to-arrow", place, tmp_path / "again", *flags)[0] == 0
+    one, two = (datasets.load_from_disk(str(tmp_path / name)) for name in ("arrow", "again"))
+    assert one["train"]["tokens"][:] == two["train"]["tokens"][:]
+
+
+def test_sequences_packed_by_others_become_one_segment(prepared, tmp_path, capsys):
+    table = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 10})
+    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(tmp_path / "in"))
+    arguments = ["from-arrow", tmp_path / "in", tmp_path / "out", "--tokenizer", prepared / "tokenizer"]
+    code, told = said(capsys, *arguments)
+    assert code == 2 and "has no column tokens; there are input_ids (--column)" in told.err
+    assert said(capsys, *arguments, "--column", "input_ids")[0] == 0
+    rows = ShardSet(tmp_path / "out", read_manifest(tmp_path / "out"), "train").rows(np.arange(10))
+    assert rows.tokens.tolist() == [[5, 6, 7, 8]] * 10 and rows.pivot.tolist() == [4] * 10
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 2], [1, 2, 3]], "sequences 0 and following are not 2 ids each"),
+        ([[1, 2], [1, 999]], "holds the id 999, the tokenizer has 120"),
+    ],
+)
+def test_what_cannot_be_shards_is_refused(prepared, tmp_path, capsys, ids, message):
+    table = datasets.Dataset.from_dict({"tokens": ids})
+    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(tmp_path / "in"))
+    code, told = said(capsys, "from-arrow", tmp_path / "in", tmp_path / "out", "--tokenizer", prepared / "tokenizer")
+    assert code == 2 and message in told.err
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_other_mistakes(prepared, tmp_path, capsys):
+    code, told = said(capsys, "from-arrow", tmp_path, tmp_path / "out", "--tokenizer", prepared / "tokenizer")
+    assert code == 2 and "is not a data set that save_to_disk wrote" in told.err
+    code, told = said(capsys, "from-arrow", tmp_path, tmp_path / "out")
+    assert code == 2 and "needs --tokenizer" in told.err
+    code, told = said(capsys, "to-arrow", tmp_path / "nothing", tmp_path / "out")
+    assert code == 2 and "does not exist" in told.err
