@@ -20,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tqdm import tqdm
+
 from train.config import DataConfig, S3Config
 from train.data.cache import Cache, Room, lock
 from train.data.download import Downloader, kept
@@ -186,11 +188,5 @@ class Fetcher:
 
     def report(self, wanted: dict[Shard, float], absent: list[Shard]) -> None:
         total, left = (sum(shard.bytes for shard in shards) for shards in (list(wanted), absent))
-        logger.info(
-            "shards: %d of %d in %s, %.2f of %.2f GB",
-            len(wanted) - len(absent),
-            len(wanted),
-            self.cache.folder,
-            (total - left) / 1e9,
-            total / 1e9,
-        )
+        size = f"{tqdm.format_sizeof(total - left, 'B')} of {tqdm.format_sizeof(total, 'B')}"
+        logger.info("shards: %d of %d in %s, %s", len(wanted) - len(absent), len(wanted), self.cache.folder, size)
