@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import errno
 import os
+import random
 import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
-import botocore.retries.standard
+import botocore.endpoint
 import pytest
 from services.fault_proxy import Fault
 from services.process import free_port
@@ -24,9 +26,11 @@ DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    """boto3 waits some 30 s in all before its last try."""
-    monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda *_: 0.01)
+def pauses(monkeypatch):
+    """Those that boto3 wants between its tries, in seconds; nobody waits for them."""
+    wanted = []
+    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=wanted.append))
+    return wanted
 
 
 @pytest.fixture
@@ -305,6 +309,21 @@ def test_what_stays_is_unreachable_after_all_tries(bucket):
             assert len(bucket.proxy.requests()) == s3.ATTEMPTS
 
 
+@pytest.mark.parametrize(
+    "fault", [Fault("status"), Fault("status", code=500), Fault("lose")], ids=["503", "500", "lose"]
+)
+def test_half_a_minute_is_waited_each_time(bucket, monkeypatch, pauses, fault):
+    """Also by a client that has seen many errors."""
+    monkeypatch.setattr(random, "random", lambda: 0.5)  # boto3's jitter
+    folder = in_s3(bucket)
+    bucket.proxy.set(fault)
+    for _ in range(10):
+        pauses.clear()
+        with pytest.raises(Unreachable):
+            folder.read("a")
+        assert 25 < sum(pauses) < 40
+
+
 def test_a_request_that_took_too_long_for_s3_may_be_tried_later(bucket):
     bucket.proxy.set(Fault("status", code=400, error="RequestTimeout"))
     with pytest.raises(Unreachable, match=f"S3 answers 400 RequestTimeout, {s3.ATTEMPTS} times"):
@@ -360,7 +379,7 @@ def test_a_server_that_comes_back_is_waited_for(bucket, monkeypatch):
             time.sleep(0.005)
         server.start_gateway()
 
-    monkeypatch.setattr(botocore.retries.standard.ExponentialBackoff, "delay_amount", lambda *_: 2)
+    monkeypatch.setattr(botocore.endpoint.time, "sleep", lambda _: time.sleep(2))
     starting = threading.Thread(target=start)
     starting.start()
     try:
@@ -369,12 +388,13 @@ def test_a_server_that_comes_back_is_waited_for(bucket, monkeypatch):
         starting.join()
 
 
-def test_a_server_that_is_not_there_is_named(bucket):
+def test_a_server_that_is_not_there_is_named(bucket, pauses):
     nobody = f"http://127.0.0.1:{free_port()}"
     folder = in_s3(bucket, endpoint=nobody)
     for _verb, act in everything(folder):
         with pytest.raises(Unreachable, match=rf"/[ab]: no whole answer from {nobody}: Could not connect .*{nobody}"):
             act()
+    assert len(pauses) == len(everything(folder)) * (s3.ATTEMPTS - 1)
 
 
 # ---- what the user has to mend --------------------------------------------------------------------------------------
