@@ -1,12 +1,15 @@
 """Our loader beside LitData, mosaicml-streaming, Hugging Face datasets and numpy; and what windows do to a shuffle.
 
-    python -m benchmarks.data [--parts speed memory resume shuffle] [--rounds 5] [--rows 24576] [--peers-dir FOLDER]
+    python -m benchmarks.data [--parts speed memory resume s3 shuffle] [--rounds 5] [--rows 24576] [--peers-dir DIR]
 
 Shuffled batches [32, 512] of int64 torch tensors, out of 8 shards of uint16 ids that follow Zipf's law, in the page
 cache, each loader's data in its own format. The limit is numpy's: whole batches gathered out of one memory-mapped file
 in a full permutation, no DataLoader. Every measurement has its own process, torch on one thread, where loader and limit
 read in turn: a speed is the median of the ratios of neighbours. Rounds go through all loaders; tables hold least /
 **median** / greatest of the rounds.
+
+From S3: a node of --ranks processes, its cache empty, reads from a server on this machine through a proxy that counts
+requests; both take processor time from the loaders, so only requests and the client's CPU time carry over.
 
 Peers are installed from the package index into an environment each, under --peers-dir; torch is ours in all of them.
 One that cannot be installed is named and left out.
@@ -20,30 +23,42 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import uuid
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import boto3
 import numpy as np
 
 from benchmarks.peers.corpus import Corpus, write_corpus
 from benchmarks.peers.measure import LARGE_ROWS, LARGE_SHARDS, RESUME_AT
-from benchmarks.peers.readers import READERS
+from benchmarks.peers.readers import READERS, WRITERS, Reader, nothing
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests"))  # the S3 server of the tests
+from services.fault_proxy import FaultProxy
+from services.s3_server import PACKAGES, S3Server, missing_programs
+
 PARTS = ("speed", "memory", "resume", "shuffle", "s3")
 PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
 LARGE_WINDOWS = (LARGE_SHARDS, 16, 0)  # shards; 0: growing
 SHUFFLE_SHARDS, SHUFFLE_SHARD_ROWS, SHUFFLE_BATCH = 64, 1024, 256
 SHUFFLE_WINDOWS = (1, 2, 4, 8, 16, SHUFFLE_SHARDS)
 TEXT_BATCH = 64  # a text of some thousand sequences has to give many batches
+S3_READERS = ("ours", "litdata", "mds")
+REGION = "us-east-1"
 RARE = 5  # expected number in a batch below which tokens are counted as one, as usual for chi-square
 
 Result = dict[str, Any]
@@ -76,8 +91,10 @@ def environment(folder: Path, requirement: str) -> str:
     return str(python)
 
 
-def run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+def run(*command: str, **environment: str) -> str:
+    """What it prints. CalledProcessError if it fails."""
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env).stdout
 
 
 def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -> Result | None:
@@ -95,14 +112,20 @@ def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -
 # ---- loaders -------------------------------------------------------------------------------------------------------
 
 
-def measure_loaders(corpus: Corpus, pythons: dict[str, str], options: argparse.Namespace) -> dict[str, list[Result]]:
-    """Of each loader, what its runs of all kinds measured, rounds interleaved."""
+def write_formats(corpus: Corpus, pythons: dict[str, str]) -> dict[str, Reader]:
+    """Write the corpus as every loader wants it; the loaders whose data there is."""
+    write_corpus(corpus)
     readers = {name: reader for name, reader in READERS.items() if reader.environment in pythons}
+    homes = {reader.format: reader.environment for reader in readers.values() if reader.format in WRITERS}
+    lost = {name for name, home in homes.items() if measure(pythons[home], "write", name, corpus, 0) is None}
+    return {name: reader for name, reader in readers.items() if reader.format not in lost}
+
+
+def measure_loaders(
+    corpus: Corpus, pythons: dict[str, str], readers: dict[str, Reader], options: argparse.Namespace
+) -> dict[str, list[Result]]:
+    """Of each loader, what its runs of all kinds measured, rounds interleaved."""
     results: dict[str, list[Result]] = defaultdict(list)
-    formats = {reader.format: reader.environment for reader in readers.values() if reader.format != "flat.bin"}
-    for name, home in formats.items():
-        if measure(pythons[home], "write", name, corpus, 0) is None:
-            readers = {key: reader for key, reader in readers.items() if reader.format != name}
     for _ in range(options.rounds):
         for kind, (name, reader) in itertools.product(("speed", "memory", "resume"), readers.items()):
             if kind in options.parts and kind in reader.measures:
@@ -133,9 +156,9 @@ def spread(numbers: list[float], digits: int = 3) -> str:
 
 
 def shown(number: float, digits: int = 3) -> str:
-    """To so many digits, without exponents."""
-    if number == 0 or not math.isfinite(number):
-        return f"{number:g}"
+    """To so many digits, without exponents; whole numbers as they are."""
+    if number == int(number):
+        return str(int(number))
     places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
     return f"{number:.{places}f}"
 
@@ -146,26 +169,19 @@ def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
     lines = [row(head), "|---" * len(head) + "|"]
     for name, reader in READERS.items():
         found = results.get(name)
-        if not found:
-            continue
-        exact = values(found, "exact")
-        memory = [statistics.median(values(found, key)) for key in ("early_mib", "late_mib") if values(found, key)]
-        size = bytes_on_disk(corpus.place(reader.format)) / bytes_on_disk(corpus.place("flat.bin"))
-        has_import = reader.label.startswith("numpy") is False
-        lines.append(
-            row(
-                (
-                    reader.label,
-                    spread(values(found, "of_limit")),
-                    spread(values(found, "import_s"), 2) if has_import else "",
-                    spread(values(found, "first_batch_s"), 2),
-                    spread(values(found, "resumed_s"), 2),
-                    {0: "" if not exact else "no", len(exact): "yes"}.get(sum(exact), "at times") if exact else "",
-                    " → ".join(f"{size_mib:.0f}" for size_mib in memory),
-                    f"{size:.2f}",
-                )
+        if found:
+            size = bytes_on_disk(corpus.place(reader.format)) / bytes_on_disk(corpus.place("flat.bin"))
+            memory = [values(found, key) for key in ("early_mib", "late_mib")]
+            cells = (
+                spread(values(found, "of_limit")),
+                spread(values(found, "import_s"), 2) if reader.load is not nothing else "",
+                spread(values(found, "first_batch_s"), 2),
+                spread(values(found, "resumed_s"), 2),
+                " / ".join(sorted({"yes" if exact else "no" for exact in values(found, "exact")})),
+                " → ".join(f"{statistics.median(mib):.0f}" for mib in memory if mib),
+                f"{size:.2f}",
             )
-        )
+            lines.append(row((reader.label, *cells)))
     return "\n".join(lines)
 
 
@@ -278,9 +294,89 @@ def shuffle_table(text: Path, epochs: int) -> str:
 # ---- S3 ------------------------------------------------------------------------------------------------------------
 
 
-def s3_table(options: argparse.Namespace) -> str:
-    """Requests for each shard and node, client CPU seconds for each GB, seconds to the first batch."""
-    raise NotImplementedError("the S3 part")
+@contextmanager
+def s3_server(folder: Path, endpoint: str | None) -> Iterator[tuple[Any, FaultProxy]]:
+    """boto3's client of a server on this machine, and the proxy before it, which counts requests."""
+    with ExitStack() as stack:
+        if endpoint is None:
+            server = S3Server(folder / "server")
+            stack.callback(server.stop)
+            os.environ |= {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
+            endpoint = server.endpoint
+        os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        proxy = FaultProxy(urlsplit(endpoint).port or 80, log=folder / "proxy.log")
+        stack.callback(proxy.stop)
+        yield boto3.client("s3", endpoint_url=endpoint, region_name=REGION), proxy
+
+
+def upload(client: Any, bucket: str, corpus: Corpus, name: str) -> None:
+    for path in corpus.place(name).rglob("*"):
+        if path.is_file():
+            client.upload_file(str(path), bucket, f"{name}/{path.relative_to(corpus.place(name))}")
+
+
+def measure_remote(
+    python: str, name: str, corpus: Corpus, proxy: FaultProxy, bucket: str, ranks: int, cache: Path
+) -> Result | None:
+    """A node's first epoch from S3; None, and why on stderr, if it failed."""
+    place = {"PLACE": json.dumps({"endpoint": proxy.endpoint, "bucket": bucket})}
+    torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    proxy.set()
+    try:
+        output = run(*torchrun, "-m", "benchmarks.peers.remote", name, str(corpus.folder), str(cache), **place)
+    except subprocess.CalledProcessError as error:
+        print(f"S3 with {name} failed: {error.stderr[-4000:]}", file=sys.stderr)
+        return None
+    requests = [request for request in proxy.requests() if request.path.startswith(f"/{bucket}/{name}")]
+    data = [request for request in requests if is_data(request.path)]
+    files = [path for path in corpus.place(name).rglob("*") if path.is_file() and is_data(path.name)]
+    found: Result = json.loads(output.splitlines()[-1])
+    found["cpu_s_per_gb"] = found["client_cpu_s"] / sum(path.stat().st_size for path in files) * 1e9
+    found |= {"files": len(files), "per_file": len(data) / len(files), "others": len(requests) - len(data)}
+    print(f"S3 {name}: {found}", file=sys.stderr)
+    return found
+
+
+def is_data(path: str) -> bool:
+    return path.endswith((".safetensors", ".bin", ".mds"))
+
+
+def s3_table(corpus: Corpus, pythons: dict[str, str], options: argparse.Namespace) -> str:
+    """`pythons`: the interpreter of each loader."""
+    missing = [] if options.s3_endpoint else missing_programs()
+    if missing:
+        return f"No S3 server to measure with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
+    results: dict[str, list[Result]] = defaultdict(list)
+    folder, bucket = corpus.folder / "s3", f"benchmark-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    with s3_server(folder, options.s3_endpoint) as (client, proxy):
+        client.create_bucket(Bucket=bucket)
+        for name in pythons:
+            upload(client, bucket, corpus, name)
+        for number, name in itertools.product(range(options.rounds), pythons):
+            cache = folder / f"cache-{number}-{name}"
+            found = measure_remote(pythons[name], name, corpus, proxy, bucket, options.ranks, cache)
+            shutil.rmtree(cache, ignore_errors=True)
+            results[name] += [found] if found else []
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+            for item in page.get("Contents", ()):
+                client.delete_object(Bucket=bucket, Key=item["Key"])
+        client.delete_bucket(Bucket=bucket)
+    head = (
+        f"from S3, a node of {options.ranks} ranks",
+        "files of data",
+        "requests for each",
+        "other requests",
+        "client CPU, s/GB",
+        "first batch, s",
+        "first epoch, s",
+    )
+    keys = {"files": 3, "per_file": 3, "others": 3, "cpu_s_per_gb": 2, "first_batch_s": 2, "epoch_s": 2}
+    lines = [row(head), "|---" * len(head) + "|"]
+    for name in pythons:
+        cells = (spread(values(results[name], key), digits) for key, digits in keys.items())
+        lines.append(row((READERS[name].label, *cells)))
+    return "\n".join(lines)
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
@@ -298,7 +394,7 @@ def machine() -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of reading, of each run")
     parser.add_argument("--rows", type=int, default=Corpus(Path()).shard_rows, help="sequences in each of 8 shards")
@@ -306,7 +402,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers-dir", type=Path, help="keeps the peers' environments; left out: a temporary folder")
     parser.add_argument("--text", type=Path, help="prepared data to shuffle; left out: the demo's corpus")
     parser.add_argument("--epochs", type=int, default=20, help="of the shuffles")
-    parser.add_argument("--s3-endpoint", help="of a server on this machine; left out: one is started")
+    parser.add_argument("--ranks", type=int, default=2, help="of the node that reads from S3")
+    parser.add_argument(
+        "--s3-endpoint",
+        help="http://127.0.0.1:PORT, credentials in the environment; left out: the server of the tests is started",
+    )
     return parser.parse_args(arguments)
 
 
@@ -315,19 +415,26 @@ def main(arguments: list[str] | None = None) -> None:
     tables = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if {"speed", "memory", "resume"} & set(options.parts):
+        if set(options.parts) != {"shuffle"}:
             home = options.peers_dir or folder / "peers"
             print(f"peers are installed under {home}", file=sys.stderr)
             pythons = environments(home, options.peers)
             corpus = Corpus(folder / "corpus", shard_rows=options.rows)
-            write_corpus(corpus)
-            results = measure_loaders(corpus, pythons, options)
-            tables.append(loader_table(results, corpus))
-            tables += [large_table(results)] if "resume" in options.parts else []
+            readers = write_formats(corpus, pythons)
+            if {"speed", "memory", "resume"} & set(options.parts):
+                results = measure_loaders(corpus, pythons, readers, options)
+                tables.append(loader_table(results, corpus))
+                tables += [large_table(results)] if "resume" in options.parts else []
+            if "s3" in options.parts:
+                tables.append(
+                    s3_table(
+                        corpus,
+                        {name: pythons[readers[name].environment] for name in S3_READERS if name in readers},
+                        options,
+                    )
+                )
         if "shuffle" in options.parts:
             tables.append(shuffle_table(options.text or prepare_text(folder / "text"), options.epochs))
-        if "s3" in options.parts:
-            tables.append(s3_table(options))
     print("\n\n".join((f"{machine()}.", *tables)))
 
 

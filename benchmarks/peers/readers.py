@@ -146,9 +146,10 @@ def ours(
 
 def write_ours(corpus: Corpus) -> None:
     from train.data.packing import Rows as PackedRows
+    from train.data.prepared import TOKENIZER
     from train.data.shards import TokenizerInfo
     from train.data.writer import write_manifest, write_shard
-    from train.storage import LocalFolder
+    from train.storage import LocalFolder, sha256_bytes
 
     folder = LocalFolder(corpus.place("ours"))
     pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)
@@ -157,13 +158,17 @@ def write_ours(corpus: Corpus) -> None:
         write_shard(folder, f"train-{number:05d}.safetensors", PackedRows(corpus.shard(number), pivot, same_document))
         for number in range(corpus.shards)
     ]
+    for name in TOKENIZER:
+        folder.write(name, b"{}")
     special = list(range(FIRST_ID))
     write_manifest(
         folder,
         seq_len=corpus.seq_len,
         dtype="uint16",
         splits={"train": shards, "validation": []},
-        tokenizer=TokenizerInfo("", VOCAB_SIZE, cls_id=2, sep_id=3, mask_id=4, pad_id=0, special_ids=special),
+        tokenizer=TokenizerInfo(
+            sha256_bytes(b"{}"), VOCAB_SIZE, cls_id=2, sep_id=3, mask_id=4, pad_id=0, special_ids=special
+        ),
         counts={},
         config={},
     )
@@ -247,14 +252,18 @@ def write_litdata(corpus: Corpus) -> None:
     )
 
 
-def read_litdata(corpus: Corpus) -> Any:
+def litdata_loader(corpus: Corpus, place: str, **options: Any) -> Any:
     import litdata
 
     items = litdata.TokensLoader(block_size=corpus.seq_len)
-    data = litdata.StreamingDataset(str(corpus.place("litdata")), item_loader=items, shuffle=True)
+    data = litdata.StreamingDataset(place, item_loader=items, shuffle=True, **options)
     return litdata.StreamingDataLoader(
         data, batch_size=corpus.batch, collate_fn=lambda rows: torch.stack(rows).long(), drop_last=True
     )
+
+
+def read_litdata(corpus: Corpus) -> Any:
+    return litdata_loader(corpus, str(corpus.place("litdata")))
 
 
 # ---- mosaicml-streaming --------------------------------------------------------------------------------------------
@@ -283,14 +292,18 @@ def write_mds(corpus: Corpus) -> None:
             writer.write({"tokens": np.asarray(row)})
 
 
-def mds(corpus: Corpus) -> Any:
+def mds_loader(corpus: Corpus, **places: str) -> Any:
     """In its default order, py1e."""
 
     def stack(samples: list[dict[str, np.ndarray]]) -> Tensor:
         return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
 
-    data = streaming().StreamingDataset(local=str(corpus.place("mds")), shuffle=True, batch_size=corpus.batch)
+    data = streaming().StreamingDataset(shuffle=True, batch_size=corpus.batch, **places)
     return streaming().StreamingDataLoader(data, batch_size=corpus.batch, collate_fn=stack, drop_last=True)
+
+
+def mds(corpus: Corpus) -> Any:
+    return mds_loader(corpus, local=str(corpus.place("mds")))
 
 
 # ---- the table of them ---------------------------------------------------------------------------------------------
