@@ -31,6 +31,7 @@ from train.config import InputError, S3Config, Unreachable, check
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 20
 ATTEMPTS = 7  # of a request, by boto3, with pauses of some 30 s in all; of a body that breaks off, by S3Folder.read
+METADATA_ATTEMPTS = 5
 PART_BYTES = 16 * 2**20  # of a multipart upload
 UPLOAD_THREADS = 4
 BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError)
@@ -55,6 +56,8 @@ def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
     """boto3's session: it knows the credentials and renews them; if asked, without those in the environment."""
     try:
         session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+        # Many ranks of a machine ask its metadata service at once; boto3 would ask once and find no credentials.
+        session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
         if skips_environment:
             session._session.get_component("credential_provider").remove("env")
         return session
