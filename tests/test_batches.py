@@ -155,6 +155,12 @@ def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shar
     assert EVAL_EPOCH > 10**9
 
 
+@pytest.mark.parametrize("numbers", [[0, 10**6], [-1], [3, -(10**6), 5]])
+def test_a_number_that_no_sequence_has_is_an_error(shards, numbers):
+    with pytest.raises(IndexError, match="sequences .* of"):
+        rows_of(shards).shards.rows(np.array(numbers))
+
+
 def test_groups_hold_all_items():
     assert list(InGroups(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
     assert list(InGroups([], 3)) == []

@@ -93,7 +93,7 @@ class Gathered:
         self.shards = shards
 
     def draw(self, items: np.ndarray) -> dict[str, Any]:
-        tokens = self.shards.rows(items.ravel() % len(self.shards)).tokens
+        (tokens,) = self.shards.gather(items.ravel() % len(self.shards), ("tokens",))
         inputs = {"input_ids": torch.from_numpy(tokens.reshape(*items.shape, -1))}
         return {"inputs": inputs, "count": [0] * len(items)}
 

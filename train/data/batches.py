@@ -46,12 +46,12 @@ class MaskedRows:
         epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
         if not self.is_training:
             epochs = np.full_like(epochs, EVAL_EPOCH)
-        drawn = self.shards.rows(rows.ravel())
-        tokens = drawn.tokens.reshape(*items.shape, -1)
+        tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
+        tokens = tokens.reshape(*items.shape, -1)
         masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
         labels = np.stack([one.labels for one in masked])
         labels[is_padding] = IGNORE_INDEX
-        segments = np.arange(tokens.shape[-1]) >= drawn.pivot.reshape(*items.shape, 1)
+        segments = np.arange(tokens.shape[-1]) >= pivot.reshape(*items.shape, 1)
         inputs = {
             "input_ids": torch.from_numpy(np.stack([one.input_ids for one in masked])),
             "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
@@ -117,20 +117,25 @@ class Batches:
         start_method: str = "fork",  # shares the memory maps instead of copying them
     ) -> None:
         together = max(1, min(MOST_TOGETHER, most_together or MOST_TOGETHER, ROWS_TOGETHER // batch_size))
-        self.loader = DataLoader(
-            Together(dataset),
-            batch_sampler=InGroups(order, together),
-            collate_fn=as_it_is,
-            num_workers=num_workers,
-            prefetch_factor=-(-prefetch // together) if num_workers else None,
-            pin_memory=pin_memory,
-            multiprocessing_context=start_method if num_workers else None,
-            worker_init_fn=leave_signals_to_the_parent,
-            generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
-        )
+        self.groups, self.dataset = InGroups(order, together), Together(dataset)
+        self.loader: DataLoader[Batch] | None = None
+        if num_workers or pin_memory:
+            self.loader = DataLoader(
+                self.dataset,
+                batch_sampler=self.groups,
+                collate_fn=as_it_is,
+                num_workers=num_workers,
+                prefetch_factor=-(-prefetch // together) if num_workers else None,
+                pin_memory=pin_memory,
+                multiprocessing_context=start_method if num_workers else None,
+                worker_init_fn=leave_signals_to_the_parent,
+                generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
+            )
 
     def __iter__(self) -> Iterator[Batch]:
-        for drawn in self.loader:
+        # Without processes a loader only costs time.
+        source = map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
+        for drawn in source:
             parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
             for number, count in enumerate(drawn["count"]):
                 yield {"inputs": {name: tensors[number] for name, tensors in parts.items()}, "count": count}

@@ -9,7 +9,7 @@ the data set's id. Readers open what the manifest names and nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,21 +156,29 @@ class ShardSet:
 
     def rows(self, numbers: np.ndarray) -> Rows:
         """The sequences with these numbers, in their order."""
+        return Rows(*self.gather(numbers, ("tokens", "pivot", "same_document")))
+
+    def gather(self, numbers: np.ndarray, names: Sequence[str]) -> list[np.ndarray]:
+        """What the sequences with these numbers [N] have under each name: tokens [N, seq_len], pivot and same_document
+        [N]. IndexError for a number that no sequence has.
+        """
         order = np.argsort(numbers)
         ascending = numbers[order]
+        if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
+            raise IndexError(f"sequences {ascending[0]} to {ascending[-1]} of {len(self)}")
         cuts = np.searchsorted(ascending, self.first_rows)
-        tokens = np.empty((len(numbers), self.seq_len), self.dtype)
-        pivot, same_document = np.empty(len(numbers), np.uint16), np.empty(len(numbers), np.uint8)
+        shapes = {"tokens": (self.seq_len,)}
+        dtypes = {"tokens": self.dtype, "pivot": np.uint16, "same_document": np.uint8}
+        found = [np.empty((len(numbers), *shapes.get(name, ())), dtypes[name]) for name in names]
         for shard in np.flatnonzero(np.diff(cuts)).tolist():
             first, last = cuts[shard], cuts[shard + 1]
             local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
-            # "clip" writes straight into `out`; the default mode gathers into a copy first
-            tensors["tokens"].take(local, 0, tokens[first:last], "clip")
-            tensors["pivot"].take(local, 0, pivot[first:last], "clip")
-            tensors["same_document"].take(local, 0, same_document[first:last], "clip")
+            for name, values in zip(names, found, strict=True):
+                # "clip" writes straight into `out`; the default mode gathers into a copy first
+                tensors[name].take(local, 0, values[first:last], "clip")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        return Rows(tokens.take(place, 0), pivot.take(place), same_document.take(place))
+        return [values.take(place, 0) for values in found]
 
     def tensors(self, number: int) -> dict[str, np.ndarray]:
         if number not in self.maps:
