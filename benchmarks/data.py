@@ -42,8 +42,7 @@ from urllib.parse import urlsplit
 import boto3
 import numpy as np
 
-from benchmarks.peers.corpus import Corpus, write_corpus
-from benchmarks.peers.measure import LARGE_ROWS, LARGE_SHARDS, RESUME_AT
+from benchmarks.peers.corpus import LARGE_ROWS, LARGE_SHARDS, RESUME_AT, Corpus, write_corpus
 from benchmarks.peers.readers import READERS, WRITERS, Reader, nothing
 
 ROOT = Path(__file__).parent.parent

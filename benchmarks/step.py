@@ -37,11 +37,12 @@ from train.config import ModelConfig, TrainConfig
 from train.data import batches as data_batches
 from train.data.masking import IGNORE_INDEX
 from train.data.packing import Rows
-from train.data.shards import SPLITS, TokenizerInfo, write_manifest, write_shard
+from train.data.shards import SPLITS, TokenizerInfo
+from train.data.writer import write_manifest, write_shard
 from train.models.encoder import build_masked_lm
 from train.optim import build_optimizer
 from train.preempt import StopRequest
-from train.storage import sha256_file
+from train.storage import LocalFolder, sha256_file
 
 NUM_ROWS = 512
 LOG_EVERY = 5
@@ -73,11 +74,11 @@ def synthetic_data(folder: Path, shape: Shape) -> Path:
         tokens[:, 0], tokens[:, shape.seq_len // 2], tokens[:, -1] = CLS, SEP, SEP
         pivot = np.full(NUM_ROWS, shape.seq_len // 2 + 1, np.uint16)
         rows = Rows(tokens, pivot, np.ones(NUM_ROWS, np.uint8))
-        splits[split] = [write_shard(folder, split, 0, rows)]
+        splits[split] = [write_shard(LocalFolder(folder), f"{split}-00000.safetensors", rows)]
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     write_manifest(
-        folder,
+        LocalFolder(folder),
         seq_len=shape.seq_len,
         dtype="uint16",
         splits=splits,

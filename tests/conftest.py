@@ -23,7 +23,14 @@ if importlib.util.find_spec("torch_xla") is not None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-services", action="store_true", help="fail where a service to test with is missing")
+    parser.addoption("--require-services", action="store_true", help="fail where something to test with is missing")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("--require-services") and reporter.stats.get("skipped"):
+        reporter.write_line(f"\n{len(reporter.stats['skipped'])} skipped, which --require-services forbids", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True, scope="session")

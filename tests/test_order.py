@@ -29,7 +29,7 @@ def steps(*, world_size, micro, number, first_step=0, seed=0, windows=None):
     for rank in range(world_size):
         order = sampler(rank=rank, world_size=world_size, windows=windows, seed=seed, consumed_rows=first_step * G)
         accumulation = G // world_size // micro
-        batches = list(islice(order.micro_batches(micro), number * accumulation))
+        batches = [batch.tolist() for batch in islice(order.micro_batches(micro), number * accumulation)]
         assert {len(batch) for batch in batches} == {micro}
         per_rank.append([sum(batches[i * accumulation : (i + 1) * accumulation], []) for i in range(number)])
     return [sorted(sum((rank[step] for rank in per_rank), [])) for step in range(number)]

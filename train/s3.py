@@ -32,6 +32,7 @@ from train.config import InputError, S3Config, Unreachable, check
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 20
 ATTEMPTS = 7  # of a request, by boto3, with pauses of some 30 s in all; of a body that breaks off, by S3Folder.read
 METADATA_ATTEMPTS = 5
+CONNECTIONS = 32  # kept open
 PART_BYTES = 16 * 2**20  # of a multipart upload
 UPLOAD_THREADS = 4
 BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError)
@@ -70,6 +71,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
+        max_pool_connections=CONNECTIONS,
         # The newer modes pause for 3 s in all, and retry no more once the client has met a few dozen errors.
         retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
         s3={"addressing_style": "path" if s3.path_style else "virtual"},

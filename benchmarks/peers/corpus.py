@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 VOCAB_SIZE = 30_000
+LARGE_ROWS, LARGE_SHARDS = 10_000_000, 160  # of the order whose resume is timed
+RESUME_AT = 0.9  # of an epoch
 FIRST_ID = 5  # ids below are special
 DIGITS = 20_000  # a row's number in this base is its first two tokens, so that an order can be checked
 

@@ -23,11 +23,9 @@ sys.modules["torch_xla"] = None  # type: ignore[assignment]
 import torch
 from torch import Tensor
 
-from benchmarks.peers.corpus import Corpus, read_corpus, row_numbers
+from benchmarks.peers.corpus import LARGE_ROWS, LARGE_SHARDS, RESUME_AT, Corpus, read_corpus, row_numbers
 from benchmarks.peers.readers import READERS, WRITERS, limit, ours
 
-LARGE_ROWS, LARGE_SHARDS = 10_000_000, 160  # of the order whose resume is timed
-RESUME_AT = 0.9  # of an epoch
 CLOCK_EVERY = 16  # batches
 TURNS = 20
 
