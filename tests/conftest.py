@@ -11,7 +11,7 @@ from running import prepare_config, write_corpus
 
 from train import prepare
 
-pytest_plugins = ["s3_fixtures"]
+pytest_plugins = ["s3_fixtures", "streaming"]
 
 # Autograd counts the devices at a process's first backward pass: that of XLA has to be open by then, for the tests that
 # train both ways in this process. Its compiler takes a quarter of the time without optimising.

@@ -24,10 +24,10 @@ def test_the_window_is_all_that_fits_and_grows():
     room = Room.of(manifest_of(20))
     assert room.windows(10**12) == Windows(20, grow=True)
     assert room.windows(room.total) == Windows(20, grow=True)
-    assert room.windows(room.total - 1) == Windows(4, grow=True)  # 4 windows of 4 shards and the validation data
-    assert room.windows(10 * MB + 4 * 64 * MB) == Windows(1, grow=True)
-    with pytest.raises(InputError, match=r"may take 0.265 GB, windows of 1 shards need 0.266 GB; raise data.cache_gb"):
-        room.windows(10 * MB + 4 * 64 * MB - MB)
+    assert room.windows(room.total - 1) == Windows(3, grow=True)  # 5 windows of 3 shards and the validation data
+    assert room.windows(10 * MB + 5 * 64 * MB) == Windows(1, grow=True)
+    with pytest.raises(InputError, match=r"may take 0.329 GB, windows of 1 shards need 0.33 GB; raise data.cache_gb"):
+        room.windows(10 * MB + 5 * 64 * MB - MB)
 
 
 def test_a_batch_larger_than_a_window_is_refused_where_not_all_fits():
@@ -43,7 +43,7 @@ def test_a_batch_larger_than_a_window_is_refused_where_not_all_fits():
 def test_whatever_a_step_reads_is_wanted_and_room_is_kept(window, batch):
     """Over two epochs: the shards of each batch are among those wanted while it is read."""
     manifest = manifest_of(17)
-    limit = 10 * MB + 4 * window * 64 * MB
+    limit = 10 * MB + cache.WINDOWS_HELD * window * 64 * MB
     sampler = ShardSampler(
         [100] * 17, seed=3, windows=Windows(window, grow=True), global_batch_size=batch, rank=0, world_size=1
     )
@@ -96,6 +96,6 @@ def test_what_the_disk_has_not_is_not_promised(monkeypatch, tmp_path):
 
 def test_times_that_cannot_be_kept_are_refused():
     with pytest.raises(InputError, match=r"data.deadline_s=700 must be below backend.timeout_s=600"):
-        TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=DataConfig(path="", deadline_s=700))
+        TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=DataConfig(path="s3://b", deadline_s=700))
     with pytest.raises(InputError, match=r"data.attempt_s=60 is longer than data.deadline_s=30"):
         DataConfig(path="", deadline_s=30)

@@ -471,6 +471,16 @@ def test_another_region_is_named(bucket, status, code):
             act()
 
 
+def test_the_bucket_is_not_followed_to_its_region_in_silence(bucket):
+    """boto3 would ask again there; the connector, for the shards, could not."""
+    bucket.put("runs/a", b"1")
+    redirect = {"x-amz-bucket-region": "eu-west-3"}
+    bucket.proxy.set(Fault("status", times=1, code=301, error="PermanentRedirect", headers=redirect))
+    with pytest.raises(InputError, match="the bucket is in region eu-west-3, not us-east-1; set s3.region"):
+        in_s3(bucket).read("a")
+    assert len(bucket.proxy.requests()) == 1
+
+
 def test_a_bucket_that_cannot_be_is_said_in_one_line(bucket):
     for _verb, act in everything(open_folder("s3://No_Bucket!/runs", bucket.config())):
         with pytest.raises(InputError, match=r"^s3://No_Bucket!/runs/[ab]: .*Invalid bucket name[^\n]*$"):

@@ -1,77 +1,22 @@
 """Training from S3: the run that reads from disk, bit for bit, whatever S3 does; or one named error on all ranks."""
 
-import errno
 import json
-import os
-import signal
-import subprocess
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from running import ROOT, command, lines, prepare_config, run, train_config, train_overrides
+from running import lines, prepare_config, run, train_config, train_overrides
 from services.fault_proxy import Fault
+from streaming import SHARD, assert_same, losses, num_shards, overrides, train_from, upload
 
 from train import __main__, loop, prepare
 from train.config import InputError, Unreachable
-from train.data import download
+from train.data import fetch
 from train.data.shards import read_manifest
 from train.preempt import StopRequest
 
-SHARD = r"^GET .*train-\d+\.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(download, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(download, "LONGEST_PAUSE_S", 0.5)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory, corpus):
-    """A prepared data set of a dozen shards."""
-    folder = tmp_path_factory.mktemp("shards") / "data"
-    prepare.prepare(prepare_config(folder, corpus, "rows_per_shard=16"))
-    assert len(read_manifest(folder).splits["train"]) >= 8
-    return folder
-
-
-def upload(bucket, folder, prefix="data"):
-    for path in folder.rglob("*"):
-        if path.is_file():
-            bucket.put(f"{prefix}/{path.relative_to(folder)}", path.read_bytes())
-    return bucket.location(prefix)
-
-
-def overrides(bucket, run_dir, data, *more):
-    """Of a run that reads from the bucket, with short times and a cache of its own."""
-    short = ["data.attempt_s=2", "data.deadline_s=20", f"data.cache_dir={run_dir}-cache"]
-    return [*train_overrides(run_dir, data, "max_epochs=9", *short, *bucket.overrides()), *more]
-
-
-def losses(run_dir):
-    return [line["loss"] for line in lines(run_dir, "train")]
-
-
-@pytest.fixture(scope="module")
-def from_disk(tmp_path_factory, shards):
-    run_dir = tmp_path_factory.mktemp("runs") / "disk"
-    loop.run(train_config(run_dir, shards, "max_steps=30", "eval_every=10"), StopRequest())
-    return run_dir
-
-
-def assert_same(run_dir, from_disk):
-    assert losses(run_dir) == losses(from_disk)
-    assert [line["loss"] for line in lines(run_dir, "eval")] == [line["loss"] for line in lines(from_disk, "eval")]
-
-
-def train_from(bucket, run_dir, data, *more):
-    from train import cli
-    from train.config import TrainConfig
-
-    settings = overrides(bucket, run_dir, data, "max_steps=30", "eval_every=10", *more)
-    return loop.run(cli.load_config(TrainConfig, settings), StopRequest())
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def test_a_run_from_s3_is_the_run_from_disk(bucket, shards, from_disk, tmp_path):
@@ -129,6 +74,7 @@ def test_every_request_may_fail_one_time_in_twenty(bucket, shards, from_disk, tm
     bucket.proxy.set(Fault("status", share=0.05, seed=3, code=500, error="InternalError"))
     train_from(bucket, tmp_path / "run", location)
     assert_same(tmp_path / "run", from_disk)
+    assert [request for request in bucket.proxy.requests() if request.fault]
 
 
 def test_a_server_that_dies_and_comes_back_changes_nothing(bucket, shards, from_disk, tmp_path):
@@ -184,15 +130,61 @@ def test_the_other_ranks_stop_with_the_same_message(bucket, shards, tmp_path):
     assert "error: " not in after and "Traceback" not in before  # torchrun adds its own after it
 
 
-def test_an_object_replaced_during_the_run_is_noticed(bucket, shards, tmp_path):
-    """With a window of one shard the later ones are fetched long after the start."""
+def test_replaced_shards_are_noticed_when_they_come(bucket, shards, tmp_path):
     location = upload(bucket, shards)
     manifest = read_manifest(shards)
     first = manifest.splits["train"][0].file
-    for shard in manifest.splits["train"][1:]:  # put there by someone who prepares again, after our first look
+    for shard in manifest.splits["train"][1:]:  # of the same length: no listing shows it
         bucket.put(f"data/{shard.file}", (shards / first).read_bytes()[:-2] + b"xy")
     with pytest.raises(InputError, match="damaged or replaced"):
         train_from(bucket, tmp_path / "run", location, "data.verify=false", "data.window_shards=1")
+
+
+def test_what_several_shards_wait_for_is_waited_for_once(bucket, shards, tmp_path):
+    """Not a deadline for each of the micro batches of a step, and each of the shards."""
+    location = upload(bucket, shards)
+    bucket.proxy.set(Fault("status", SHARD))
+    more = ["data.deadline_s=5", "data.verify=false", "data.num_workers=1", "global_batch_size=16"]
+    began_s = time.monotonic()
+    with pytest.raises(Unreachable, match="given up after 5 s"):
+        train_from(bucket, tmp_path / "run", location, *more)
+    assert time.monotonic() - began_s < 4 * 5  # of 16 micro batches and 8 shards
+
+
+def test_a_slow_link_is_slow_and_no_error(bucket, shards, tmp_path, monkeypatch):
+    """A shard takes longer than one try: what came of it is kept."""
+    monkeypatch.setattr(fetch, "PIECE_BYTES", 200)
+    location = upload(bucket, shards)
+    size = read_manifest(shards).splits["train"][0].bytes
+    bucket.proxy.set(Fault("rate", SHARD, bytes_per_s=size / 5))
+    small = ["data.downloads=1", "data.attempt_s=2", "data.deadline_s=60", "max_steps=1", "data.window_shards=1"]
+    train_from(bucket, tmp_path / "run", location, *small)
+    asked = [request.range for request in bucket.proxy.requests(SHARD)]
+    assert len(set(asked)) >= size // 200 and losses(tmp_path / "run")
+
+
+def test_a_validation_shard_that_does_not_come_delays_no_training(bucket, shards, tmp_path):
+    location = upload(bucket, shards)
+    bucket.proxy.set(Fault("status", "validation-00000"))
+    more = ["data.verify=false", "data.downloads=1", "data.deadline_s=6", "max_steps=20", "eval_every=null"]
+    with pytest.raises(Unreachable, match="validation-00000.safetensors: .*given up"):
+        train_from(bucket, tmp_path / "run", location, *more)  # for the evaluation at the end
+    assert len(losses(tmp_path / "run")) == 20
+
+
+def test_a_validation_shard_that_cannot_be_had_ends_the_run_too(bucket, shards, tmp_path):
+    location = upload(bucket, shards)
+    bucket.proxy.set(Fault("flip", "^GET .*validation-00000.safetensors", after=900))
+    with pytest.raises(InputError, match=r"validation-00000.safetensors: sha256 is .*, the manifest says"):
+        train_from(bucket, tmp_path / "run", location)
+    assert [line["step"] for line in lines(tmp_path / "run", "train")][-1] == 10  # training itself did not need it
+
+
+def test_xla_reads_from_s3_what_it_reads_from_disk(bucket, shards, tmp_path):
+    options = ["backend=xla", "max_steps=4", "eval_every=2", "data.num_workers=1"]
+    loop.run(train_config(tmp_path / "disk", shards, "max_epochs=9", *options), StopRequest())
+    train_from(bucket, tmp_path / "run", upload(bucket, shards), *options)
+    assert_same(tmp_path / "run", tmp_path / "disk")
 
 
 def test_renewed_credentials_are_taken_up(bucket, shards, from_disk, tmp_path, monkeypatch):
@@ -221,162 +213,57 @@ def test_renewed_credentials_are_taken_up(bucket, shards, from_disk, tmp_path, m
     assert_same(tmp_path / "run", from_disk)
 
 
+HELPER = """
+import datetime, json, os, sys
+with open("{count}", "a") as file:
+    file.write("1")
+if os.path.exists("{down}"):
+    sys.exit("no answer from the identity service")
+expiration = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=5)
+print(json.dumps(dict(Version=1, AccessKeyId="{key}", SecretAccessKey="{secret}", Expiration=expiration.isoformat())))
+"""
+
+
+def test_a_pause_of_the_service_that_gives_credentials_is_no_error(bucket, shards, from_disk, tmp_path, monkeypatch):
+    """boto3 renews them early, so it asks for each download here."""
+    location = upload(bucket, shards)
+    monkeypatch.setattr(fetch, "ASK_EVERY_S", 0.1)
+    helper, count, down = tmp_path / "helper.py", tmp_path / "count", tmp_path / "down"
+    key, secret = bucket.service.server.key, bucket.service.server.secret
+    helper.write_text(HELPER.format(count=count, down=down, key=key, secret=secret))
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {helper}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    # Requests fail as well, so that a new client is made, which asks.
+    bucket.proxy.set(Fault("reset", SHARD, after=500, skip=2, times=3), Fault("rate", SHARD, bytes_per_s=8000.0))
+
+    def pause():
+        while len(bucket.proxy.requests(SHARD)) < 2:
+            time.sleep(0.05)
+        down.touch()
+        asked = count.stat().st_size
+        time.sleep(3)
+        while count.stat().st_size == asked:
+            time.sleep(0.05)
+        down.unlink()
+        bucket.proxy.set()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    try:
+        train_from(bucket, tmp_path / "run", location, "data.downloads=1")
+    finally:
+        thread.join(30)
+    assert_same(tmp_path / "run", from_disk)
+
+
 def plain_folder(bucket, location):
     from train.s3 import S3Folder
 
     folder = S3Folder(location, bucket.config())
     folder.client = bucket.client
     return folder
-
-
-# ---- the cache -----------------------------------------------------------------------------------------------------
-
-
-def num_shards(shards):
-    return sum(map(len, read_manifest(shards).splits.values()))
-
-
-def cached(run_dir):
-    return sorted(Path(f"{run_dir}-cache").rglob("*.safetensors"))
-
-
-def test_a_second_run_reads_the_cache_and_mends_what_is_damaged_in_it(bucket, shards, from_disk, tmp_path):
-    location = upload(bucket, shards)
-    cache = f"data.cache_dir={tmp_path}/cache"
-    train_from(bucket, tmp_path / "first", location, cache)
-    damaged = next((tmp_path / "cache").rglob("train-00002.safetensors"))
-    content = bytearray(damaged.read_bytes())
-    content[-3] ^= 1
-    damaged.write_bytes(content)
-    bucket.proxy.set()
-    train_from(bucket, tmp_path / "second", location, cache)
-    assert_same(tmp_path / "second", from_disk)
-    assert [request.path[-20:] for request in bucket.proxy.requests("^GET .*safetensors")] == [f"/{damaged.name}"[-20:]]
-
-
-def test_a_cache_smaller_than_the_data_is_bounded_and_changes_nothing(bucket, shards, tmp_path):
-    """Windows of one shard: the order of a run from disk with the same windows."""
-    manifest = read_manifest(shards)
-    sizes = [shard.bytes for split in manifest.splits.values() for shard in split]
-    validation = sum(shard.bytes for shard in manifest.splits["validation"])
-    limit = validation + 4 * max(sizes)
-    assert limit < sum(sizes) * 0.8
-    loop.run(
-        train_config(tmp_path / "disk", shards, "max_steps=30", "eval_every=10", "data.window_shards=1"), StopRequest()
-    )
-    mine = tmp_path / "run-cache" / manifest.id[:16]
-    mine.mkdir(parents=True)
-    (mine / "thesis.safetensors").write_text("not of this data set")
-    largest = []
-    stop = threading.Event()
-
-    def watch():
-        while not stop.wait(0.02):
-            largest.append(sum(path.stat().st_size for path in mine.glob("[!.]*-0*.safetensors") if path.exists()))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        train_from(bucket, tmp_path / "run", upload(bucket, shards), f"data.cache_gb={limit / 1e9}")
-    finally:
-        stop.set()
-        thread.join()
-    assert_same(tmp_path / "run", tmp_path / "disk")
-    assert max(largest) <= limit
-    assert (mine / "thesis.safetensors").exists()
-    assert len(cached(tmp_path / "run")) < num_shards(shards)
-
-
-def test_a_cache_without_room_for_one_window_is_refused(bucket, shards, tmp_path):
-    with pytest.raises(
-        InputError, match=r"the cache may take .* GB, windows of 1 shards need .* GB; raise data.cache_gb"
-    ):
-        train_from(bucket, tmp_path / "run", upload(bucket, shards), "data.cache_gb=0.000001")
-    with pytest.raises(InputError, match=r"free, the shards would take|the cache may take"):
-        train_from(bucket, tmp_path / "more", bucket.location("data"), "data.cache_gb=0.00002", "data.window_shards=5")
-
-
-def test_a_cache_that_cannot_be_written_is_refused(bucket, shards, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write to .*file"):
-        train_from(bucket, tmp_path / "run", upload(bucket, shards), f"data.cache_dir={tmp_path}/file/cache")
-
-
-def test_a_disk_that_fills_up_during_the_run_is_named(bucket, shards, tmp_path, monkeypatch):
-    def full(self, chunk):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(download.Part, "write", full)
-    with pytest.raises(InputError, match=r"train-\d+.safetensors: cannot be written to .*: No space left on device"):
-        train_from(bucket, tmp_path / "run", upload(bucket, shards))
-
-
-def test_a_validation_shard_that_cannot_be_had_ends_the_run_too(bucket, shards, tmp_path):
-    location = upload(bucket, shards)
-    bucket.proxy.set(Fault("flip", "^GET .*validation-00000.safetensors", after=900))
-    with pytest.raises(InputError, match=r"validation-00000.safetensors: sha256 is .*, the manifest says"):
-        train_from(bucket, tmp_path / "run", location)
-    assert [line["step"] for line in lines(tmp_path / "run", "train")][-1] == 10  # training itself did not need it
-
-
-def test_xla_reads_from_s3_what_it_reads_from_disk(bucket, shards, tmp_path):
-    options = ["backend=xla", "max_steps=4", "eval_every=2", "data.num_workers=1"]
-    loop.run(train_config(tmp_path / "disk", shards, "max_epochs=9", *options), StopRequest())
-    train_from(bucket, tmp_path / "run", upload(bucket, shards), *options)
-    assert_same(tmp_path / "run", tmp_path / "disk")
-
-
-def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, tmp_path):
-    from train.config import DataConfig
-    from train.data.cache import lock, open_cache
-
-    cache = open_cache(DataConfig(path="", cache_dir=str(tmp_path)), read_manifest(shards))
-    with lock(cache, alone=False), lock(cache, alone=False):
-        with pytest.raises(InputError, match="another run uses"):
-            lock(cache, alone=True)
-    with lock(cache, alone=True), pytest.raises(InputError, match="another run uses"):
-        lock(cache, alone=False)
-
-
-def test_the_loss_of_the_fetching_process_is_named(bucket, shards, tmp_path, monkeypatch):
-    from train.data import cache, fetcher
-
-    monkeypatch.setattr(cache, "STARTS_WITHIN_S", 1.0)
-    monkeypatch.setattr(fetcher.Fetcher, "run", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
-        train_from(bucket, tmp_path / "run", upload(bucket, shards))
-
-
-def test_a_killed_run_leaves_no_process_and_goes_on_with_another_number_of_ranks(bucket, shards, from_disk, tmp_path):
-    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
-    settings += ["checkpoint.every=5", "data.num_workers=1"]
-    process = subprocess.Popen(command(settings), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (tmp_path / "run/checkpoints/step_00000010").exists():
-        time.sleep(0.05)
-    children = descendants(process.pid)
-    process.kill()
-    process.wait()
-    assert len(children) >= 2  # fetcher and loader
-    deadline_s = time.monotonic() + 15
-    while any(alive(pid) for pid in children) and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert not any(alive(pid) for pid in children)
-    found = run(settings, ranks=2)
-    assert found.returncode == 0, found.stderr
-    by_step = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "train")}
-    assert list(by_step.values()) == pytest.approx(losses(from_disk), rel=2e-5)
-
-
-def descendants(pid):
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def alive(pid):
-    import psutil
-
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
@@ -443,3 +330,13 @@ def test_a_manifest_or_tokenizer_that_was_changed(bucket, refused, shards, tmp_p
 def test_another_data_set_under_a_run_is_refused(bucket, refused, shards, prepared, tmp_path):
     train_from(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=3")
     assert "is of a run with data=" in refused(upload(bucket, prepared, "other"), f"run_dir={tmp_path}/run")
+
+
+def test_ranks_that_read_different_data_are_refused(corpus, tmp_path):
+    for number in (0, 1):
+        prepare.prepare(prepare_config(tmp_path / f"data{number}", corpus, f"seed={number + 1}"))
+    settings = train_overrides(tmp_path / "run", f"{tmp_path}/data${{oc.env:LOCAL_RANK}}", "max_steps=2")
+    found = run(settings, ranks=2)
+    assert found.returncode != 0
+    assert "error: rank 1 reads other data than rank 0 (id " in found.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()

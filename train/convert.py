@@ -33,6 +33,7 @@ def to_arrow(data: PreparedData, output: Path) -> None:
     """Write every split of a prepared data set to `output`. Bounded memory."""
     import datasets  # takes a second or more
 
+    check(not output.exists() or not any(output.iterdir()), f"{output} is not empty; choose another folder")
     splits = {}
     with tempfile.TemporaryDirectory(dir=make_folder(output)) as temporary:
         for split in SPLITS:
@@ -101,7 +102,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
         splits=splits,
         tokenizer=vocabulary.info,
         counts={"tokens": int(counts.sum()), "unigram_entropy": round(float(-(share * np.log(share)).sum()), 6)},
-        config={"from_arrow": str(source), "tokenizer": tokenizer},
+        config={"from_arrow": {split: len(found[split]) for split in SPLITS}},
     )
 
 
@@ -109,6 +110,7 @@ def check_column(table: Any, column: str, source: Path) -> None:
     names = table.column_names
     check(column in names, f"{source} has no column {column}; there are {', '.join(names)} (--column)")
     check(len(table) > 0, f"{source} has a split without a single sequence")
+    check(isinstance(table[0][column], list), f"column {column} holds single values; it must hold lists of ids")
 
 
 def pieces(table: Any, column: str, seq_len: int, dtype: np.dtype, vocab_size: int) -> Iterator[Rows]:
@@ -122,10 +124,16 @@ def pieces(table: Any, column: str, seq_len: int, dtype: np.dtype, vocab_size: i
             tokens.dtype.kind in "iu" and tokens.ndim == 2 and tokens.shape[1] == seq_len,
             f"column {column}: sequences {start} and following are not {seq_len} ids each",
         )
-        top = int(tokens.max())
-        check(top < vocab_size, f"column {column} holds the id {top}, the tokenizer has {vocab_size:,}: another one?")
+        low, top = int(tokens.min()), int(tokens.max())
+        check(
+            low >= 0 and top < vocab_size,
+            f"column {column} holds ids from {low} to {top}, the tokenizer's are 0 to {vocab_size - 1}: another one?",
+        )
         pivot = part.get("pivot", np.full(len(tokens), seq_len))
         same_document = part.get("same_document", np.zeros(len(tokens)))
+        check(
+            int(np.max(pivot)) <= seq_len, f"column pivot holds {int(np.max(pivot))}, beyond the sequence's {seq_len}"
+        )
         yield Rows(tokens.astype(dtype), pivot.astype(np.uint16), same_document.astype(np.uint8))
 
 

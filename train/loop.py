@@ -35,6 +35,7 @@ from train.tasks import Task, build_task
 
 logger = logging.getLogger("train")
 Result = TypeVar("Result")
+HELD_BACK = 8  # micro batches that a backend may gather before it gives the first (XLA's device_prefetch is 4)
 
 
 def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
@@ -83,6 +84,7 @@ def fit(
     identity: dict[str, object],
     stop: StopRequest,
 ) -> tuple[str, int]:
+    check_same_data(backend.share(task.data_id))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = task.build_model()
     engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation)
@@ -177,6 +179,15 @@ def together(backend: Backend, action: Callable[[], Result]) -> Result:
     return cast(Result, result)
 
 
+def check_same_data(ids: list[str]) -> None:
+    for rank, found in enumerate(ids):
+        check(
+            found == ids[0],
+            f"rank {rank} reads other data than rank 0 (id {found[:12]} and {ids[0][:12]}): data.path must lead all "
+            "machines to the same; has one an older copy?",
+        )
+
+
 def raise_together(backend: Backend, failure: Exception | None) -> None:
     """All ranks call it; the first failure among theirs is raised on all."""
     raise next(found for found in backend.share(failure) if found is not None)
@@ -242,7 +253,8 @@ def train_order(
     windows = Windows(progress.window_shards, progress.windows_grow)
     check(
         cfg.data.window_shards is None or mine == windows,
-        f"data.window_shards={cfg.data.window_shards}, but this run shuffles {windows.shards} together; leave it out "
+        f"data.window_shards={cfg.data.window_shards}, but this run shuffles {windows.shards} together"
+        f"{', growing to them at first' if windows.grow else ''}; leave it out "
         "or choose another run_dir",
     )
     return ShardSampler(
@@ -267,8 +279,8 @@ def train_batches(
         num_workers=cfg.data.num_workers,
         prefetch=cfg.data.prefetch,
         pin_memory=backend.pin_memory,
-        # No batch may need what only comes when others are done with.
-        most_together=max(1, order.window_rows // (plan.micro_batch_size * backend.world_size)),
+        # No batch may wait for a shard that only comes when batches are done with that wait for it.
+        most_together=max(1, order.window_rows // (plan.micro_batch_size * backend.world_size) - HELD_BACK),
     )
     return iter(InGroups(as_own_failure(backend.feed(batches), backend), plan.accumulation))
 

@@ -78,9 +78,21 @@ def open_client(session: Any, s3: S3Config) -> Any:
     )
     region = session.region_name or DEFAULT_REGION
     try:
-        return session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
+        client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
     except (BotoCoreError, ValueError) as error:
         raise InputError(f"S3 cannot be used with these settings: {one_line(error)}") from error
+    client.meta.events.register_first("needs-retry.s3", refuse_another_region)
+    return client
+
+
+def refuse_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
+    """boto3 would go to the bucket's own region without a word; the connector cannot, so the first shard would fail."""
+    if response is None:
+        return
+    parsed = response[1]
+    status, code = parsed["ResponseMetadata"].get("HTTPStatusCode"), parsed.get("Error", {}).get("Code")
+    if status == 301 or code in (*ELSEWHERE, "400"):  # 400: an answer to HEAD has no words
+        raise ClientError(parsed, operation.name)
 
 
 def one_line(error: object) -> str:

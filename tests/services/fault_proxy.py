@@ -25,6 +25,7 @@ from services.process import Process, free_port
 CONTROL = "/_faults"  # no bucket can be called that
 FOREVER = 3600.0
 READ_BYTES = 256 * 2**10
+DROP_S = 0.05  # between what a slowed answer sends
 
 
 @dataclass
@@ -256,8 +257,11 @@ class Connection:
 
     async def send_back(self, answer: Head, reader: asyncio.StreamReader, fault: Fault | None) -> None:
         """The answer's body, spoilt."""
-        passed, began = 0, time.monotonic()
+        passed = 0
         async for piece in answer.body(reader):
+            if fault and fault.do == "rate":
+                await self.drip(piece, fault.bytes_per_s)
+                continue
             at = fault.after - passed if fault else 0  # where in this piece the fault is
             passed += len(piece)
             if fault and 0 <= at < len(piece):
@@ -273,8 +277,14 @@ class Connection:
                     piece = piece[:at] + bytes([piece[at] ^ 0xFF]) + piece[at + 1 :]
             self.writer.write(piece)
             await self.writer.drain()
-            if fault and fault.do == "rate":
-                await asyncio.sleep(max(0.0, began + passed / fault.bytes_per_s - time.monotonic()))
+
+    async def drip(self, piece: bytes, bytes_per_s: float) -> None:
+        began, drop = time.monotonic(), max(1, int(bytes_per_s * DROP_S))
+        for start in range(0, len(piece), drop):
+            due = began + min(start + drop, len(piece)) / bytes_per_s
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            self.writer.write(piece[start : start + drop])
+            await self.writer.drain()
 
     def reset(self) -> None:
         """End the connection as a machine does that crashed."""

@@ -141,6 +141,7 @@ class Batches:
                 yield {"inputs": {name: tensors[number] for name, tensors in parts.items()}, "count": count}
             if "failure" in drawn:
                 yield {"inputs": {}, "count": 0, "failure": drawn["failure"]}
+                return
 
 
 class InGroups:

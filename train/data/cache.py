@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import time
 from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO, Any
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train import machine
 from train.config import DataConfig, InputError, Unreachable, check
@@ -23,8 +27,8 @@ from train.storage import make_folder
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # In windows: the one before (its files are deleted, but readers still map them), the current one, as much as a global
-# batch, and the one that this batch ends in.
-WINDOWS_HELD = 4
+# batch, and those that this batch and the batches drawn with it end in.
+WINDOWS_HELD = 5
 POLL_S = 0.02
 LOOK_EVERY_S = 0.25  # for the reasons of an absence
 STARTS_WITHIN_S = 20.0
@@ -43,14 +47,15 @@ def cache_dir(cfg: DataConfig) -> Path:
 class Cache:
     folder: Path
     deadline_s: float
-    given_up: dict[str, Unreachable] = field(default_factory=dict)  # files that a reader is not to wait for again
+    given_up: list[Unreachable] = field(default_factory=list)  # by this process, which then waits for nothing more
+    ended: Event = field(default_factory=multiprocessing.get_context("spawn").Event)  # the run is over, for loaders
 
     def faults(self, shard: Shard) -> Path:
         return self.folder / "faults" / f"{shard.file}.json"
 
     @property
     def wanted(self) -> Path:
-        """JSON: since when (Unix time, seconds) each shard has been wanted."""
+        """JSON: since when (time.monotonic) each shard has been wanted."""
         return self.folder / "wanted.json"
 
     def wait(self, shard: Shard) -> None:
@@ -58,27 +63,31 @@ class Cache:
         for deadline_s: both name the shard and the reason. A loader may look further ahead than the cache reaches; the
         time until a shard is wanted does not count.
         """
-        path, began_s = self.folder / shard.file, time.time()
-        if shard.file in self.given_up:
-            raise self.given_up[shard.file]
-        looked_s = began_s
+        path, parent = self.folder / shard.file, os.getppid()
+        began_s = looked_s = time.monotonic()  # the same clock in all processes of a machine
         while not path.is_file():
+            if self.given_up:
+                raise self.given_up[0]
             time.sleep(POLL_S)
-            now_s = time.time()
+            now_s = time.monotonic()
             if now_s - looked_s < LOOK_EVERY_S:
                 continue
             looked_s = now_s
+            if self.ended.is_set() or os.getppid() != parent:
+                raise Unreachable("the run has ended")
             fault = read_json(self.faults(shard))
             if fault is not None and fault["is_final"]:
                 raise InputError(fault["reason"])
             wanted_s = (read_json(self.wanted) or {}).get(shard.file, now_s)
             if now_s - max(began_s, wanted_s) > self.deadline_s:
                 reason = fault["reason"] if fault else f"{shard.file} does not come, nor any error: a slow network?"
-                error = Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)")
-                self.given_up[shard.file] = error
-                raise error
-            if now_s - began_s > STARTS_WITHIN_S and not self.is_served():
-                raise Unreachable(f"{shard.file} cannot come: the process that fetches shards on this node is gone")
+                self.given_up.append(Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)"))
+            has_begun = self.wanted.exists() or now_s - began_s > STARTS_WITHIN_S
+            if has_begun and not self.is_served() and not path.is_file():
+                raise Unreachable(
+                    f"{shard.file} cannot come: the process that fetches shards on this node is gone, its words are "
+                    f"above; {self.folder} has {free_bytes(self.folder) / 1e9:.3g} GB free"
+                )
 
     def is_served(self) -> bool:
         """Whether a fetching process lives: it holds this lock."""
@@ -129,6 +138,13 @@ class Room:
         self.check(Windows(max(1, shards)), limit_bytes)
         return Windows(shards, grow=True)
 
+    def check_all(self, limit_bytes: int) -> None:
+        check(
+            self.total <= limit_bytes,
+            f"the cache may take {limit_bytes / 1e9:.3g} GB, the data is {self.total / 1e9:.3g} GB; choose another "
+            "cache folder",
+        )
+
     def check(self, windows: Windows, limit_bytes: int, *, global_batch_size: int = 0) -> None:
         """InputError if the cache cannot hold what these windows need at once."""
         if self.total <= limit_bytes:
@@ -148,10 +164,9 @@ class Room:
 
 def limit_bytes(cfg: DataConfig, folder: Path, manifest: Manifest) -> int:
     """What the shards of a data set may take on this disk. InputError if the disk has less than the settings say."""
-    shards = manifest.shards
-    present = sum(shard.bytes for shard in shards if (folder / shard.file).is_file())
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
+    paths = [(shard.bytes, folder / shard.file) for shard in manifest.shards]
+    present = sum(size for size, path in paths if path.is_file() or kept(path).is_file())
+    free = free_bytes(folder)
     if cfg.cache_gb is None:
         return int(present + SHARE_OF_FREE * free)
     wanted = int(cfg.cache_gb * 1e9)
@@ -164,21 +179,40 @@ def limit_bytes(cfg: DataConfig, folder: Path, manifest: Manifest) -> int:
     return wanted
 
 
+def free_bytes(folder: Path) -> int:
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
 def open_cache(cfg: DataConfig, manifest: Manifest) -> Cache:
     """The folder of a data set on this node, made if need be. InputError if it cannot be written."""
     folder = make_folder(cache_dir(cfg) / manifest.id[:16])
     (folder / "faults").mkdir(exist_ok=True)
+    names = {shard.file for shard in manifest.shards}
+    for path in folder.glob(".*.part-*"):
+        name, _, owner = path.name[1:].rpartition(".part-")
+        if name in names and not Path("/proc", owner.split("-")[0]).exists():  # of a process that was killed
+            path.unlink(missing_ok=True)
     return Cache(folder, cfg.deadline_s)
 
 
-def lock(cache: Cache, *, alone: bool) -> IO[str]:
-    """Hold the folder, alone or with other runs, until the file is closed or the process ends. InputError if taken."""
+def kept(path: Path) -> Path:
+    """Where a shard waits that an earlier run left, until it is compared with the manifest."""
+    return path.with_name(f".{path.name}.kept")
+
+
+def lock(cache: Cache, *, alone: bool, patience_s: float = 0.0) -> IO[str]:
+    """Hold the folder, alone or with other runs, until the file is closed. BlockingIOError if others hold it."""
     file = (cache.folder / "lock").open("a")
+    trying = Retrying(
+        retry=retry_if_exception_type(BlockingIOError),
+        stop=stop_after_delay(patience_s),
+        wait=wait_fixed(LOOK_EVERY_S),
+        reraise=True,
+    )
     try:
-        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        trying(fcntl.flock, file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise InputError(
-            f"another run uses {cache.folder}, and not all of the data fits; give one of them its own data.cache_dir"
-        ) from None
+        raise
     return file

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,16 @@ from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception_type,
+    stop_after_attempt,
     stop_after_delay,
     stop_never,
+    wait_fixed,
     wait_random_exponential,
 )
 from tenacity.stop import stop_base
 
 from train.config import DataConfig, InputError, S3Config, Unreachable
-from train.data.cache import Cache
+from train.data.cache import Cache, kept
 from train.data.fetch import Client, Doubtful
 from train.data.shards import Manifest, Shard
 from train.s3 import split
@@ -29,11 +32,6 @@ from train.storage import canonical_json, sha256_file, sync_file, write_atomic
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between tries of a shard: random, doubling
-
-
-def kept(path: Path) -> Path:
-    """Where a shard waits that an earlier run left, until it is compared with the manifest."""
-    return path.with_name(f".{path.name}.kept")
 
 
 @dataclass
@@ -44,6 +42,7 @@ class Trial:
     tries: int = 0
     doubts: int = 0  # of them brought wrong bytes, or a refusal
     part: Path | None = None  # what the last one brought, to go on from
+    is_slow: bool = False  # one did not end in time: from then on in pieces, so that what came is kept
 
 
 @dataclass
@@ -78,6 +77,7 @@ class Downloader:
         self.lock = threading.Lock()
         self.client: Client | None = None
         self.hopeless: set[str] = set()  # files that no further try will bring
+        self.failing: set[str] = set()  # files of which nothing came at the last try: others need not wait for them
 
     def obtain(self, shard: Shard) -> None:
         """Put a shard into the cache, or leave word there of why it cannot be."""
@@ -87,9 +87,8 @@ class Downloader:
             self.cache.faults(shard).unlink(missing_ok=True)
         except Exception as error:
             self.hopeless.add(shard.file)
+            logger.error("%s", error, exc_info=not isinstance(error, InputError))
             self.tell(shard, str(error), is_final=True)
-            if not isinstance(error, InputError):
-                logger.exception("%s cannot be fetched", shard.file)
 
     def bring(self, shard: Shard, stop: stop_base | None = None) -> None:
         """Put a shard into the cache if it is not there. Raises InputError for what no further try can mend, and, where
@@ -118,8 +117,12 @@ class Downloader:
         """Use what an earlier run left of a shard, if it is right."""
         path = self.cache.folder / shard.file
         left = kept(path)
-        if not left.is_file():
-            return False
+        try:
+            return self.take(left, path, shard)
+        except FileNotFoundError:  # there is none, or another run's process was faster
+            return path.is_file()
+
+    def take(self, left: Path, path: Path, shard: Shard) -> bool:
         if left.stat().st_size == shard.bytes and sha256_file(left) == shard.sha256:
             left.rename(path)
             return True
@@ -131,38 +134,66 @@ class Downloader:
         """One download in a time of its own. What was cut short goes on where it stopped."""
         shard, path = trial.shard, self.cache.folder / trial.shard.file
         trial.tries += 1
-        place = path.with_name(f".{path.name}.part-{os.getpid()}-{trial.tries}")
+        place = path.with_name(f".{path.name}.part-{os.getpid()}-{uuid.uuid4().hex}")
         if trial.part is not None:
             trial.part.rename(place)
-        trial.part = place
-        part, answer = Part(place), queue.SimpleQueue[BaseException | None]()
-        client, offset = self.current_client(), place.stat().st_size
-        threading.Thread(target=self.read, args=(client, shard, part, offset, answer.put), daemon=True).start()
+        trial.part, part = place, Part(place)
         try:
-            error = answer.get(timeout=self.cfg.attempt_s)
-        except queue.Empty:
-            error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)")
-        part.close()
-        try:
-            if error is not None:
-                self.client = None
-                raise error
+            self.fill(trial, part)
             self.compare(shard, place)
+            sync_file(place)
+            place.rename(path)
+        except Unreachable:
+            raise
         except Doubtful as doubt:
-            place.unlink()
-            trial.part = None
+            self.forget(trial, place)
             trial.doubts += 1
             if trial.doubts >= self.cfg.refetches:
                 raise InputError(f"{doubt}, {trial.doubts} times") from doubt
             raise
-        sync_file(place)
-        place.rename(path)
+        except FileNotFoundError as error:
+            self.forget(trial, place)
+            raise Unreachable("somebody removed what had come of it") from error
+        except OSError:  # of the disk: leave it the room
+            self.forget(trial, place)
+            raise
+
+    def forget(self, trial: Trial, place: Path) -> None:
+        place.unlink(missing_ok=True)
+        trial.part = None
+
+    def fill(self, trial: Trial, part: Part) -> None:
+        """One download in a thread of its own, which is left to itself when the time is over."""
+        answer = queue.SimpleQueue[BaseException | None]()
+        offset = part.path.stat().st_size
+        client = self.current_client()
+        arguments = (client, trial.shard, part, offset, trial.is_slow, answer.put)
+        threading.Thread(target=self.read, args=arguments, daemon=True).start()
+        try:
+            error = answer.get(timeout=self.cfg.attempt_s)
+        except queue.Empty:
+            is_moving = not trial.is_slow or part.path.stat().st_size > offset
+            trial.is_slow = True
+            error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)")
+        else:
+            is_moving = error is None
+        part.close()
+        (self.failing.discard if is_moving else self.failing.add)(trial.shard.file)
+        if error is not None:
+            self.client = None
+            raise error
 
     def read(
-        self, client: Client, shard: Shard, part: Part, offset: int, answer: Callable[[BaseException | None], None]
+        self,
+        client: Client,
+        shard: Shard,
+        part: Part,
+        offset: int,
+        in_pieces: bool,
+        answer: Callable[[BaseException | None], None],
     ) -> None:
         try:
-            client.read(self.key(shard), part.write, offset=offset)
+            client.read(self.key(shard), part.write, offset=offset, in_pieces=in_pieces)
         except BaseException as error:  # for the thread that waits
             answer(error)
         else:
@@ -195,7 +226,9 @@ class Downloader:
         self.tell(trial.shard, reason, is_final=False)
 
     def tell(self, shard: Shard, reason: str, *, is_final: bool) -> None:
-        write_atomic(self.cache.faults(shard), canonical_json({"reason": reason, "is_final": is_final}))
+        content = canonical_json({"reason": reason, "is_final": is_final})
+        retrying = Retrying(retry=retry_if_exception_type(OSError), stop=stop_after_attempt(5), wait=wait_fixed(0.2))
+        retrying(write_atomic, self.cache.faults(shard), content)  # a full disk has room again when others give up
 
     def key(self, shard: Shard) -> str:
         return f"{split(self.location)[1]}/{shard.file}".lstrip("/")

@@ -8,18 +8,20 @@ begins again with a new client, and compares length and sha256 with the manifest
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset, S3ReaderConstructor
 
 from train.config import S3Config, Unreachable
-from train.s3 import DEFAULT_REGION, open_session
+from train.s3 import DEFAULT_REGION, BotoCoreError, ClientError, open_client, open_session
 
 READ_BYTES = 2**20
 PIECE_BYTES = 8 * 2**20  # requested at once when a download goes on in the middle
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, and what it may keep in memory for a part
 CONNECTOR_ATTEMPTS = 3
+ASK_EVERY_S = 30.0  # for renewed credentials
 REFUSALS = {  # words of the connector's errors that many more tries will not change, and what to say
     "key does not exist": "it is not in the bucket",
     "bucket does not exist": "there is no such bucket",
@@ -48,7 +50,11 @@ class Client:
         self.uris = {key: number for number, key in enumerate(keys)}
         self.locations = [f"s3://{bucket}/{key}" for key in keys]
         self.part_bytes = min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES)  # one request a shard
-        self.credentials = self.current_credentials()
+        try:
+            self.credentials = self.current_credentials()
+        except (BotoCoreError, ClientError) as error:
+            raise Unreachable(f"credentials cannot be had: {error}") from error
+        self.asked_s = time.monotonic()
         if not self.uses_environment:
             put(self.credentials)
         self.whole = self._open(S3ReaderConstructor.sequential())
@@ -62,30 +68,40 @@ class Client:
         return (frozen.access_key, frozen.secret_key, frozen.token)
 
     def is_stale(self) -> bool:
-        return bool(self.current_credentials() != self.credentials)
+        """Whether credentials were renewed; asked now and then. Those at hand serve while new ones cannot be had."""
+        if time.monotonic() - self.asked_s < ASK_EVERY_S:
+            return False
+        self.asked_s = time.monotonic()
+        try:
+            return self.current_credentials() != self.credentials
+        except (BotoCoreError, ClientError):
+            return False
 
     def _open(self, constructor: Any) -> Any:
-        endpoints = (self.s3.endpoint, os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+        given = open_client(self.session, self.s3).meta.endpoint_url  # also out of the environment and ~/.aws
+        is_own = self.s3.endpoint is not None or ".amazonaws.com" not in given
         return S3MapDataset.from_objects(
             self.locations,
             region=self.session.region_name or DEFAULT_REGION,
-            endpoint=next(filter(None, endpoints), None),
+            endpoint=given if is_own else None,
             reader_constructor=constructor,
             s3client_config=S3ClientConfig(
                 part_size=self.part_bytes, force_path_style=self.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS
             ),
         )
 
-    def read(self, key: str, write: Callable[[bytes], None], *, offset: int) -> None:
-        """Give an object's bytes from `offset` on to `write`, in order.
+    def read(self, key: str, write: Callable[[bytes], None], *, offset: int, in_pieces: bool) -> None:
+        """Give an object's bytes from `offset` on to `write`, in order: in one request, which brings nothing before it
+        has brought all, or in several.
 
         Raises Doubtful or Unreachable. `write` may raise to stop it.
         """
-        reader = (self.rest if offset else self.whole)[self.uris[key]]
+        in_pieces = in_pieces or offset > 0
+        reader = (self.rest if in_pieces else self.whole)[self.uris[key]]
         try:
             if offset:
                 reader.seek(offset)
-            while chunk := reader.read(PIECE_BYTES if offset else READ_BYTES):
+            while chunk := reader.read(PIECE_BYTES if in_pieces else READ_BYTES):
                 write(chunk)
         except S3Exception as error:  # one class for all; only its words tell cases apart
             raise explain(error) from error

@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 from tqdm import tqdm
 
-from train.config import DataConfig, S3Config
-from train.data.cache import Cache, Room, lock
-from train.data.download import Downloader, kept
+from train.config import DataConfig, InputError, S3Config, check
+from train.data.cache import Cache, Room, kept, lock
+from train.data.download import Downloader
 from train.data.order import ShardSampler
 from train.data.shards import Manifest, Shard
 from train.preempt import leave_signals_to_the_parent
@@ -33,6 +34,8 @@ from train.storage import canonical_json, write_atomic
 logger = logging.getLogger("train")
 TICK_S, IDLE_S = 0.1, 1.0  # between looks at the cache while shards are missing, and otherwise
 REPORT_EVERY_S = 10.0
+TAKE_OVER_S = 10.0  # an earlier run that was killed may take to let go of the cache
+MOST_FAILING = 32  # shards of which nothing comes, tried beside the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -85,23 +88,44 @@ class Fetcher:
     ) -> None:
         self.cfg, self.cache = cfg, cache
         self.need = Need(manifest, sampler, limit_bytes)
-        self.held = lock(cache, alone=not self.need.fits)
-        self.set_aside()
+        held = self.hold()
         self.downloader = Downloader(location, s3, cfg, manifest, cache)
-        context = multiprocessing.get_context("fork")  # before the ranks' devices and loaders have much to copy
+        context = multiprocessing.get_context("fork")  # what it needs is there; a spawned one would import torch first
         theirs, self.places = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
+        held.close()  # the process has it: loaders that outlive a killed rank shall not hold the cache
+
+    def hold(self) -> IO[str]:
+        """Take the cache, and set aside what is not known to be right. InputError if another run stands in the way."""
+        try:
+            held = lock(self.cache, alone=True, patience_s=0.0 if self.need.fits else TAKE_OVER_S)
+        except BlockingIOError:
+            check(
+                self.need.fits,
+                f"another run uses {self.cache.folder}, and not all of the data fits; give one of them its own "
+                "data.cache_dir",
+            )
+            try:
+                return lock(self.cache, alone=False, patience_s=TAKE_OVER_S)  # its process compares what is there
+            except BlockingIOError:
+                raise InputError(
+                    f"another run has {self.cache.folder} for itself; give one of them its own data.cache_dir"
+                ) from None
+        self.set_aside()
+        if self.need.fits:
+            fcntl.flock(held, fcntl.LOCK_SH)
+        return held
 
     def __enter__(self) -> Fetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.cache.ended.set()
         self.places.close()
         self.process.kill()  # nothing in it is worth a clean end: files get their names when they are whole
         self.process.join()
-        self.held.close()
 
     def consumed(self, rows: int) -> None:
         """Say how many sequences of the whole run all ranks have done with."""
@@ -110,17 +134,12 @@ class Fetcher:
 
     def set_aside(self) -> None:
         """Hide what an earlier run left, before any reader looks: it is compared with the manifest first."""
-        names = {shard.file for shard in self.need.shards}
         for shard in self.need.shards:
             path = self.cache.folder / shard.file
             if path.is_file():
                 path.rename(kept(path))
             self.cache.faults(shard).unlink(missing_ok=True)
         self.cache.wanted.unlink(missing_ok=True)
-        for path in self.cache.folder.glob(".*.part-*"):
-            name, _, owner = path.name[1:].rpartition(".part-")
-            if name in names and not Path("/proc", owner.split("-")[0]).exists():
-                path.unlink(missing_ok=True)
 
     # ---- in the process --------------------------------------------------------------------------------------------
 
@@ -141,7 +160,7 @@ class Fetcher:
 
     def serve(self, places: Connection, parent: int) -> None:
         """Keep what is wanted in the cache, until the run ends."""
-        pool, under_way = ThreadPoolExecutor(self.cfg.downloads), dict[str, Future[None]]()
+        pool, under_way = ThreadPoolExecutor(self.cfg.downloads + MOST_FAILING), dict[str, Future[None]]()
         wanted, absent, was_filling = self.now_wanted({}), list[Shard](), True
         looked_s, reported_s = -IDLE_S, time.monotonic()
         while os.getppid() == parent:
@@ -150,13 +169,15 @@ class Fetcher:
                 looked_s = now_s
                 hopeless = self.downloader.hopeless
                 absent = [shard for shard in wanted if not self.path(shard).is_file() and shard.file not in hopeless]
-                under_way = {name: future for name, future in under_way.items() if not future.done()}
+                for name in [name for name, future in under_way.items() if future.done()]:
+                    under_way.pop(name).result()  # raises if not even the reason of a failure could be written
                 for shard in absent:
-                    if len(under_way) < self.cfg.downloads and shard.file not in under_way:
+                    busy = len(under_way.keys() - self.downloader.failing)
+                    if busy < self.cfg.downloads and shard.file not in under_way:
                         under_way[shard.file] = pool.submit(self.downloader.obtain, shard)
                 if (absent and now_s - reported_s > REPORT_EVERY_S) or (was_filling and not absent):
                     reported_s = now_s
-                    self.report(wanted, absent)
+                    self.report(wanted, [shard for shard in wanted if not self.path(shard).is_file()])
                 was_filling = bool(absent)
             if places.poll(TICK_S):
                 while places.poll():
@@ -167,10 +188,13 @@ class Fetcher:
     def now_wanted(self, before: dict[Shard, float]) -> dict[Shard, float]:
         """Since when each shard has been wanted, in the order of need, for readers to see; the others are deleted."""
         shards = self.need.wanted()
-        wanted = {shard: before.get(shard, time.time()) for shard in shards}
+        wanted = {shard: before.get(shard, time.monotonic()) for shard in shards}
         if wanted.keys() != before.keys():
             times = {shard.file: since_s for shard, since_s in wanted.items()}
-            write_atomic(self.cache.wanted, canonical_json(times))
+            try:
+                write_atomic(self.cache.wanted, canonical_json(times))
+            except OSError as error:
+                logger.error("cannot write %s: %s", self.cache.wanted, error.strerror)
             if not self.need.fits:
                 self.evict(wanted)
         return wanted

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,9 +49,15 @@ class EpochOrder:
         shuffled = np.random.default_rng([seed, epoch, 0, 1]).permutation(len(shard_rows))
         self.windows = [np.sort(part) for part in np.split(shuffled, np.cumsum(sizes)[:-1])]
         self.ends = np.cumsum([self.counts[shards].sum() for shards in self.windows])  # places in the order
-        self.window = lru_cache(maxsize=1)(self._window)
+        self.held: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the window asked for last
 
-    def _window(self, number: int) -> np.ndarray:
+    def window(self, number: int) -> np.ndarray:
+        """[rows of it] int64: the sequences of a window in their order."""
+        if self.held[0] != number:
+            self.held = (number, self.shuffled(number))
+        return self.held[1]
+
+    def shuffled(self, number: int) -> np.ndarray:
         shards = self.windows[number]
         rows = np.concatenate([np.arange(self.firsts[s], self.firsts[s + 1]) for s in shards])
         return np.random.default_rng([self.seed, self.epoch, number]).permutation(rows)

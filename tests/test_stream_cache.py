@@ -1,0 +1,262 @@
+"""The cache of a node under a run from S3: bounded, shared, mended; kills and full disks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from running import ROOT, command, lines, run, train_config
+from services.fault_proxy import Fault
+from streaming import alive, assert_same, descendants, losses, num_shards, overrides, train_from, upload
+
+from train import loop
+from train.config import InputError, Unreachable
+from train.data import cache, fetcher
+from train.data.shards import read_manifest
+from train.preempt import StopRequest
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
+
+def cached(run_dir):
+    return sorted(Path(f"{run_dir}-cache").rglob("*.safetensors"))
+
+
+def test_a_second_run_reads_the_cache_and_mends_what_is_damaged_in_it(bucket, shards, from_disk, tmp_path):
+    location = upload(bucket, shards)
+    cache = f"data.cache_dir={tmp_path}/cache"
+    train_from(bucket, tmp_path / "first", location, cache)
+    damaged = next((tmp_path / "cache").rglob("train-00002.safetensors"))
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    bucket.proxy.set()
+    train_from(bucket, tmp_path / "second", location, cache)
+    assert_same(tmp_path / "second", from_disk)
+    assert [request.path[-20:] for request in bucket.proxy.requests("^GET .*safetensors")] == [f"/{damaged.name}"[-20:]]
+
+
+def test_a_cache_smaller_than_the_data_is_bounded_and_changes_nothing(bucket, shards, tmp_path):
+    """Windows of one shard: the order of a run from disk with the same windows."""
+    manifest = read_manifest(shards)
+    sizes = [shard.bytes for split in manifest.splits.values() for shard in split]
+    validation = sum(shard.bytes for shard in manifest.splits["validation"])
+    limit = validation + cache.WINDOWS_HELD * max(sizes)
+    assert limit < sum(sizes)
+    loop.run(
+        train_config(tmp_path / "disk", shards, "max_steps=30", "eval_every=10", "data.window_shards=1"), StopRequest()
+    )
+    mine = tmp_path / "run-cache" / manifest.id[:16]
+    mine.mkdir(parents=True)
+    (mine / "thesis.safetensors").write_text("not of this data set")
+    largest = []
+    stop = threading.Event()
+
+    def watch():
+        while not stop.wait(0.02):
+            largest.append(sum(path.stat().st_size for path in mine.glob("[!.]*-0*.safetensors") if path.exists()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        train_from(bucket, tmp_path / "run", upload(bucket, shards), f"data.cache_gb={limit / 1e9}")
+    finally:
+        stop.set()
+        thread.join()
+    assert_same(tmp_path / "run", tmp_path / "disk")
+    assert max(largest) <= limit
+    assert (mine / "thesis.safetensors").exists()
+    assert len(cached(tmp_path / "run")) < num_shards(shards)
+
+
+def test_a_cache_without_room_for_one_window_is_refused(bucket, shards, tmp_path):
+    with pytest.raises(
+        InputError, match=r"the cache may take .* GB, windows of 1 shards need .* GB; raise data.cache_gb"
+    ):
+        train_from(bucket, tmp_path / "run", upload(bucket, shards), "data.cache_gb=0.000001")
+    with pytest.raises(InputError, match=r"free, the shards would take|the cache may take"):
+        train_from(bucket, tmp_path / "more", bucket.location("data"), "data.cache_gb=0.00002", "data.window_shards=5")
+
+
+def test_a_cache_that_cannot_be_written_is_refused(bucket, shards, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write to .*file"):
+        train_from(bucket, tmp_path / "run", upload(bucket, shards), f"data.cache_dir={tmp_path}/file/cache")
+
+
+FULL_DISK = """
+import glob, os, subprocess, sys, threading, time
+
+disk = sys.argv.pop(1)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", disk], check=True)
+
+def fill():  # somebody else, as soon as the run has looked how much is free
+    while not glob.glob(f"{disk}/*/wanted.json"):
+        time.sleep(0.005)
+    with open(f"{disk}/other", "ab", 0) as file:
+        while True:
+            try:
+                file.write(b"x" * 4096)
+            except OSError:
+                time.sleep(0.005)
+
+threading.Thread(target=fill, daemon=True).start()
+from train import __main__
+code = __main__.main()
+print(code, [path for path in glob.glob(f"{disk}/*/.*") if ".part-" in path], flush=True)
+os._exit(0)
+"""
+
+
+def test_a_disk_that_fills_up_during_the_run_is_named(bucket, shards, tmp_path):
+    """A real one, in a mount namespace."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "data.deadline_s=5")
+    settings += ["data.num_workers=0", "data.downloads=1", f"data.cache_dir={disk}"]
+    bucket.proxy.set(Fault("delay", r"^GET .*safetensors", seconds=0.2))
+    found = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", FULL_DISK, disk, *map(str, settings)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert found.stdout == "1 []\n", found.stdout + found.stderr
+    assert re.search(rf"safetensors: cannot be written to {disk}/.*: No space left on device\n", found.stderr)
+    assert re.search(rf"failed: .* shards on this node is gone, .*; {disk}/\w+ has 0 GB free", found.stderr)
+
+
+def windowed(shards):
+    """Setting of a cache that holds windows of one shard."""
+    manifest = read_manifest(shards)
+    validation = sum(shard.bytes for shard in manifest.splits["validation"])
+    limit = validation + cache.WINDOWS_HELD * max(shard.bytes for shard in manifest.shards)
+    return f"data.cache_gb={limit / 1e9}"
+
+
+def started(settings, run_dir, step):
+    """A run in a process of its own that has saved a step."""
+    process = subprocess.Popen(command(settings), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (run_dir / f"checkpoints/step_{step:08d}").exists():
+        time.sleep(0.02)
+    assert process.poll() is None
+    return process
+
+
+def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, from_disk, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetcher, "TAKE_OVER_S", 1.0)
+    location, here = upload(bucket, shards), f"data.cache_dir={tmp_path}/cache"
+    long = ["max_steps=5000", "max_epochs=999", "checkpoint.every=5", "eval_every=null", here]
+    other = started(overrides(bucket, tmp_path / "other", location, *long), tmp_path / "other", 5)
+    try:
+        bucket.proxy.set()
+        train_from(bucket, tmp_path / "run", location, here)
+        assert_same(tmp_path / "run", from_disk)
+        assert not bucket.proxy.requests("^GET .*safetensors")
+        with pytest.raises(InputError, match=r"another run uses .*, and not all of the data fits"):
+            train_from(bucket, tmp_path / "small", location, here, windowed(shards))
+    finally:
+        other.kill()
+        other.wait()
+    other = started(overrides(bucket, tmp_path / "third", location, *long, windowed(shards)), tmp_path / "third", 5)
+    try:
+        with pytest.raises(InputError, match=r"another run has .* for itself; give one of them its own data.cache_dir"):
+            train_from(bucket, tmp_path / "fourth", location, here)
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_same_command_may_follow_a_kill_at_once(bucket, shards, tmp_path):
+    """Although it has the cache for itself, and loader processes of the dead one take a while to notice."""
+    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), windowed(shards), "eval_every=null")
+    settings += ["max_steps=60", "checkpoint.every=5", "data.num_workers=2"]
+    killed = started(settings, tmp_path / "run", 5)
+    killed.kill()
+    killed.wait()
+    found = run(settings)
+    assert found.returncode == 0, found.stderr
+    assert sorted({line["step"] for line in lines(tmp_path / "run", "train")}) == list(range(1, 61))
+
+
+def test_what_a_killed_run_left_counts_as_room(bucket, shards, tmp_path, monkeypatch):
+    """Killed after it had set aside what it found, on a disk with little more than the data."""
+    location, here = upload(bucket, shards), f"data.cache_dir={tmp_path}/cache"
+    train_from(bucket, tmp_path / "first", location, here)
+    manifest = read_manifest(shards)
+    folder = tmp_path / "cache" / manifest.id[:16]
+    for shard in manifest.shards:
+        (folder / shard.file).rename(cache.kept(folder / shard.file))
+    (folder / f".{manifest.shards[0].file}.part-999999999-dead").write_bytes(b"x" * 1000)
+    total = sum(shard.bytes for shard in manifest.shards)
+    monkeypatch.setattr(cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=total // 2, f_frsize=1))
+    bucket.proxy.set()
+    train_from(bucket, tmp_path / "second", location, here)
+    assert not bucket.proxy.requests("^GET .*safetensors")
+    assert not list(folder.glob(".*.part-*"))
+
+
+def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
+    """A loader process looks ahead, and waits for a shard that hangs, when the last step is done."""
+    location = upload(bucket, shards)
+    manifest = read_manifest(shards)
+    hung = [shard.file for shard in manifest.splits["train"]]
+    loop.run(train_config(tmp_path / "disk", shards, "max_steps=1", "eval_every=null"), StopRequest())
+    bucket.proxy.set(Fault("stall", "train-", skip=1))  # one comes, and serves the first step
+    more = ["max_steps=1", "eval_every=null", "data.num_workers=2", "data.deadline_s=200", "data.verify=false"]
+    more += ["data.window_shards=1", "export=false", "data.attempt_s=100", "data.downloads=1"]
+    assert len(hung) > 2
+    found = subprocess.run(
+        command(overrides(bucket, tmp_path / "run", location, *more)), cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert losses(tmp_path / "run")
+
+
+def test_the_loss_of_the_fetching_process_is_named(bucket, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(fetcher.Fetcher, "run", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(cache, "STARTS_WITHIN_S", 1.0)
+    with pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
+        train_from(bucket, tmp_path / "run", upload(bucket, shards))
+
+
+def test_its_loss_during_the_run_is_named_at_once(bucket, shards, tmp_path, monkeypatch):
+    served = fetcher.Fetcher.now_wanted
+
+    def then_die(self, before):
+        wanted = served(self, before)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return wanted
+
+    monkeypatch.setattr(fetcher.Fetcher, "now_wanted", then_die)
+    began_s = time.monotonic()
+    with pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
+        train_from(bucket, tmp_path / "run", upload(bucket, shards))
+    assert time.monotonic() - began_s < cache.STARTS_WITHIN_S
+
+
+def test_a_killed_run_leaves_no_process_and_goes_on_with_another_number_of_ranks(bucket, shards, from_disk, tmp_path):
+    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
+    settings += ["checkpoint.every=5", "data.num_workers=1"]
+    process = subprocess.Popen(command(settings), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "run/checkpoints/step_00000010").exists():
+        time.sleep(0.05)
+    children = descendants(process.pid)
+    process.kill()
+    process.wait()
+    assert len(children) >= 2  # fetcher and loader
+    deadline_s = time.monotonic() + 15
+    while any(alive(pid) for pid in children) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in children)
+    found = run(settings, ranks=2)
+    assert found.returncode == 0, found.stderr
+    by_step = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "train")}
+    assert list(by_step.values()) == pytest.approx(losses(from_disk), rel=2e-5)
