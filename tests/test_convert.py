@@ -64,7 +64,9 @@ def test_sequences_packed_by_others_become_one_segment(prepared, tmp_path, capsy
     ("ids", "message"),
     [
         ([[1, 2], [1, 2, 3]], "sequences 0 and following are not 2 ids each"),
-        ([[1, 2], [1, 999]], "holds the id 999, the tokenizer has 120"),
+        ([[1, 2], [1, 999]], "holds ids from 1 to 999, the tokenizer's are 0 to 119: another one?"),
+        ([[1, 2], [-100, 3]], "holds ids from -100 to 3, the tokenizer's are 0 to 119: another one?"),
+        ([1, 2], "column tokens holds single values; it must hold lists of ids"),
     ],
 )
 def test_what_cannot_be_shards_is_refused(prepared, tmp_path, capsys, ids, message):
@@ -82,3 +84,11 @@ def test_other_mistakes(prepared, tmp_path, capsys):
     assert code == 2 and "needs --tokenizer" in told.err
     code, told = said(capsys, "to-arrow", tmp_path / "nothing", tmp_path / "out")
     assert code == 2 and "does not exist" in told.err
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/thesis.txt").write_text("")
+    code, told = said(capsys, "to-arrow", prepared, tmp_path / "used")
+    assert code == 2 and "used is not empty; choose another folder" in told.err
+    table = datasets.Dataset.from_dict({"tokens": [[5, 6]] * 3, "pivot": [2, 3, 1]})
+    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(tmp_path / "pivots"))
+    code, told = said(capsys, "from-arrow", tmp_path / "pivots", tmp_path / "o", "--tokenizer", prepared / "tokenizer")
+    assert code == 2 and "column pivot holds 3, beyond the sequence's 2" in told.err

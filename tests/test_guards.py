@@ -505,12 +505,13 @@ def test_weights_in_which_ranks_differ_are_not_saved(ranks, folder_of_ranks):
 
 
 def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the_reason(prepared, tmp_path):
-    """The other one would wait for its sums until the timeout."""
+    """On both: the other one would wait for its sums until the timeout."""
     options = ["max_steps=1", "optim.warmup_steps=1", "eval_every=1", "backend.timeout_s=60"]
     arguments = ["evaluation", *train_overrides(tmp_path / "run", prepared, *options)]
     done = run(arguments, ranks=2, module="test_guards", env={"PYTHONPATH": str(ROOT / "tests")})
     assert done.returncode != 0
-    assert "RuntimeError: rank 1: validation.bin is short" in done.stderr
+    exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
+    assert [found["reason"] for found in exits] == ["refused: validation.bin is short"] * 2, done.stderr
     assert len(lines(tmp_path / "run", "train")) == 1 and not lines(tmp_path / "run", "eval")
     assert not checkpoint.steps(tmp_path / "run/checkpoints")
 

@@ -110,7 +110,7 @@ def check_column(table: Any, column: str, source: Path) -> None:
     names = table.column_names
     check(column in names, f"{source} has no column {column}; there are {', '.join(names)} (--column)")
     check(len(table) > 0, f"{source} has a split without a single sequence")
-    check(isinstance(table[0][column], list), f"column {column} holds single values; it must hold lists of ids")
+    check(np.ndim(table[0][column]) == 1, f"column {column} holds single values; it must hold lists of ids")
 
 
 def pieces(table: Any, column: str, seq_len: int, dtype: np.dtype, vocab_size: int) -> Iterator[Rows]:

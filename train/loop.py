@@ -245,10 +245,10 @@ def due(step: int, every: int | None, total: int) -> bool:
 def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, progress: checkpoint.Progress
 ) -> ShardSampler:
-    """This rank's order of the data, from where the run stands. The window is the first rank's, then the run's."""
+    """This rank's order of the data, from where the run stands. At first the smallest cache decides on the window."""
     mine = together(backend, task.windows)
     if progress.window_shards is None:
-        progress.window_shards = backend.broadcast(mine.shards)
+        progress.window_shards = min(backend.share(mine.shards))  # disks differ
         progress.windows_grow = bool(backend.broadcast(mine.grow))
     windows = Windows(progress.window_shards, progress.windows_grow)
     check(

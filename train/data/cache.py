@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
+import math
 import os
 import time
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,23 +47,25 @@ class Cache:
     folder: Path
     deadline_s: float
     given_up: list[Unreachable] = field(default_factory=list)  # by this process, which then waits for nothing more
-    ended: Event = field(default_factory=multiprocessing.get_context("spawn").Event)  # the run is over, for loaders
+    rank: int = field(default_factory=os.getpid)  # the process that opened it; loaders have copies
 
     def faults(self, shard: Shard) -> Path:
         return self.folder / "faults" / f"{shard.file}.json"
 
     @property
     def wanted(self) -> Path:
-        """JSON: since when (time.monotonic) each shard has been wanted."""
+        """JSON: the files that the fetching process wants."""
         return self.folder / "wanted.json"
 
-    def wait(self, shard: Shard) -> None:
-        """Until a shard is there. Raises InputError for one that cannot come, Unreachable for one that has been wanted
-        for deadline_s: both name the shard and the reason. A loader may look further ahead than the cache reaches; the
-        time until a shard is wanted does not count.
+    def wait(self, shard: Shard, began_s: float) -> None:
+        """Until a shard is there, for a batch that has been waiting since `began_s` (time.monotonic).
+
+        Raises InputError for one that cannot come, Unreachable after deadline_s: both name the shard and the reason. A
+        loader may look further ahead than the cache reaches; the time until a shard is wanted does not count.
         """
-        path, parent = self.folder / shard.file, os.getppid()
-        began_s = looked_s = time.monotonic()  # the same clock in all processes of a machine
+        path = self.folder / shard.file
+        entered_s = looked_s = time.monotonic()
+        waits_since_s, is_first_look = math.nan, True  # nan: it is not wanted yet
         while not path.is_file():
             if self.given_up:
                 raise self.given_up[0]
@@ -73,25 +74,33 @@ class Cache:
             if now_s - looked_s < LOOK_EVERY_S:
                 continue
             looked_s = now_s
-            if self.ended.is_set() or os.getppid() != parent:
-                raise Unreachable("the run has ended")
+            if self.rank not in (os.getpid(), os.getppid()):
+                raise Unreachable("the rank of this loader process is gone")
             fault = read_json(self.faults(shard))
             if fault is not None and fault["is_final"]:
                 raise InputError(fault["reason"])
-            wanted_s = (read_json(self.wanted) or {}).get(shard.file, now_s)
-            if now_s - max(began_s, wanted_s) > self.deadline_s:
-                reason = fault["reason"] if fault else f"{shard.file} does not come, nor any error: a slow network?"
+            wanted = read_json(self.wanted)
+            if math.isnan(waits_since_s) and shard.file in (wanted or ()):
+                waits_since_s = began_s if is_first_look else now_s
+            is_first_look = False
+            if now_s - waits_since_s > self.deadline_s:
+                nothing = f"{shard.file} does not come, nor any error: a slow network? {self.free}"
+                reason = fault["reason"] if fault else nothing
                 self.given_up.append(Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)"))
-            has_begun = self.wanted.exists() or now_s - began_s > STARTS_WITHIN_S
+            has_begun = wanted is not None or now_s - entered_s > STARTS_WITHIN_S
             if has_begun and not self.is_served() and not path.is_file():
                 raise Unreachable(
                     f"{shard.file} cannot come: the process that fetches shards on this node is gone, its words are "
-                    f"above; {self.folder} has {free_bytes(self.folder) / 1e9:.3g} GB free"
+                    f"above; {self.free}"
                 )
+
+    @property
+    def free(self) -> str:
+        return f"{self.folder} has {free_bytes(self.folder) / 1e9:.3g} GB free"
 
     def is_served(self) -> bool:
         """Whether a fetching process lives: it holds this lock."""
-        with (self.folder / "fetcher.lock").open("a") as file:
+        with (self.folder / "fetcher.lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -99,12 +108,11 @@ class Cache:
         return False
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Any:
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    return found
 
 
 @dataclass(frozen=True)
@@ -202,8 +210,10 @@ def kept(path: Path) -> Path:
 
 
 def lock(cache: Cache, *, alone: bool, patience_s: float = 0.0) -> IO[str]:
-    """Hold the folder, alone or with other runs, until the file is closed. BlockingIOError if others hold it."""
-    file = (cache.folder / "lock").open("a")
+    """Hold the folder, alone or with other runs, until the file is closed. BlockingIOError if others hold it,
+    InputError if its file system knows no locks.
+    """
+    file = (cache.folder / "lock").open("a+")  # NFS asks for reading too
     trying = Retrying(
         retry=retry_if_exception_type(BlockingIOError),
         stop=stop_after_delay(patience_s),
@@ -211,8 +221,19 @@ def lock(cache: Cache, *, alone: bool, patience_s: float = 0.0) -> IO[str]:
         reraise=True,
     )
     try:
-        trying(fcntl.flock, file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
+        trying(flock, file, alone=alone)
+    except BaseException:
         file.close()
         raise
     return file
+
+
+def flock(file: IO[str], *, alone: bool) -> None:
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise InputError(
+            f"{file.name} cannot be locked: {error.strerror}; set data.cache_dir to a local disk"
+        ) from error

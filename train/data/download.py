@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -15,10 +16,8 @@ from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception_type,
-    stop_after_attempt,
     stop_after_delay,
     stop_never,
-    wait_fixed,
     wait_random_exponential,
 )
 from tenacity.stop import stop_base
@@ -42,7 +41,6 @@ class Trial:
     tries: int = 0
     doubts: int = 0  # of them brought wrong bytes, or a refusal
     part: Path | None = None  # what the last one brought, to go on from
-    is_slow: bool = False  # one did not end in time: from then on in pieces, so that what came is kept
 
 
 @dataclass
@@ -50,6 +48,7 @@ class Part:
     """The file of one try. A try that was given up may still be alive in the connector: it writes nothing any more."""
 
     path: Path
+    client: Client | None = None
     is_open: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,6 +75,7 @@ class Downloader:
         self.shards = manifest.shards
         self.lock = threading.Lock()
         self.client: Client | None = None
+        self.in_pieces = False  # since a download did not end in time: what comes is kept
         self.hopeless: set[str] = set()  # files that no further try will bring
         self.failing: set[str] = set()  # files of which nothing came at the last try: others need not wait for them
 
@@ -108,10 +108,6 @@ class Downloader:
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{self.place(shard)}: {error}") from error
-        except OSError as error:  # of the disk
-            raise InputError(
-                f"{self.place(shard)}: cannot be written to {self.cache.folder}: {error.strerror}"
-            ) from error
 
     def take_kept(self, shard: Shard) -> bool:
         """Use what an earlier run left of a shard, if it is right."""
@@ -137,9 +133,9 @@ class Downloader:
         place = path.with_name(f".{path.name}.part-{os.getpid()}-{uuid.uuid4().hex}")
         if trial.part is not None:
             trial.part.rename(place)
-        trial.part, part = place, Part(place)
+        trial.part = place
         try:
-            self.fill(trial, part)
+            self.fill(trial, Part(place))
             self.compare(shard, place)
             sync_file(place)
             place.rename(path)
@@ -154,9 +150,10 @@ class Downloader:
         except FileNotFoundError as error:
             self.forget(trial, place)
             raise Unreachable("somebody removed what had come of it") from error
-        except OSError:  # of the disk: leave it the room
+        except OSError as error:  # of the disk: leave it the room
             self.forget(trial, place)
-            raise
+            kind = Unreachable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
+            raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
     def forget(self, trial: Trial, place: Path) -> None:
         place.unlink(missing_ok=True)
@@ -166,26 +163,26 @@ class Downloader:
         """One download in a thread of its own, which is left to itself when the time is over."""
         answer = queue.SimpleQueue[BaseException | None]()
         offset = part.path.stat().st_size
-        client = self.current_client()
-        arguments = (client, trial.shard, part, offset, trial.is_slow, answer.put)
+        was_in_pieces = self.in_pieces
+        arguments = (trial.shard, part, offset, was_in_pieces, answer.put)
         threading.Thread(target=self.read, args=arguments, daemon=True).start()
         try:
             error = answer.get(timeout=self.cfg.attempt_s)
         except queue.Empty:
-            is_moving = not trial.is_slow or part.path.stat().st_size > offset
-            trial.is_slow = True
+            is_moving = not was_in_pieces or part.path.stat().st_size > offset
+            self.in_pieces = True
             error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)")
         else:
             is_moving = error is None
         part.close()
         (self.failing.discard if is_moving else self.failing.add)(trial.shard.file)
         if error is not None:
-            self.client = None
+            if self.client is part.client:
+                self.client = None
             raise error
 
     def read(
         self,
-        client: Client,
         shard: Shard,
         part: Part,
         offset: int,
@@ -193,7 +190,8 @@ class Downloader:
         answer: Callable[[BaseException | None], None],
     ) -> None:
         try:
-            client.read(self.key(shard), part.write, offset=offset, in_pieces=in_pieces)
+            part.client = self.current_client()  # here, since services that give credentials may hang too
+            part.client.read(self.key(shard), part.write, offset=offset, in_pieces=in_pieces)
         except BaseException as error:  # for the thread that waits
             answer(error)
         else:
@@ -223,12 +221,13 @@ class Downloader:
         pause_s = state.next_action.sleep if state.next_action else 0.0
         reason = f"{self.place(trial.shard)}: {error} ({trial.tries} tries)"
         logger.warning("%s; again in %.1f s", reason, pause_s)
-        self.tell(trial.shard, reason, is_final=False)
+        try:
+            self.tell(trial.shard, reason, is_final=False)
+        except OSError as problem:  # no room even for this
+            logger.warning("%s", problem)
 
     def tell(self, shard: Shard, reason: str, *, is_final: bool) -> None:
-        content = canonical_json({"reason": reason, "is_final": is_final})
-        retrying = Retrying(retry=retry_if_exception_type(OSError), stop=stop_after_attempt(5), wait=wait_fixed(0.2))
-        retrying(write_atomic, self.cache.faults(shard), content)  # a full disk has room again when others give up
+        write_atomic(self.cache.faults(shard), canonical_json({"reason": reason, "is_final": is_final}))
 
     def key(self, shard: Shard) -> str:
         return f"{split(self.location)[1]}/{shard.file}".lstrip("/")

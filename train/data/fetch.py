@@ -8,6 +8,7 @@ begins again with a new client, and compares length and sha256 with the manifest
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ REFUSALS = {  # words of the connector's errors that many more tries will not ch
 }
 TEMPORARY = ("Expired", "EXPIRED", "hrottl")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")  # the connector finds it by the region
 put_here: dict[str, str] = {}  # credentials that this process put into its environment
 
 
@@ -57,6 +59,8 @@ class Client:
         self.asked_s = time.monotonic()
         if not self.uses_environment:
             put(self.credentials)
+        endpoint = open_client(self.session, s3).meta.endpoint_url  # also out of the environment and ~/.aws
+        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint
         self.whole = self._open(S3ReaderConstructor.sequential())
         self.rest = self._open(S3ReaderConstructor.range_based(buffer_size=0))
 
@@ -78,12 +82,10 @@ class Client:
             return False
 
     def _open(self, constructor: Any) -> Any:
-        given = open_client(self.session, self.s3).meta.endpoint_url  # also out of the environment and ~/.aws
-        is_own = self.s3.endpoint is not None or ".amazonaws.com" not in given
         return S3MapDataset.from_objects(
             self.locations,
             region=self.session.region_name or DEFAULT_REGION,
-            endpoint=given if is_own else None,
+            endpoint=self.endpoint,
             reader_constructor=constructor,
             s3client_config=S3ClientConfig(
                 part_size=self.part_bytes, force_path_style=self.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS

@@ -9,7 +9,6 @@ they need the shard (cache.py): a fault of the next window does no harm before t
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -24,7 +24,7 @@ from typing import IO
 from tqdm import tqdm
 
 from train.config import DataConfig, InputError, S3Config, check
-from train.data.cache import Cache, Room, kept, lock
+from train.data.cache import Cache, Room, flock, kept, lock
 from train.data.download import Downloader
 from train.data.order import ShardSampler
 from train.data.shards import Manifest, Shard
@@ -35,7 +35,7 @@ logger = logging.getLogger("train")
 TICK_S, IDLE_S = 0.1, 1.0  # between looks at the cache while shards are missing, and otherwise
 REPORT_EVERY_S = 10.0
 TAKE_OVER_S = 10.0  # an earlier run that was killed may take to let go of the cache
-MOST_FAILING = 32  # shards of which nothing comes, tried beside the others
+MOST_FAILING = 8  # shards of which nothing comes, tried beside the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -108,28 +108,30 @@ class Fetcher:
                 "data.cache_dir",
             )
             try:
-                return lock(self.cache, alone=False, patience_s=TAKE_OVER_S)  # its process compares what is there
+                held = lock(self.cache, alone=False, patience_s=TAKE_OVER_S)  # its process compares what is there
             except BlockingIOError:
                 raise InputError(
                     f"another run has {self.cache.folder} for itself; give one of them its own data.cache_dir"
                 ) from None
+            for shard in self.need.shards:  # that process's words; this one will try and have its own
+                self.cache.faults(shard).unlink(missing_ok=True)
+            return held
         self.set_aside()
         if self.need.fits:
-            fcntl.flock(held, fcntl.LOCK_SH)
+            flock(held, alone=False)
         return held
 
     def __enter__(self) -> Fetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.cache.ended.set()
         self.places.close()
         self.process.kill()  # nothing in it is worth a clean end: files get their names when they are whole
         self.process.join()
 
     def consumed(self, rows: int) -> None:
         """Say how many sequences of the whole run all ranks have done with."""
-        if self.process.is_alive():  # else readers tell, when they need what does not come
+        with suppress(BrokenPipeError):  # it is gone: readers tell, when they need what does not come
             self.places.send(rows)
 
     def set_aside(self) -> None:
@@ -148,8 +150,8 @@ class Fetcher:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         leave_signals_to_the_parent(0)
         self.places.close()
-        with (self.cache.folder / "fetcher.lock").open("a") as life:
-            fcntl.flock(life, fcntl.LOCK_SH)  # readers see by it that this process lives
+        with (self.cache.folder / "fetcher.lock").open("a+") as life:
+            flock(life, alone=False)  # readers see by it that this process lives
             try:
                 self.serve(places, parent)
             except EOFError:  # the run has ended
@@ -161,16 +163,16 @@ class Fetcher:
     def serve(self, places: Connection, parent: int) -> None:
         """Keep what is wanted in the cache, until the run ends."""
         pool, under_way = ThreadPoolExecutor(self.cfg.downloads + MOST_FAILING), dict[str, Future[None]]()
-        wanted, absent, was_filling = self.now_wanted({}), list[Shard](), True
+        wanted, absent, was_filling = self.now_wanted([]), list[Shard](), True
         looked_s, reported_s = -IDLE_S, time.monotonic()
         while os.getppid() == parent:
             now_s = time.monotonic()
             if absent or now_s - looked_s > IDLE_S:
                 looked_s = now_s
-                hopeless = self.downloader.hopeless
-                absent = [shard for shard in wanted if not self.path(shard).is_file() and shard.file not in hopeless]
                 for name in [name for name, future in under_way.items() if future.done()]:
                     under_way.pop(name).result()  # raises if not even the reason of a failure could be written
+                hopeless = self.downloader.hopeless
+                absent = [shard for shard in wanted if not self.path(shard).is_file() and shard.file not in hopeless]
                 for shard in absent:
                     busy = len(under_way.keys() - self.downloader.failing)
                     if busy < self.cfg.downloads and shard.file not in under_way:
@@ -185,14 +187,12 @@ class Fetcher:
                 wanted = self.now_wanted(wanted)
                 looked_s = looked_s if absent else -IDLE_S
 
-    def now_wanted(self, before: dict[Shard, float]) -> dict[Shard, float]:
-        """Since when each shard has been wanted, in the order of need, for readers to see; the others are deleted."""
-        shards = self.need.wanted()
-        wanted = {shard: before.get(shard, time.monotonic()) for shard in shards}
-        if wanted.keys() != before.keys():
-            times = {shard.file: since_s for shard, since_s in wanted.items()}
+    def now_wanted(self, before: list[Shard]) -> list[Shard]:
+        """What is wanted now, in the order of need, for readers to see; the others are deleted."""
+        wanted = self.need.wanted()
+        if wanted != before:
             try:
-                write_atomic(self.cache.wanted, canonical_json(times))
+                write_atomic(self.cache.wanted, canonical_json([shard.file for shard in wanted]))
             except OSError as error:
                 logger.error("cannot write %s: %s", self.cache.wanted, error.strerror)
             if not self.need.fits:
@@ -202,7 +202,7 @@ class Fetcher:
     def path(self, shard: Shard) -> Path:
         return self.cache.folder / shard.file
 
-    def evict(self, wanted: dict[Shard, float]) -> None:
+    def evict(self, wanted: list[Shard]) -> None:
         """Delete what is not wanted, of this manifest's own files."""
         names = {shard.file for shard in wanted}
         for shard in self.need.shards:
@@ -210,7 +210,7 @@ class Fetcher:
                 self.path(shard).unlink(missing_ok=True)
                 kept(self.path(shard)).unlink(missing_ok=True)
 
-    def report(self, wanted: dict[Shard, float], absent: list[Shard]) -> None:
-        total, left = (sum(shard.bytes for shard in shards) for shards in (list(wanted), absent))
+    def report(self, wanted: list[Shard], absent: list[Shard]) -> None:
+        total, left = (sum(shard.bytes for shard in shards) for shards in (wanted, absent))
         size = f"{tqdm.format_sizeof(total - left, 'B')} of {tqdm.format_sizeof(total, 'B')}"
         logger.info("shards: %d of %d in %s, %s", len(wanted) - len(absent), len(wanted), self.cache.folder, size)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from train.config import DataConfig, InputError, S3Config, check
-from train.data.cache import Cache, Room, limit_bytes, open_cache
+from train.data.cache import Room, limit_bytes, open_cache
 from train.data.order import ShardSampler, Windows
 from train.data.shards import (
     TOKENIZER_FILE,
@@ -40,15 +40,10 @@ class Supply(Protocol):
 class NothingToDo:
     """For ranks whose shards are there, or brought by another rank's process."""
 
-    def __init__(self, cache: Cache | None) -> None:
-        self.cache = cache
-
     def __enter__(self) -> NothingToDo:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.cache is not None:
-            self.cache.ended.set()
+    def __exit__(self, *_: object) -> None: ...
 
     def consumed(self, rows: int) -> None: ...
 
@@ -112,12 +107,12 @@ class PreparedData:
         from train.data.download import Downloader
 
         downloader = Downloader(self.cfg.path, self.s3, self.cfg, self.manifest, self.cache)
-        return ShardSet(self.folder, self.manifest, name, downloader.bring)
+        return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.bring(shard))
 
     def supply(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Supply:
         """Begin to fetch what `sampler` will ask for. InputError if this machine's cache has no room for it."""
         if self.cache is None or not is_first_on_machine:
-            return NothingToDo(self.cache)
+            return NothingToDo()
         limit = limit_bytes(self.cfg, self.folder, self.manifest)
         Room.of(self.manifest).check(sampler.windows, limit, global_batch_size=sampler.global_batch_size)
         from train.data.fetcher import Fetcher  # the connector is for those who need it

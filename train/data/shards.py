@@ -9,6 +9,7 @@ the data set's id. Readers open what the manifest names and nothing else.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ class ShardSet:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Shard], None] | None = None
+        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Shard, float], None] | None = None
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
@@ -162,7 +163,7 @@ class ShardSet:
         """What the sequences with these numbers [N] have under each name: tokens [N, seq_len], pivot and same_document
         [N]. IndexError for a number that no sequence has.
         """
-        order = np.argsort(numbers)
+        began_s, order = time.monotonic(), np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
             raise IndexError(f"sequences {ascending[0]} to {ascending[-1]} of {len(self)}")
@@ -172,7 +173,7 @@ class ShardSet:
         found = [np.empty((len(numbers), *shapes.get(name, ())), dtypes[name]) for name in names]
         for shard in np.flatnonzero(np.diff(cuts)).tolist():
             first, last = cuts[shard], cuts[shard + 1]
-            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard)
+            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard, began_s)
             for name, values in zip(names, found, strict=True):
                 # "clip" writes straight into `out`; the default mode gathers into a copy first
                 tensors[name].take(local, 0, values[first:last], "clip")
@@ -180,12 +181,12 @@ class ShardSet:
         place[order] = np.arange(len(order))
         return [values.take(place, 0) for values in found]
 
-    def tensors(self, number: int) -> dict[str, np.ndarray]:
+    def tensors(self, number: int, began_s: float) -> dict[str, np.ndarray]:
         if number not in self.maps:
             # A file that was deleted from the cache takes room as long as it is mapped here.
             self.maps = {old: maps for old, maps in self.maps.items() if (self.folder / self.shards[old].file).exists()}
             if self.wait is not None:
-                self.wait(self.shards[number])
+                self.wait(self.shards[number], began_s)
             self.maps[number] = map_tensors(self.folder / self.shards[number].file)
         return self.maps[number]
 
