@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "Req
 UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 TEMPORARY = (429, 500, 502, 503, 504)
+USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 WRITER = "writer"  # metadata of a created object: which call it was
 DEFAULT_REGION = "us-east-1"  # where S3 sends those who do not say, and what compatible servers take
 
@@ -107,6 +109,8 @@ class S3Folder:
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
         self.client = open_client(self.session, s3)
+        endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
+        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name

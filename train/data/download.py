@@ -22,11 +22,11 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from train.config import DataConfig, InputError, S3Config, Unreachable
+from train.config import DataConfig, InputError, Unreachable
 from train.data.cache import Cache, kept
 from train.data.fetch import Client, Doubtful
 from train.data.shards import Manifest, Shard
-from train.s3 import split
+from train.s3 import S3Folder
 from train.storage import canonical_json, sha256_file, sync_file, write_atomic
 
 logger = logging.getLogger("train")
@@ -70,8 +70,8 @@ class Part:
 class Downloader:
     """Shards of one data set. `obtain` may be called by several threads at once, for different shards."""
 
-    def __init__(self, location: str, s3: S3Config, cfg: DataConfig, manifest: Manifest, cache: Cache) -> None:
-        self.location, self.s3, self.cfg, self.cache = location, s3, cfg, cache
+    def __init__(self, source: S3Folder, cfg: DataConfig, manifest: Manifest, cache: Cache) -> None:
+        self.source, self.cfg, self.cache = source, cfg, cache
         self.shards = manifest.shards
         self.lock = threading.Lock()
         self.client: Client | None = None
@@ -191,7 +191,7 @@ class Downloader:
     ) -> None:
         try:
             part.client = self.current_client()  # here, since services that give credentials may hang too
-            part.client.read(self.key(shard), part.write, offset=offset, in_pieces=in_pieces)
+            part.client.read(shard.file, part.write, offset=offset, in_pieces=in_pieces)
         except BaseException as error:  # for the thread that waits
             answer(error)
         else:
@@ -210,9 +210,8 @@ class Downloader:
         """A new one after a failure, and when credentials were renewed."""
         with self.lock:
             if self.client is None or self.client.is_stale():
-                keys = [self.key(shard) for shard in self.shards]
-                bucket = split(self.location)[0]
-                self.client = Client(bucket, keys, self.s3, largest_bytes=max(shard.bytes for shard in self.shards))
+                files = [shard.file for shard in self.shards]
+                self.client = Client(self.source, files, largest_bytes=max(shard.bytes for shard in self.shards))
             return self.client
 
     def after_failure(self, state: RetryCallState) -> None:
@@ -229,8 +228,5 @@ class Downloader:
     def tell(self, shard: Shard, reason: str, *, is_final: bool) -> None:
         write_atomic(self.cache.faults(shard), canonical_json({"reason": reason, "is_final": is_final}))
 
-    def key(self, shard: Shard) -> str:
-        return f"{split(self.location)[1]}/{shard.file}".lstrip("/")
-
     def place(self, shard: Shard) -> str:
-        return f"{self.location}/{shard.file}"
+        return f"{self.source.location}/{shard.file}"

@@ -8,15 +8,14 @@ begins again with a new client, and compares length and sha256 with the manifest
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset, S3ReaderConstructor
 
-from train.config import S3Config, Unreachable
-from train.s3 import DEFAULT_REGION, BotoCoreError, ClientError, open_client, open_session
+from train.config import Unreachable
+from train.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
 
 READ_BYTES = 2**20
 PIECE_BYTES = 8 * 2**20  # requested at once when a download goes on in the middle
@@ -32,7 +31,6 @@ REFUSALS = {  # words of the connector's errors that many more tries will not ch
 }
 TEMPORARY = ("Expired", "EXPIRED", "hrottl")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")  # the connector finds it by the region
 put_here: dict[str, str] = {}  # credentials that this process put into its environment
 
 
@@ -45,12 +43,13 @@ class Client:
     find them than the connector does, and renews them. Make a new one when they have changed, or after a fault.
     """
 
-    def __init__(self, bucket: str, keys: Sequence[str], s3: S3Config, *, largest_bytes: int) -> None:
+    def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
+        s3, self.folder = folder.s3, folder
         given = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
         self.uses_environment = s3.profile is None and bool(given) and given != put_here
-        self.s3, self.session = s3, open_session(s3, skips_environment=not self.uses_environment)
-        self.uris = {key: number for number, key in enumerate(keys)}
-        self.locations = [f"s3://{bucket}/{key}" for key in keys]
+        self.session = open_session(s3, skips_environment=not self.uses_environment)
+        self.numbers = {file: number for number, file in enumerate(files)}
+        self.locations = [f"{folder.location}/{file}" for file in files]
         self.part_bytes = min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES)  # one request a shard
         try:
             self.credentials = self.current_credentials()
@@ -59,8 +58,6 @@ class Client:
         self.asked_s = time.monotonic()
         if not self.uses_environment:
             put(self.credentials)
-        endpoint = open_client(self.session, s3).meta.endpoint_url  # also out of the environment and ~/.aws
-        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint
         self.whole = self._open(S3ReaderConstructor.sequential())
         self.rest = self._open(S3ReaderConstructor.range_based(buffer_size=0))
 
@@ -85,21 +82,21 @@ class Client:
         return S3MapDataset.from_objects(
             self.locations,
             region=self.session.region_name or DEFAULT_REGION,
-            endpoint=self.endpoint,
+            endpoint=self.folder.endpoint,
             reader_constructor=constructor,
             s3client_config=S3ClientConfig(
-                part_size=self.part_bytes, force_path_style=self.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS
+                part_size=self.part_bytes, force_path_style=self.folder.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS
             ),
         )
 
-    def read(self, key: str, write: Callable[[bytes], None], *, offset: int, in_pieces: bool) -> None:
+    def read(self, file: str, write: Callable[[bytes], None], *, offset: int, in_pieces: bool) -> None:
         """Give an object's bytes from `offset` on to `write`, in order: in one request, which brings nothing before it
         has brought all, or in several.
 
         Raises Doubtful or Unreachable. `write` may raise to stop it.
         """
         in_pieces = in_pieces or offset > 0
-        reader = (self.rest if in_pieces else self.whole)[self.uris[key]]
+        reader = (self.rest if in_pieces else self.whole)[self.numbers[file]]
         try:
             if offset:
                 reader.seek(offset)

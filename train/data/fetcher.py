@@ -23,12 +23,13 @@ from typing import IO
 
 from tqdm import tqdm
 
-from train.config import DataConfig, InputError, S3Config, check
+from train.config import DataConfig, InputError, check
 from train.data.cache import Cache, Room, flock, kept, lock
 from train.data.download import Downloader
 from train.data.order import ShardSampler
 from train.data.shards import Manifest, Shard
 from train.preempt import leave_signals_to_the_parent
+from train.s3 import S3Folder
 from train.storage import canonical_json, write_atomic
 
 logger = logging.getLogger("train")
@@ -78,8 +79,7 @@ class Fetcher:
 
     def __init__(
         self,
-        location: str,
-        s3: S3Config,
+        source: S3Folder,
         cfg: DataConfig,
         manifest: Manifest,
         cache: Cache,
@@ -89,7 +89,7 @@ class Fetcher:
         self.cfg, self.cache = cfg, cache
         self.need = Need(manifest, sampler, limit_bytes)
         held = self.hold()
-        self.downloader = Downloader(location, s3, cfg, manifest, cache)
+        self.downloader = Downloader(source, cfg, manifest, cache)
         context = multiprocessing.get_context("fork")  # what it needs is there; a spawned one would import torch first
         theirs, self.places = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(theirs,), daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from train.config import DataConfig, InputError, S3Config, check
 from train.data.cache import Room, limit_bytes, open_cache
@@ -21,6 +21,9 @@ from train.data.shards import (
     read_manifest,
 )
 from train.storage import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file, write_atomic
+
+if TYPE_CHECKING:
+    from train.s3 import S3Folder
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
 HEADS_AT_ONCE = 16
@@ -53,7 +56,7 @@ class PreparedData:
 
     def __init__(self, cfg: DataConfig, s3: S3Config, *, looks: bool = True) -> None:
         """`looks`: whether local files are compared with the manifest at once, by their length."""
-        self.cfg, self.s3 = cfg, s3
+        self.cfg = cfg
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
         self.cache = open_cache(cfg, self.manifest) if is_s3(cfg.path) else None
@@ -106,7 +109,7 @@ class PreparedData:
         Room.of(self.manifest).check_all(limit_bytes(self.cfg, self.folder, self.manifest))
         from train.data.download import Downloader
 
-        downloader = Downloader(self.cfg.path, self.s3, self.cfg, self.manifest, self.cache)
+        downloader = Downloader(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache)
         return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.bring(shard))
 
     def supply(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Supply:
@@ -117,7 +120,7 @@ class PreparedData:
         Room.of(self.manifest).check(sampler.windows, limit, global_batch_size=sampler.global_batch_size)
         from train.data.fetcher import Fetcher  # the connector is for those who need it
 
-        return Fetcher(self.cfg.path, self.s3, self.cfg, self.manifest, self.cache, sampler, limit)
+        return Fetcher(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache, sampler, limit)
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
