@@ -42,6 +42,8 @@ bench: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
 	@$(BIN)/python -m benchmarks.step
 	@$(BIN)/python -m benchmarks.xla --rounds 2 --steps 20
+	@$(BIN)/python -m benchmarks.data
+	@$(BIN)/python -m benchmarks.prepare
 
 clean:
 	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache
