@@ -1,10 +1,14 @@
 """What a node's cache needs, and for whom it makes room."""
 
+import dataclasses
+import errno
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
 
-from train.config import DataConfig, InputError, TrainConfig
+from train.config import DataConfig, InputError, TrainConfig, Unreachable
 from train.data import cache
 from train.data.cache import Room, cache_dir, limit_bytes
 from train.data.fetcher import Need
@@ -99,3 +103,83 @@ def test_times_that_cannot_be_kept_are_refused():
         TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=DataConfig(path="s3://b", deadline_s=700))
     with pytest.raises(InputError, match=r"data.attempt_s=60 is longer than data.deadline_s=30"):
         DataConfig(path="", deadline_s=30)
+
+
+# ---- readers -------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A stand-in for the time module: sleeping takes no time."""
+
+    def __init__(self):
+        self.now_s, self.later = 1000.0, {}
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+        for at_s in [at_s for at_s in self.later if at_s <= self.now_s]:
+            self.later.pop(at_s)()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(cache, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A cache with a deadline of 50 s, whose fetching process lives and brings nothing."""
+    (tmp_path / "faults").mkdir()
+    with (tmp_path / "fetcher.lock").open("a+") as life:
+        cache.flock(life, alone=False)
+        yield cache.Cache(tmp_path, 50.0)
+
+
+SHARD = Shard("train-00000.safetensors", 1, 1, "0")
+
+
+def waited_s(served, clock, match, began_s=1000.0, kind=Unreachable):
+    with pytest.raises(kind, match=match):
+        served.wait(SHARD, began_s)
+    return clock.now_s - 1000
+
+
+def test_a_batch_has_one_deadline(served, clock):
+    """What it waited for other shards counts."""
+    served.wanted.write_text(json.dumps([SHARD.file]))
+    assert waited_s(served, clock, r"does not come, .*GB free; given up after 50 s", began_s=960.0) < 12
+    assert waited_s(served, clock, r"given up after 50 s", began_s=1010.0) < 12  # later ones do not wait again
+
+
+def test_time_until_a_shard_is_wanted_does_not_count(served, clock):
+    clock.later[1100.0] = lambda: served.wanted.write_text(json.dumps([SHARD.file]))
+    assert 150 <= waited_s(served, clock, "given up after 50 s") < 152
+
+
+def test_the_last_word_of_the_fetching_process_is_the_reason(served, clock):
+    served.wanted.write_text(json.dumps([SHARD.file]))
+    served.faults(SHARD).write_text(json.dumps({"reason": "slow down", "is_final": False}))
+    clock.later[1020.0] = lambda: served.faults(SHARD).write_text(json.dumps({"reason": "gone", "is_final": True}))
+    assert 20 <= waited_s(served, clock, "^gone$", kind=InputError) < 22
+
+
+def test_a_loader_whose_rank_is_gone_ends(served, clock):
+    """Not so a rank whose shell is gone."""
+    served.wanted.write_text(json.dumps([SHARD.file]))
+    in_loader = dataclasses.replace(served, rank=2**30)
+    assert waited_s(in_loader, clock, "the rank of this loader process is gone") < 2
+    in_loader = dataclasses.replace(served, rank=os.getppid())
+    assert waited_s(in_loader, clock, "given up") > 50
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
+    with pytest.raises(InputError, match=r"lock cannot be locked: No locks available; set data.cache_dir to a local"):
+        cache.lock(cache.Cache(tmp_path, 1.0), alone=True)
