@@ -151,7 +151,7 @@ def waited_s(served, clock, match, began_s=1000.0, kind=Unreachable):
 def test_a_batch_has_one_deadline(served, clock):
     """What it waited for other shards counts."""
     served.wanted.write_text(json.dumps([SHARD.file]))
-    assert waited_s(served, clock, r"does not come, .*GB free; given up after 50 s", began_s=960.0) < 12
+    assert waited_s(served, clock, r"does not come; nor any error: .*GB free; given up after 50 s", began_s=960.0) < 12
     assert waited_s(served, clock, r"given up after 50 s", began_s=1010.0) < 12  # later ones do not wait again
 
 
@@ -165,6 +165,12 @@ def test_the_last_word_of_the_fetching_process_is_the_reason(served, clock):
     served.faults(SHARD).write_text(json.dumps({"reason": "slow down", "is_final": False}))
     clock.later[1020.0] = lambda: served.faults(SHARD).write_text(json.dumps({"reason": "gone", "is_final": True}))
     assert 20 <= waited_s(served, clock, "^gone$", kind=InputError) < 22
+
+
+def test_a_shard_without_words_of_its_own_has_those_of_another(served, clock):
+    served.wanted.write_text(json.dumps([SHARD.file]))
+    (served.folder / "faults/train-00009.safetensors.json").write_text('{"reason": "no room", "is_final": false}')
+    waited_s(served, clock, "train-00000.safetensors does not come; of another it is said: no room; given up after 50")
 
 
 def test_a_loader_whose_rank_is_gone_ends(served, clock):

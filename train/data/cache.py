@@ -84,8 +84,7 @@ class Cache:
                 waits_since_s = began_s if is_first_look else now_s
             is_first_look = False
             if now_s - waits_since_s > self.deadline_s:
-                nothing = f"{shard.file} does not come, nor any error: a slow network? {self.free}"
-                reason = fault["reason"] if fault else nothing
+                reason = fault["reason"] if fault else f"{shard.file} does not come; {self.words_on_others()}"
                 self.given_up.append(Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)"))
             has_begun = wanted is not None or now_s - entered_s > STARTS_WITHIN_S
             if has_begun and not self.is_served() and not path.is_file():
@@ -93,6 +92,12 @@ class Cache:
                     f"{shard.file} cannot come: the process that fetches shards on this node is gone, its words are "
                     f"above; {self.free}"
                 )
+
+    def words_on_others(self) -> str:
+        """For a shard whose turn has not come, because others do not come either."""
+        faults = filter(None, map(read_json, sorted(self.folder.glob("faults/*.json"))))
+        other = next((f"of another it is said: {fault['reason']}" for fault in faults), None)
+        return other or f"nor any error: a slow network? {self.free}"
 
     @property
     def free(self) -> str:
