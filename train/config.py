@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -248,11 +249,90 @@ class InstanceConfig:
 @dataclass(kw_only=True)
 class CheckpointConfig:
     every: int = 1000  # steps between saves; the last step always saves
-    keep: int = 3  # newest ones kept; 0 keeps all
+    keep: int = 3  # newest ones kept, at least the last two that are whole; 0 keeps all. The best one stays as well
+    best: bool = False  # save also whenever an evaluation is better than all before
+    max_wait_s: float = (
+        60.0  # a save that is due while the last one is still being written waits so long, then is left out
+    )
+    max_failures: int = 3  # saves in a row that failed or were left out, before the run stops
+    max_loss_s: float = 1800.0  # of work that a fault may cost: bounds the interval that the summary suggests
 
     def __post_init__(self) -> None:
-        check_positive("checkpoint.", self, "every")
+        check_positive("checkpoint.", self, "every", "max_failures", "max_loss_s")
         check(self.keep == 0 or self.keep >= 2, f"checkpoint.keep={self.keep} must be 0 (all) or at least 2")
+        check(self.max_wait_s >= 0, f"checkpoint.max_wait_s={self.max_wait_s:g} must be 0 or more")
+
+
+@dataclass(kw_only=True)
+class ResumeConfig:
+    force: bool = False  # go on although what is learnt, from which data or in which batches has changed
+
+
+@dataclass(kw_only=True)
+class LeaseConfig:
+    """Who owns the run folder: a second job is refused while the first one's heartbeat goes on."""
+
+    ttl_s: float = 60.0  # without a heartbeat, as watched by a newcomer, and the owner counts as dead
+
+    def __post_init__(self) -> None:
+        check_positive("lease.", self, "ttl_s")
+
+
+@dataclass(kw_only=True)
+class PreemptConfig:
+    """What asks the run to stop at the next step with a checkpoint, beside signals, max_run_s and a file run_dir/STOP."""
+
+    notices: str = "auto"  # EC2's spot notices, over IMDSv2: auto (on EC2) | on | off
+    poll_s: float = 5.0  # AWS advises 5 s; a spot notice comes two minutes ahead at best
+    rebalance: str = "save"  # at EC2's rebalance recommendation: save and go on | leave | ignore
+    block_end: str | None = None  # of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
+
+    def __post_init__(self) -> None:
+        check_choice("preempt.notices", self.notices, ("auto", "on", "off"))
+        check_choice("preempt.rebalance", self.rebalance, ("save", "leave", "ignore"))
+        check_positive("preempt.", self, "poll_s")
+        if self.block_end is not None:
+            try:
+                aware = datetime.fromisoformat(self.block_end.replace("Z", "+00:00")).tzinfo is not None
+            except ValueError:
+                aware = False
+            check(aware, f"preempt.block_end={self.block_end} must be a time with its zone, as 2026-11-30T11:30:00Z")
+
+
+@dataclass(kw_only=True)
+class WatchdogConfig:
+    """A process per node that ends a rank which no longer comes forward, so that torchrun can start it again."""
+
+    enabled: bool = True
+    step_s: float = (
+        600.0  # without a heartbeat (a micro batch, a batch of an evaluation, ...) and a rank counts as stuck
+    )
+    start_s: float = 7200.0  # the same until the first step is done: joining, loading, compiling
+
+    def __post_init__(self) -> None:
+        check_positive("watchdog.", self, "step_s", "start_s")
+
+
+@dataclass(kw_only=True)
+class NonfiniteConfig:
+    """Steps whose gradient is NaN or infinite are skipped: neither weights nor optimizer change."""
+
+    max_skips: int = 3  # in a row; then the run goes back to its newest checkpoint, and past the data that came since
+    max_rollbacks: int = 2  # then it stops
+
+    def __post_init__(self) -> None:
+        check_positive("nonfinite.", self, "max_skips")
+        check(self.max_rollbacks >= 0, f"nonfinite.max_rollbacks={self.max_rollbacks} must be 0 or more")
+
+
+@dataclass(kw_only=True)
+class StragglerConfig:
+    factor: float = 1.5  # a rank whose own work takes so many times the median of all ranks is named
+    windows: int = 5  # lines of the metrics in a row in which it does
+
+    def __post_init__(self) -> None:
+        check(self.factor > 1, f"straggler.factor={self.factor:g} must be above 1")
+        check_positive("straggler.", self, "windows")
 
 
 @dataclass(kw_only=True)
@@ -276,6 +356,7 @@ class TrainConfig:
     max_examples: int | None = None  # length of the run in sequences, in steps, or in passes over the data:
     max_steps: int | None = None  # at least one must be given, the shortest counts
     max_epochs: float | None = None
+    max_run_s: float | None = None  # wall-clock time of this start of the run: then it stops with a checkpoint
     log_every: int = 10  # steps between lines in metrics.jsonl and on the console
     eval_every: int | None = 500  # steps between evaluations; None: only at the end
     eval_examples: int | None = None  # validation sequences used; None: all
@@ -292,6 +373,12 @@ class TrainConfig:
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+    preempt: PreemptConfig = field(default_factory=PreemptConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
 
     def __post_init__(self) -> None:
         check(
@@ -305,7 +392,7 @@ class TrainConfig:
             "shard is to be named before the other ranks give up waiting",
         )
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
-        check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples")
+        check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples", "max_run_s")
         check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
         check(
             not (self.max_examples is self.max_steps is self.max_epochs is None),
