@@ -252,7 +252,7 @@ class CheckpointConfig:
     keep: int = 3  # newest ones kept, at least the last two that are whole; 0 keeps all. The best one stays as well
     best: bool = False  # save also whenever an evaluation is better than all before
     max_wait_s: float = (
-        60.0  # a save that is due while the last one is still being written waits so long, then is left out
+        60.0  # a save that is due while the last one is still being written waits that long, then is skipped
     )
     max_failures: int = 3  # saves in a row that failed or were left out, before the run stops
     max_loss_s: float = 1800.0  # of work that a fault may cost: bounds the interval that the summary suggests
@@ -280,7 +280,7 @@ class LeaseConfig:
 
 @dataclass(kw_only=True)
 class PreemptConfig:
-    """What asks the run to stop at the next step with a checkpoint, beside signals, max_run_s and a file run_dir/STOP."""
+    """What asks the run to stop at the next step, beside signals, max_run_s and a file run_dir/STOP."""
 
     notices: str = "auto"  # EC2's spot notices, over IMDSv2: auto (on EC2) | on | off
     poll_s: float = 5.0  # AWS advises 5 s; a spot notice comes two minutes ahead at best
@@ -304,9 +304,7 @@ class WatchdogConfig:
     """A process per node that ends a rank which no longer comes forward, so that torchrun can start it again."""
 
     enabled: bool = True
-    step_s: float = (
-        600.0  # without a heartbeat (a micro batch, a batch of an evaluation, ...) and a rank counts as stuck
-    )
+    step_s: float = 600.0  # without a heartbeat (micro batch, batch of an evaluation), and a rank counts as stuck
     start_s: float = 7200.0  # the same until the first step is done: joining, loading, compiling
 
     def __post_init__(self) -> None:
