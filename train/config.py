@@ -8,7 +8,7 @@ reports can read a configuration on a machine without it. None means "off" or "w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -498,6 +498,20 @@ def to_dict(config: TrainConfig | PrepareConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def flat(config: TrainConfig) -> dict[str, Any]:
+    """One table of all settings: "optim.lr"."""
+    return dict(flatten(to_dict(config)))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys joined by dots; empty tables stay as they are."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def launched_world_size() -> int:

@@ -5,69 +5,66 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 
-from train import checkpoint
 from train.backend import Backend, open_backend
+from train.checkpoints.progress import Progress
 from train.config import (
-    InputError,
     Plan,
     TrainConfig,
-    Unreachable,
     check,
     check_launch,
     launched_world_size,
     make_plan,
 )
-from train.data.batches import Batch, Batches, InGroups, failure_of
-from train.data.order import EvalOrder, ShardSampler, Windows
+from train.data.batches import Batches, failure_of
+from train.data.order import EvalOrder
+from train.feed import as_own_failure, check_same_data, train_batches, train_order
+from train.life import Life, begin, leave_word
 from train.metrics import Recorder
 from train.monitor import open_monitor
 from train.optim import build_optimizer, learning_rate, set_learning_rate
-from train.parallel import Engine, build_engine
+from train.parallel import Engine, LossFunction, build_engine
 from train.preempt import StopRequest
-from train.run_folder import RunFolder, identity_of, set_up_logging
+from train.recovery import Recovery
+from train.run_folder import RunFolder, identity_of
 from train.tasks import Task, build_task
+from train.together import TOGETHER, raise_together, together
+from train.watchdog import Watchdog
 
 logger = logging.getLogger("train")
-Result = TypeVar("Result")
-HELD_BACK = 8  # micro batches that a backend may gather before it gives the first (XLA's device_prefetch is 4)
 
 
 def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
 
-    Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or the name
-    of the signal that asked for it) and the step.
+    Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or what asked
+    for it) and the step.
     """
     check_launch(cfg, os.environ)
     task = build_task(cfg)
     plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
-    folder = RunFolder(cfg.run_dir)
     identity = identity_of(cfg, plan, task.data_id)
-    folder.claim(identity)
-    set_up_logging(folder.log)
-    try:
-        return open_and_fit(cfg, plan, task, folder, identity, stop)
-    except InputError as error:
-        folder.exit_file(f"refused: {error}", None)
-        raise
+    with begin(Life(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop)) as life:
+        reason, step = open_and_fit(life)
+        leave_word(life, reason, step)
+    return reason, step
 
 
-def open_and_fit(
-    cfg: TrainConfig, plan: Plan, task: Task, folder: RunFolder, identity: dict[str, object], stop: StopRequest
-) -> tuple[str, int]:
+def open_and_fit(life: Life) -> tuple[str, int]:
+    cfg = life.cfg
+    life.watch.phase("join", is_start=True)
     backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
-    refused: InputError | Unreachable | None = None
+    life.is_ours = True  # rank 0 owns the folder, or it would not have joined
+    refused: Exception | None = None
     try:
         if cfg.data.verify:
-            together(backend, task.verify_data if backend.local_rank == 0 else lambda: None)
-        ended = fit(cfg, plan, task, backend, folder, identity, stop)
-    except (InputError, Unreachable) as error:  # on all ranks alike
+            together(backend, life.task.verify_data if backend.local_rank == 0 else lambda: None)
+        ended = fit(life, backend)
+    except TOGETHER as error:
         refused = error.with_traceback(None)
     backend.close()  # what fit made must be gone by now: hence a function of its own, and no traceback
     if refused is not None:
@@ -75,34 +72,30 @@ def open_and_fit(
     return ended
 
 
-def fit(
-    cfg: TrainConfig,
-    plan: Plan,
-    task: Task,
-    backend: Backend,
-    folder: RunFolder,
-    identity: dict[str, object],
-    stop: StopRequest,
-) -> tuple[str, int]:
+def fit(life: Life, backend: Backend) -> tuple[str, int]:
+    cfg, plan, task, folder, watch = life.cfg, life.plan, life.task, life.folder, life.watch
     check_same_data(backend.share(task.data_id))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = task.build_model()
     engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation)
     optimizer = build_optimizer(cfg.optim, engine.parameters, adamw=backend.adamw)
     backend.seed(cfg.seed)  # other dropout on every rank
-    progress, faults = checkpoint.load(folder.checkpoints, model, optimizer, backend, identity=identity)
-    optimizer = backend.own(optimizer, engine.parameters, cfg.optim.max_grad_norm)
+    watch.phase("load", is_start=True)
+    recovery = Recovery(life, backend, model, engine, optimizer)
+    progress = recovery.load()
+    recovery.optimizer = optimizer = backend.own(optimizer, engine.parameters, cfg.optim.max_grad_norm)
     if backend.rank == 0:
-        folder.describe(cfg, identity, facts(plan, task, backend, engine))
+        folder.describe(cfg, life.identity, facts(plan, task, backend, engine))
     logger.info(describe(plan, backend))
     backend.barrier()
-    num_blind = backend.sum([not folder.environment.is_file()])[0]
+    num_blind = 0.0 if folder.is_remote else backend.sum([not folder.environment.is_file()])[0]
     order = train_order(cfg, plan, task, backend, progress)
     supply = together(backend, lambda: task.supply(order, is_first_on_machine=backend.local_rank == 0))
     shares = num_blind == 0 or cfg.collect_graphs  # whose run folder is a temporary one of each machine
     check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
     batches = train_batches(cfg, plan, task, backend, order)
     flops = task.flops_per_example(model)
+    loss = beating(task.loss, watch)
     reason, stopping = "done", False
 
     monitor = open_monitor(
@@ -111,51 +104,55 @@ def fit(
         is_first_on_machine=backend.local_rank == 0,
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
-    with supply, monitor, Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress.step, monitor) as recorder:
-        for fault in faults:
-            recorder.fault(progress.step, fault)
+    with (
+        supply,
+        monitor,
+        Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress, monitor) as recorder,
+        recovery,
+    ):
+        recovery.begin(recorder)
         while progress.step < plan.total_steps and not is_over(cfg, progress):
+            watch.phase("data", step=progress.step, is_start=recorder.is_first)
             recorder.begin_step()
             micro_batches = next(batches)
             recorder.data_ready()
             labels = sum(batch["count"] for batch in micro_batches)
-            failure = failure_of(micro_batches)
-            count, num_stops, num_failures = backend.sum([labels, stop.reason is not None, failure is not None])
+            failure = failure_of(micro_batches) or recovery.look()
+            watch.phase("agree", step=progress.step, is_start=recorder.is_first)
+            asked = [life.stop.reason is not None, life.stop.saves_soon is not None]
+            count, num_stops, num_saves, num_failures = backend.sum([labels, *asked, failure is not None])
             if num_failures:
                 raise_together(backend, failure)
             stopping = num_stops > 0 and progress.step + 1 < plan.total_steps  # the last step ends by itself
+            watch.phase("step", step=progress.step, is_start=recorder.is_first)
             lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
             set_learning_rate(optimizer, lr)
-            engine.forward_backward(micro_batches, task.loss, count)
+            engine.forward_backward(micro_batches, loss, count)
             grad_norm = backend.step(optimizer, engine.parameters, cfg.optim.max_grad_norm)
             progress.step += 1
-            supply.consumed(progress.step * plan.global_batch_size)
+            progress.examples += plan.global_batch_size
+            supply.consumed(progress.examples)
             evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
-            saves = stopping or due(progress.step, cfg.checkpoint.every, plan.total_steps)
-            saves = saves and not cfg.collect_graphs
-            recorder.end_step(
-                progress.step, evaluates or saves, lr=lr, count=count, take_loss=engine.take_loss, grad_norm=grad_norm
-            )
-            if evaluates:
-                began_s = time.perf_counter()
-                metrics = evaluate(cfg, plan, task, backend, engine)
-                if metrics is not None:
-                    recorder.evaluation(progress.step, metrics, time.perf_counter() - began_s)
-                    progress.saw(metrics["loss"], min_delta=cfg.early_stop.min_delta)
-            if saves or is_over(cfg, progress):
-                saved = checkpoint.save(
-                    folder.checkpoints, progress, model, optimizer, backend, identity=identity, keep=cfg.checkpoint.keep
-                )
-                recorder.checkpoint(progress.step, saved)
+            recorder.end_step(evaluates, lr=lr, count=count, engine=engine, grad_norm=grad_norm)
+            if recorder.skips_in_a_row >= cfg.nonfinite.max_skips:
+                progress = recovery.roll_back()
+                continue
+            validation_loss = evaluate(life, backend, engine, recorder) if evaluates else None
+            ends = stopping or progress.step == plan.total_steps or is_over(cfg, progress)
+            if ends or recovery.is_due(num_saves):
+                watch.phase("save", step=progress.step)
+                recovery.save(validation_loss, is_last=ends)
             if stopping:
-                reason = stop.reason or "another rank was asked to stop"
+                reason = next(found for found in backend.share(life.stop.reason) if found is not None)
                 break
+        recovery.finish()
         if not stopping and is_over(cfg, progress):
             reason = "early_stop"
         if recorder.steps_done and not cfg.collect_graphs:  # a finished run that is started again has nothing to add
-            recorder.summary(progress.step, reason, task.facts)
+            recorder.summary(reason, {**task.facts, **recovery.facts()})
     if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
         task.export(model, folder.export)
+        folder.mirror_export()
     return reason, progress.step
 
 
@@ -167,40 +164,36 @@ def describe(plan: Plan, backend: Backend) -> str:
     )
 
 
-def together(backend: Backend, action: Callable[[], Result]) -> Result:
-    """What an action gives on this rank, once it succeeded on all; else all raise what one found."""
-    result, failure = None, None
-    try:
-        result = action()
-    except (InputError, Unreachable) as error:
-        failure = error.with_traceback(None)
-    if backend.sum([failure is not None])[0]:
-        raise_together(backend, failure)
-    return cast(Result, result)
+def beating(loss: LossFunction, watch: Watchdog) -> LossFunction:
+    """The same, with a heartbeat for each micro batch."""
+
+    def loss_with_beat(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        watch.beat()
+        return loss(model, inputs)
+
+    return loss_with_beat
 
 
-def check_same_data(ids: list[str]) -> None:
-    for rank, found in enumerate(ids):
-        check(
-            found == ids[0],
-            f"rank {rank} reads other data than rank 0 (id {found[:12]} and {ids[0][:12]}): data.path must lead all "
-            "machines to the same; has one an older copy?",
-        )
-
-
-def raise_together(backend: Backend, failure: Exception | None) -> None:
-    """All ranks call it; the first failure among theirs is raised on all."""
-    raise next(found for found in backend.share(failure) if found is not None)
-
-
-def is_over(cfg: TrainConfig, progress: checkpoint.Progress) -> bool:
+def is_over(cfg: TrainConfig, progress: Progress) -> bool:
     return cfg.early_stop.patience is not None and progress.evals_since_best >= cfg.early_stop.patience
 
 
-def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, float] | None:
+def evaluate(life: Life, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
+    """Take note of the validation data's metrics. Gives the loss; None where only the graph is wanted."""
+    began_s = time.perf_counter()
+    metrics = validate(life, backend, engine)
+    if metrics is None:
+        return None
+    recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
+    recorder.progress.saw(metrics["loss"], min_delta=life.cfg.early_stop.min_delta)
+    return metrics["loss"]
+
+
+def validate(life: Life, backend: Backend, engine: Engine) -> dict[str, float] | None:
     """Metrics over the validation data, each example once whatever the number of ranks. None where only the graph is
     wanted: a batch for each rank, whose numbers mean nothing.
     """
+    cfg, plan, task = life.cfg, life.plan, life.task
     rows = task.eval_rows
     if cfg.collect_graphs:
         rows = min(rows, plan.micro_batch_size * backend.world_size)
@@ -211,6 +204,7 @@ def evaluate(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine:
     engine.model.eval()
     with torch.no_grad():
         for batch in as_own_failure(backend.feed(batches), backend):
+            life.watch.phase("evaluate", is_start=True)  # it may be its first batch, which is compiled
             if failure := failure_of([batch]):
                 break
             with backend.autocast():  # for each batch: casts of weights that outlive it make the next another graph
@@ -240,56 +234,3 @@ def facts(plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str,
 
 def due(step: int, every: int | None, total: int) -> bool:
     return step == total or (every is not None and step % every == 0)
-
-
-def train_order(
-    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, progress: checkpoint.Progress
-) -> ShardSampler:
-    """This rank's order of the data, from where the run stands. At first the smallest cache decides on the window."""
-    mine = together(backend, task.windows)
-    if progress.window_shards is None:
-        progress.window_shards = min(backend.share(mine.shards))  # disks differ
-        progress.windows_grow = bool(backend.broadcast(mine.grow))
-    windows = Windows(progress.window_shards, progress.windows_grow)
-    check(
-        cfg.data.window_shards is None or mine == windows,
-        f"data.window_shards={cfg.data.window_shards}, but this run shuffles {windows.shards} together"
-        f"{', growing to them at first' if windows.grow else ''}; leave it out "
-        "or choose another run_dir",
-    )
-    return ShardSampler(
-        task.shard_rows,
-        seed=cfg.seed,
-        windows=windows,
-        global_batch_size=plan.global_batch_size,
-        rank=backend.rank,
-        world_size=backend.world_size,
-        consumed_rows=progress.step * plan.global_batch_size,
-    )
-
-
-def train_batches(
-    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, order: ShardSampler
-) -> Iterator[list[Batch]]:
-    """The micro batches of each step of this rank, endlessly."""
-    batches = Batches(
-        task.train_data(),
-        order.micro_batches(plan.micro_batch_size),
-        batch_size=plan.micro_batch_size,
-        num_workers=cfg.data.num_workers,
-        prefetch=cfg.data.prefetch,
-        pin_memory=backend.pin_memory,
-        # No batch may wait for a shard that only comes when batches are done with that wait for it.
-        most_together=max(1, order.window_rows // (plan.micro_batch_size * backend.world_size) - HELD_BACK),
-    )
-    return iter(InGroups(as_own_failure(backend.feed(batches), backend), plan.accumulation))
-
-
-def as_own_failure(batches: Iterator[Batch], backend: Backend) -> Iterator[Batch]:
-    """What is wrong with one rank's data the others do not know: it must not leave in order, they would wait for it."""
-    try:
-        yield from batches
-    except InputError as error:
-        if backend.world_size == 1:
-            raise
-        raise RuntimeError(f"rank {backend.rank}: {error}") from error

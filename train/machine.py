@@ -262,3 +262,10 @@ def instance_stores(
         if source.parent == Path("/dev") and is_instance_store(source.name) and os.access(place, os.W_OK):
             found.append(place)
     return found
+
+
+def cache_root() -> Path:
+    """Where large files of this machine go that may be lost: its NVMe disk, or the user's cache."""
+    stores = instance_stores()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (stores[0] if stores else Path(home).expanduser()) / "baretrain"

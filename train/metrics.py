@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import platform
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,22 +18,28 @@ from tqdm import tqdm
 from train.config import InstanceConfig, Plan, TrainConfig
 from train.monitor import Monitor, Sample
 from train.run_folder import RunFolder
+from train.stragglers import Stragglers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from train.backend import Backend
+    from train.checkpoints.progress import Progress
+    from train.checkpoints.saver import Saved
+    from train.parallel import Engine
 
 logger = logging.getLogger("train")
+COMPILED_STEPS = 2  # in which all graphs of a step occur
 
 
 @dataclass
 class Window:
-    """What has gathered since the last line."""
+    """What has gathered since the last line. It is saved with a checkpoint: a resumed run writes the same lines."""
 
     steps: int = 0
     count: float = 0.0  # labels of all ranks
     wait_s: float = 0.0  # this rank's, for data
+    work_s: float = 0.0  # this rank's, waiting for data or in forward passes: without waiting for other ranks
     busy_s: float = 0.0  # in steps, data included; evaluation, saving and compiling left out
     compile_s: float = 0.0  # in steps
 
@@ -48,18 +54,29 @@ class Recorder:
     backend: Backend
     seq_len: int
     flops_per_example: float | None
-    start_step: int
+    progress: Progress
     monitor: Monitor
     window: Window = field(default_factory=Window)
     train_s: float = 0.0
-    steps_done: int = 0
+    steps_done: int = 0  # of this life
     last_loss: float = math.nan
+    skipped: int = 0  # steps of this process, because of a gradient that was not finite
+    skips_in_a_row: int = 0  # as of the last line
+
+    def __post_init__(self) -> None:
+        self.stragglers = Stragglers(self.cfg.straggler, self.backend.share(platform.node()))
+        self.start_step = self.progress.step
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing is compiled yet."""
+        return self.steps_done < COMPILED_STEPS
 
     def __enter__(self) -> Recorder:
         self.file: TextIO | None = None
         self.board: Any = None
         if self.backend.rank == 0:
-            mend_last_line(self.folder)
+            self.folder.mend_last_line()
             self.file = self.folder.metrics.open("a", buffering=1)  # a whole line at a time
             if self.cfg.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -75,11 +92,10 @@ class Recorder:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        step = self.start_step + self.steps_done + self.window.steps
         for text in self.monitor.alarms():  # of this machine alone: the other ranks may be gone
-            self.alarm(step, text)
+            self.alarm(text)
         if error is not None:
-            self.fault(step, f"{type(error).__name__}: {error}")
+            self.fault(f"{type(error).__name__}: {error}")
         self.bar.close()
         if self.file is not None:
             self.file.close()
@@ -90,47 +106,63 @@ class Recorder:
         self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
 
     def data_ready(self) -> None:
-        self.window.wait_s += time.perf_counter() - self.began_s
+        wait_s = time.perf_counter() - self.began_s
+        self.window.wait_s += wait_s
+        self.window.work_s += wait_s
 
-    def end_step(
-        self,
-        step: int,
-        reads: bool,
-        *,
-        lr: float,
-        count: float,
-        take_loss: Callable[[], float],
-        grad_norm: Tensor,
-    ) -> None:
+    def end_step(self, reads: bool, *, lr: float, count: float, engine: Engine, grad_norm: Tensor) -> None:
         """Take note of a step; every `log_every` of them, and when `reads`, read the device and write a line.
 
         Raises:
-            FloatingPointError: loss or gradient are no longer numbers; on all ranks alike. Nothing that is saved after
-                a reading is broken.
+            FloatingPointError: loss or gradient are no longer numbers although the last step was not skipped; on all
+                ranks alike.
         """
-        window = self.window
+        window, step = self.window, self.progress.step
         window.steps += 1
+        self.steps_done += 1
         window.count += count
         is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
-            local = [take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
+            window.work_s += self.backend.take_work_s()
+            local = [engine.take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
             norm = float(self.backend.read([grad_norm])[0])
-            loss_sum_all, wait_s, *readings = self.backend.sum([*local, *self.monitor.read().values()])
+            skipped, self.skips_in_a_row = self.backend.skipped()
+            works = [window.work_s if rank == self.backend.rank else 0.0 for rank in range(self.backend.world_size)]
+            found = self.backend.sum([*local, *works, *self.monitor.read().values()])
+            loss_sum_all, wait_s, works, readings = (
+                found[0],
+                found[1],
+                found[2 : 2 + len(works)],
+                found[2 + len(works) :],
+            )
         self.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         window.compile_s += compile_s
-        window.busy_s += max(time.perf_counter() - self.began_s - compile_s, 1e-9)
+        busy_s = max(time.perf_counter() - self.began_s - compile_s, 1e-9)
+        window.busy_s += busy_s
+        self.train_s += busy_s
+        self.progress.productive_s += busy_s
         if is_due:
-            self.train_s += window.busy_s
-            self.steps_done += window.steps
             self.last_loss = loss_sum_all / max(window.count, 1.0)
+            self.stragglers.see(works)
             self._write_train(step, lr, norm, wait_s, Sample.from_values(readings))
             self.window = Window()
-            if not (math.isfinite(self.last_loss) and math.isfinite(norm)) and not self.cfg.collect_graphs:
-                raise FloatingPointError(
-                    f"the loss is {self.last_loss}, the gradient's norm {norm} at step {step}: nothing more is saved; "
-                    "a new run_dir with a lower optim.lr, or fp32, may help"
-                )
+            self._judge_skips(skipped, norm)
+
+    def _judge_skips(self, skipped: int, norm: float) -> None:
+        """`skipped`: of this process so far."""
+        new, self.skipped = skipped - self.skipped, skipped
+        self.progress.skipped += new
+        if new:
+            self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
+        if (text := self.stragglers.take_alarm()) is not None:
+            self.alarm(text)
+        is_number = math.isfinite(self.last_loss) and math.isfinite(norm)
+        if not is_number and not new and not self.skips_in_a_row and not self.cfg.collect_graphs:
+            raise FloatingPointError(
+                f"the loss is {self.last_loss}, the gradient's norm {norm} at step {self.progress.step}: a new run_dir "
+                "with a lower optim.lr, or fp32, may help"
+            )
 
     def _write_train(self, step: int, lr: float, grad_norm: float, wait_s: float, sample: Sample) -> None:
         window, batch = self.window, self.plan.global_batch_size
@@ -143,8 +175,10 @@ class Recorder:
             "tokens_per_s": examples_per_s * self.seq_len,
             "data_wait_s": wait_s,
             "step_s": window.busy_s / window.steps,
-            "examples": step * batch,
-            "epoch": step / self.plan.steps_per_epoch,
+            "examples": self.progress.examples,
+            "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
+            "goodput": self.goodput(),
+            **self.stragglers.fields,
         }
         mfu = self.mfu(examples_per_s)
         if mfu is not None:
@@ -156,7 +190,7 @@ class Recorder:
         if sample.num_alarms:  # of all machines: the ranks see one number, so all of them gather
             for found in self.backend.gather({"alarms": self.monitor.alarms()}):
                 for text in found["alarms"]:
-                    self.alarm(step, text)
+                    self.alarm(text)
         shown = {"loss": f"{self.last_loss:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
         self.bar.set_postfix(shown if mfu is None else {**shown, "mfu": f"{mfu:.1%}"}, refresh=False)
         width = len(str(self.plan.total_steps))
@@ -176,21 +210,35 @@ class Recorder:
         return examples_per_s * self.flops_per_example / (peak * self.backend.world_size)
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
-        self.write("eval", {"step": step, "examples": step * self.plan.global_batch_size, **metrics, "eval_s": eval_s})
+        self.write("eval", {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logger.info(f"step {step:{len(str(self.plan.total_steps))}} evaluation  {shown}  ({eval_s:.1f} s)")
 
-    def checkpoint(self, step: int, sizes: dict[str, float]) -> None:
-        self.write("checkpoint", {"step": step, **sizes})
+    def saved(self, saved: Saved) -> None:
+        if saved.failure is not None:
+            self.alarm(f"checkpoint of step {saved.step}: {saved.failure}")
+        if saved.num_bytes:
+            times = {"save_s": saved.save_s, "stall_s": saved.stall_s}
+            self.write("checkpoint", {"step": saved.step, "bytes": saved.num_bytes, **times})
 
-    def fault(self, step: int, reason: str) -> None:
-        self.write("fault", {"step": step, "reason": reason})
+    def fault(self, reason: str, **values: float | None) -> None:
+        self.write("fault", {"step": self.progress.step, "reason": reason, **values})
 
-    def alarm(self, step: int, text: str) -> None:
-        logger.warning(f"step {step}: {text}")
-        self.fault(step, text)
+    def alarm(self, text: str) -> None:
+        logger.warning(f"step {self.progress.step}: {text}")
+        self.fault(text)
 
-    def summary(self, step: int, reason: str, facts: dict[str, float]) -> None:
+    def go_back(self, progress: Progress) -> None:
+        """The run goes on from an earlier step."""
+        self.progress, self.window, self.skips_in_a_row = progress, Window(), 0
+        self.bar.n = progress.step
+
+    def goodput(self) -> float:
+        """Seconds in steps that were not lost, of all since the run was begun, lives and pauses included."""
+        wall_s = max(time.time() - self.folder.first_started_unix_s(), self.progress.productive_s, 1e-9)
+        return self.progress.productive_s / wall_s
+
+    def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """The last line of this life of the run. Unknown figures are null."""
         examples = self.steps_done * self.plan.global_batch_size
         tokens = examples * self.seq_len
@@ -198,7 +246,7 @@ class Recorder:
         self.write(
             "summary",
             {
-                "step": step,
+                "step": self.progress.step,
                 "steps_total": self.plan.total_steps,
                 "reason": reason,
                 "train_s": self.train_s,
@@ -209,6 +257,10 @@ class Recorder:
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
                 "mfu": self.mfu(examples / self.train_s) if self.train_s else None,
                 "cost_usd": self.cost_usd(),
+                "goodput": self.goodput(),
+                "productive_s": self.progress.productive_s,
+                "skipped_steps": self.progress.skipped,
+                "rollbacks": self.progress.rollbacks,
                 "world_size": self.backend.world_size,
                 "backend": self.backend.name,
                 "device": self.backend.device_name,
@@ -242,12 +294,3 @@ def finite(value: Any) -> bool:
 def peak_flops_per_s(instance: InstanceConfig, precision: str) -> float | None:
     tflops = instance.device_tflops_fp32 if precision == "fp32" else instance.device_tflops_bf16
     return None if tflops is None else tflops * 1e12
-
-
-def mend_last_line(folder: RunFolder) -> None:
-    """Cut off a line that a killed process left half written, so that the next one starts a line of its own."""
-    if folder.metrics.is_file():
-        content = folder.metrics.read_bytes()
-        if content and not content.endswith(b"\n"):
-            with folder.metrics.open("rb+") as file:
-                file.truncate(content.rfind(b"\n") + 1)

@@ -6,14 +6,14 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from train.config import InputError, check
+from train.config import InputError, check, flatten
 
 Line = dict[str, Any]
 
@@ -73,14 +73,6 @@ def read_metrics(path: Path) -> list[Line]:
         lines.append(line)
     check(bool(lines), f"{path} holds no line yet: there is nothing to report")
     return lines
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def drop_superseded(lines: list[Line]) -> dict[str, list[Line]]:

@@ -1,9 +1,11 @@
 """The run folder: the only thing a run writes to and the only thing a report reads.
 
-    config.yaml  environment.json  metrics.jsonl  checkpoints/step_00001000/  tensorboard/  log/  export/  report/
+    config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
+    tensorboard/  log/  export/  report/
 
 A folder belongs to one run. Its identity (what is learnt, from which data, in which batches) may not change; where and
-how fast it runs, and how long, may.
+how fast it runs, and how long, may. One in S3 has a copy on each machine that is written to; rank 0's goes up at every
+checkpoint and at the end.
 """
 
 from __future__ import annotations
@@ -16,18 +18,33 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
 import conf
 import train
-from train.config import Plan, TrainConfig, check, launched_rank, to_dict
-from train.storage import canonical_json, local_path, make_folder, write_atomic
+from train import machine
+from train.config import Plan, S3Config, TrainConfig, check, launched_rank, to_dict
+from train.storage import (
+    LocalFolder,
+    canonical_json,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_bytes,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from train.s3 import S3Folder
 
 logger = logging.getLogger("train")
+OUTCOME = "outcome.json"
+MIRRORED = ("environment.json", "config.yaml", "metrics.jsonl", "log/rank_0000.txt")
 PACKAGES = (
     "torch",
     "torch-xla",
@@ -44,44 +61,123 @@ PACKAGES = (
 
 
 class RunFolder:
-    def __init__(self, location: str) -> None:
-        self.path = local_path(location)
+    def __init__(self, location: str, s3: S3Config | None = None) -> None:
+        self.location = location
+        if is_s3(location):
+            self.path = machine.cache_root() / "runs" / sha256_bytes(location.rstrip("/").encode())[:16]
+            self.folder = open_folder(location, s3 or S3Config())
+        else:
+            self.path = local_path(location)
+            self.folder = LocalFolder(self.path)
+        self.is_remote = is_s3(location)
+        self.first_unix_s: float | None = None
+        self.previous: dict[str, Any] = {}  # how the last life ended, once open
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.export = self.path / "export"
         self.log = self.path / "log"
 
-    def claim(self, identity: dict[str, Any]) -> None:
+    def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
         """Refuse a folder that is another run's, or is no run folder at all, before anything is written to it."""
-        if self.environment.is_file() and (self.metrics.is_file() or self.checkpoints.is_dir()):
-            check_same_run(json.loads(self.environment.read_bytes()).get("identity", {}), identity, place=self.path)
-        elif not self.environment.is_file():
+        found = self.folder.names_here()
+        if "environment.json" in found:
+            if found & {"metrics.jsonl", "checkpoints"}:
+                before = json.loads(self.folder.read("environment.json")).get("identity", {})
+                check_same_run(before, identity, place=self.location, force=force)
+        else:
             check(
-                not self.config.exists() and not self.checkpoints.exists(),
-                f"run_dir={self.path} holds files that are not a run's; choose another folder",
+                not found & {"config.yaml", "checkpoints"},
+                f"run_dir={self.location} holds files that are not a run's; choose another folder",
             )
-        make_folder(self.path)
+
+    def open(self) -> None:
+        """Make the folder, or this machine's copy of it."""
         self.log.mkdir(exist_ok=True)
         self.exit_path.unlink(missing_ok=True)  # of an earlier life
+        if launched_rank() != 0:
+            return
+        self.previous = self.last_outcome()
+        self.folder.remove(OUTCOME)
+        if self.is_remote:
+            for name in MIRRORED:
+                size, here = self.folder.size(name), self.path / name
+                if size is not None and (not here.is_file() or here.stat().st_size < size):
+                    here.write_bytes(self.folder.read(name))
 
     def describe(self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any]) -> None:
         """Write config.yaml and environment.json. Rank 0 calls it."""
         # The environment first: it is what tells the folder from somebody else's.
-        write_atomic(self.environment, canonical_json({"identity": identity, **environment(), **facts}))
+        found = {"identity": identity, "first_started_unix_s": self.first_started_unix_s(), **environment(), **facts}
+        write_atomic(self.environment, canonical_json(found))
         write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+        self.mirror()
+
+    def first_started_unix_s(self) -> float:
+        """When the run was begun, lives ago maybe."""
+        if self.first_unix_s is None:
+            before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
+            self.first_unix_s = float(before.get("first_started_unix_s", time.time()))
+        return self.first_unix_s
+
+    def mirror(self) -> None:
+        """Bring what rank 0 has written to S3, where the run folder is there."""
+        for name in MIRRORED if self.is_remote else ():
+            if (self.path / name).is_file():
+                self.folder.write(name, (self.path / name).read_bytes())
+
+    def mirror_export(self) -> None:
+        for path in sorted(self.export.rglob("*")) if self.is_remote else ():
+            if path.is_file():
+                cast("S3Folder", self.folder).upload(path.relative_to(self.path).as_posix(), path)
+
+    def mend_last_line(self) -> None:
+        """Cut off a line of the metrics that a killed process left half written, so that the next one is its own."""
+        if self.metrics.is_file():
+            content = self.metrics.read_bytes()
+            if content and not content.endswith(b"\n"):
+                with self.metrics.open("rb+") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
 
     @property
     def exit_path(self) -> Path:
         return self.log / f"exit_rank_{launched_rank():04d}.json"
 
     def exit_file(self, reason: str, step: int | None) -> None:
-        """Leave word of how this rank ended; launchers judge by it."""
+        """Leave word of how this rank ended."""
         if self.log.is_dir():
-            content = {"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)}
-            write_atomic(self.exit_path, canonical_json(content))
+            content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
+            write_atomic(self.exit_path, content)
+            if self.is_remote:
+                self.folder.write(f"log/{self.exit_path.name}", content)
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Leave word of how the run ended; launchers judge by it. The first rank to say so is right: it is the cause of
+        what the others say. No word means that the run was killed.
+        """
+        if self.log.is_dir():
+            self.folder.create(OUTCOME, canonical_json(asdict(outcome)))
+
+    def last_outcome(self) -> dict[str, Any]:
+        """How the last life ended; empty if it left no word."""
+        try:
+            found: dict[str, Any] = json.loads(self.folder.read(OUTCOME))
+        except FileNotFoundError:
+            return {}
+        return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outcome: str  # done | stopped | failed | refused
+    kind: str  # of a failure: what the exception is called; of a stop or an end: the short reason
+    reason: str
+    step: int | None  # reached
+    checkpoint: int | None  # the newest that is committed: nothing up to there is lost
+    goes_on: bool  # whether the same command has a chance to go on
+    launch: list[str]  # torchrun's run id, address and port
+    time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
@@ -96,14 +192,24 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
     }
 
 
-def check_same_run(found: dict[str, Any], identity: dict[str, Any], *, place: Path) -> None:
-    """Raise InputError, naming a difference, if what was found in `place` is of another run."""
-    wanted = json.loads(canonical_json(identity))
-    for key in {**found, **wanted}:
-        check(
-            found.get(key) == wanted.get(key),
-            f"{place} is of a run with {key}={found.get(key)}, this one has {wanted.get(key)}; choose another run_dir",
-        )
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "key: old -> new" for each key of two flat tables that differs."""
+    now = json.loads(canonical_json(now))
+    keys = sorted({**before, **now})
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def check_same_run(found: dict[str, Any], identity: dict[str, Any], *, place: object, force: bool) -> None:
+    """Raise InputError with all differences if what was found in `place` is of another run, or warn if forced."""
+    changed = differences(found, identity)
+    if changed and force:
+        logger.warning("going on, as resume.force=true says, with another run than %s: %s", place, ", ".join(changed))
+        return
+    check(
+        not changed,
+        f"{place} is of another run ({', '.join(changed)}); choose another run_dir, or go on with the new settings by "
+        "resume.force=true",
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -12,9 +12,11 @@ import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import boto3
+from boto3.exceptions import RetriesExceededError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import (
@@ -36,8 +38,11 @@ METADATA_ATTEMPTS = 5
 CONNECTIONS = 32  # kept open
 PART_BYTES = 16 * 2**20  # of a multipart upload
 UPLOAD_THREADS = 4
-BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError)
-MISSING = ("NoSuchKey", "NotFound")
+TRANSFER = TransferConfig(
+    multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=UPLOAD_THREADS
+)
+BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError, RetriesExceededError)
+MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no words
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
 UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
@@ -131,11 +136,18 @@ class S3Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """In parts, sent side by side, if it is large; readers see the whole or nothing."""
-        transfer = TransferConfig(
-            multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=UPLOAD_THREADS
-        )
         with self.telling("write", name):
-            self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=transfer)
+            self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=TRANSFER)
+
+    def upload(self, name: str, path: Path) -> None:
+        """The same with a file of this machine. Memory: UPLOAD_THREADS parts."""
+        with self.telling("write", name), path.open("rb") as file:
+            self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
+
+    def download(self, name: str, path: Path) -> None:
+        """A file to this machine, in parts; FileNotFoundError if there is none. The caller verifies it."""
+        with self.telling("read", name):
+            self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
 
     def create(self, name: str, content: bytes) -> bool:
         mark = uuid.uuid4().hex
@@ -179,6 +191,14 @@ class S3Folder:
             keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
         # The console's "folders" are empty objects whose names end in a slash.
         return sorted(key.removeprefix(self.key("")) for key in keys if not key.endswith("/"))
+
+    def names_here(self) -> set[str]:
+        top = self.key("")
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=top, Delimiter="/")
+        with self.telling("list", ""):
+            keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
+            keys += [item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ())]
+        return {key.removeprefix(top).rstrip("/") for key in keys} - {""}
 
     @contextmanager
     def telling(self, verb: str, name: str) -> Iterator[None]:

@@ -43,6 +43,9 @@ class Folder(Protocol):
     def names(self, prefix: str = "") -> list[str]:
         """Files whose names begin with `prefix`, in order, those in subfolders too."""
 
+    def names_here(self) -> set[str]:
+        """Files and subfolders of the folder itself."""
+
 
 def is_s3(location: str) -> bool:
     return location.startswith("s3://")
@@ -95,6 +98,9 @@ class LocalFolder:
         files = (path for path in self.path.rglob("*") if path.is_file() and not path.match(TEMPORARY_GLOB))
         found = (path.relative_to(self.path).as_posix() for path in files)
         return sorted(name for name in found if name.startswith(prefix))
+
+    def names_here(self) -> set[str]:
+        return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
 
 
 @contextmanager

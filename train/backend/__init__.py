@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,29 @@ class Backend(Protocol):
     def autocast(self) -> AbstractContextManager[Any]:
         """Forward passes run in the run's precision inside."""
 
+    def timed(self) -> AbstractContextManager[Any]:
+        """Inside runs work of this rank alone, without a collective."""
+
+    def take_work_s(self) -> float:
+        """Seconds that `timed` work took since this was last asked for; to be called when the device has been waited
+        for. Where the device cannot be asked, those of the host.
+        """
+
     def accumulate(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
         """Inside runs one micro batch, forward and backward. Gradients stay local but for the last of a step."""
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip, update, clear the gradients. Gives the gradients' global norm before clipping, left on the device."""
+        """Clip, update, clear the gradients. Gives the gradients' global norm before clipping, left on the device. If
+        that is NaN or infinite, weights, moments and step counts stay as they are, on all ranks.
+        """
+
+    def skipped(self) -> tuple[int, int]:
+        """Steps that changed nothing, because their norm was not finite: of this process, and of the last in a row.
+        Waits for the device.
+        """
+
+    def reset_skips(self) -> None:
+        """None of the last steps counts as skipped any more: the run has gone back behind them."""
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the host. Waits for the device."""
@@ -97,8 +115,13 @@ class Backend(Protocol):
 
     def set_rng_state(self, state: State) -> None: ...
 
-    def save(self, state: State, path: Path) -> None:
-        """Write tensors and plain containers, all on the CPU, readable by every backend. Rank 0 calls it."""
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Copy each tensor to the buffer of its shape and type. Waits for the device."""
+
+    def save(self, state: State, file: BinaryIO) -> None:
+        """Write tensors and plain containers that are on the host, readable by every backend. A thread of rank 0 calls
+        it, while the others train: it may not touch the device.
+        """
 
     def load(self, path: Path) -> State: ...
 

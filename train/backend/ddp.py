@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from train.backend import guards
+from train.backend import guards, nonfinite
 from train.backend.graphs import Graphs
-from train.backend.hosts import RANK_STRIDE, Hosts, to_cpu
+from train.backend.hosts import RANK_STRIDE, Hosts
 from train.config import BackendConfig, check
 
 if TYPE_CHECKING:
@@ -31,12 +30,15 @@ class DDP(Hosts):
 
     name = "ddp"
     adamw = {"fused": True}
+    skips_on_device = False  # whether a step may not wait for its norm
 
     def __init__(self, cfg: BackendConfig) -> None:
         super().__init__()
         self.device = pick_device(cfg.device, self.local_rank, self.local_world_size)
         is_cuda = self.device.type == "cuda"
         self.pin_memory = is_cuda
+        self.skips_on_device = is_cuda
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
         self.precision = pick_precision(cfg.precision, self.device)
         self.compresses = cfg.grad_compression == "bf16"
@@ -57,6 +59,7 @@ class DDP(Hosts):
         model.to(self.device)
         guards.tie(model, tied)
         guards.check_tied(model, tied)
+        self.skips = nonfinite.Skips(self.device)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
         if not self.is_distributed:
@@ -81,6 +84,23 @@ class DDP(Hosts):
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        if self.device.type != "cuda":
+            with super().timed():
+                yield
+            return
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        self.events.append(events)
+
+    def take_work_s(self) -> float:
+        taken_s = super().take_work_s() + sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
+        self.events.clear()
+        return taken_s
+
     def accumulate(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
         if is_last or not isinstance(model, DistributedDataParallel):
             return nullcontext()
@@ -88,7 +108,8 @@ class DDP(Hosts):
 
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else float("inf"))
-        optimizer.step()
+        nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
+        self.skips.see(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm
 
@@ -100,6 +121,12 @@ class DDP(Hosts):
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
+
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)  # all on their way at once, where the buffers are page-locked
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize()
 
     def graphs(self) -> Graphs:
         return Graphs()
@@ -118,8 +145,8 @@ class DDP(Hosts):
         if self.device.type != "cpu" and self.device.type in state:
             torch.get_device_module(self.device).set_rng_state(state[self.device.type], self.device)
 
-    def save(self, state: State, path: Path) -> None:
-        torch.save(to_cpu(state), path)
+    def save(self, state: State, file: BinaryIO) -> None:
+        torch.save(state, file)
 
 
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:

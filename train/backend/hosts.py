@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from train.backend import guards
+from train.backend.nonfinite import Skips
 from train.config import launched_rank, launched_world_size
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class Hosts:
     """Rank, world size and the verbs of `train.backend.Backend` that every backend shares."""
 
     read: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    skips: Skips  # made with the model, before the first step: later, that step would be another graph on XLA
     group: dist.ProcessGroup | None = None  # None: the default one, which then speaks gloo for host tensors
 
     def __init__(self) -> None:
@@ -35,6 +38,7 @@ class Hosts:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.is_distributed = "RANK" in os.environ
+        self.work_s = 0.0
 
     def sum(self, values: Sequence[float]) -> list[float]:
         if not self.is_distributed:
@@ -77,9 +81,30 @@ class Hosts:
         sums = [float(copy.double().sum()) for copy in self.read(guards.smallest(parameters))]
         guards.check_same([found["sums"] for found in self.gather({"sums": sums})])
 
+    def skipped(self) -> tuple[int, int]:
+        total, streak = self.read([self.skips.total, self.skips.streak])
+        return int(total), int(streak)
+
+    def reset_skips(self) -> None:
+        self.skips.reset_streak()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.work_s += time.perf_counter() - began_s
+
+    def take_work_s(self) -> float:
+        taken, self.work_s = self.work_s, 0.0
+        return taken
+
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         state = optimizer.state_dict()
         return {**state, "param_groups": [{"params": group["params"]} for group in state["param_groups"]]}
+
+    def copy_to_host(self, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        for buffer, copy in zip(buffers, self.read(tensors), strict=True):
+            buffer.copy_(copy)
 
     def load(self, path: Path) -> State:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
@@ -93,14 +118,3 @@ class Hosts:
             gc.collect()
             self.barrier()
             dist.destroy_process_group()
-
-
-def to_cpu(value: Any) -> Any:
-    """Tensors of nested containers, copied to the host."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_cpu(item) for item in value)
-    return value

@@ -27,6 +27,7 @@ class Neuron(DDP):
 
     name = "neuron"
     adamw = {"foreach": False}  # the plain one: whether the others exist there is not documented
+    skips_on_device = False  # that implementation counts its steps on the host, which has to know of a skip
     pin_memory = False
     device_name = "NeuronCore"
     monitor_kind = "neuron"

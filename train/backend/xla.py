@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
-from train.backend import guards, zero1
+from train.backend import guards, nonfinite, zero1
 from train.backend.graphs import GraphBudget, Graphs, Watched
 from train.backend.hosts import RANK_STRIDE, Hosts
 from train.backend.rounding import fp32_weights
@@ -119,6 +118,7 @@ class XLA(Hosts):
         guards.tie(model, self.tied)
         guards.check_tied(model, self.tied)
         guards.watch_masks(model)
+        self.skips = nonfinite.Skips(self.device)
         self._arrange_layers(model)
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
         self.budget.limit = self.cfg.max_graphs or training + 1  # and one for evaluation
@@ -210,32 +210,44 @@ class XLA(Hosts):
     def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         watched, self.first_step_of = self.first_step_of, []
         before = self.read(watched)
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.step()  # reduces and clips as well
-            norm = optimizer.grad_norm
-        else:
-            norm = self._update(optimizer, parameters, max_norm)
+        norm = self._update(optimizer, parameters, max_norm)
+        self.skips.see(norm)
         self._clear(parameters)
         torch_xla.sync()
         if watched and not self.collects:
-            guards.check_changed(before, self.read(watched), step="the first step")
+            if nonfinite.is_finite(self.read([norm])[0]):
+                guards.check_changed(before, self.read(watched), step="the first step")
+            else:  # skipped: the next one is the first
+                self.first_step_of = watched
         self.budget.check()
         return norm
 
     def _update(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
     ) -> Tensor:
-        """Reduce, then clip, then step."""
-        if self.reduces_on_host:
-            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self._add_up(grads)
-            torch._foreach_div_(grads, float(self.world_size))
+        """Reduce, then clip, then step; then undo that unless the norm is finite, in the same graph."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            held = nonfinite.changed_by(optimizer, optimizer.base_optimizer)
+            before = nonfinite.copies(held)
+            optimizer.step()  # reduces and clips as well
+            norm: Tensor = optimizer.grad_norm  # of all ranks' shares
         else:
-            xm.reduce_gradients(optimizer)
-        with fp32_weights(parameters if self.precision == "bf16_stochastic" else []):
-            norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else float("inf"))
-            optimizer.step()
+            self._reduce(optimizer, parameters)
+            held = nonfinite.changed_by(optimizer)
+            before = nonfinite.copies(held)
+            with fp32_weights(parameters if self.precision == "bf16_stochastic" else []):
+                norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else float("inf"))
+                optimizer.step()
+        nonfinite.undo_unless(nonfinite.is_finite(norm), held, before)
         return norm
+
+    def _reduce(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        if not self.reduces_on_host:
+            xm.reduce_gradients(optimizer)
+            return
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._add_up(grads)
+        torch._foreach_div_(grads, float(self.world_size))
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
         """Zero gradients that stay: without them the first backward pass of a step would be another graph."""
@@ -268,9 +280,9 @@ class XLA(Hosts):
         if "xla" in state:
             xm.set_rng_state(state["xla"])
 
-    def save(self, state: State, path: Path) -> None:
-        # Rank 0 alone is here. That holds as long as all graphs were cut before, by `step` or at the end of `feed`.
-        xm.save(state, str(path), global_master=True)
+    def save(self, state: State, file: BinaryIO) -> None:
+        # Rank 0 alone is here, in a thread beside the training: the state is on the host, so that no graph is cut.
+        xm.save(state, file, global_master=True)
 
     def close(self) -> None:
         self.model = None

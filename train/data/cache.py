@@ -34,12 +34,10 @@ STARTS_WITHIN_S = 20.0
 
 
 def cache_dir(cfg: DataConfig) -> Path:
-    """What the settings say, or an NVMe disk of the machine, or the user's cache."""
+    """What the settings say, or where the machine keeps such things."""
     if cfg.cache_dir is not None:
         return Path(cfg.cache_dir).expanduser()
-    stores = machine.instance_stores()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (stores[0] if stores else Path(home).expanduser()) / "baretrain"
+    return machine.cache_root()
 
 
 @dataclass(frozen=True)

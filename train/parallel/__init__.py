@@ -19,6 +19,7 @@ LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 class Engine(Protocol):
     model: nn.Module  # the bare one: its parameters are trained, saved and exported
     parameters: list[nn.Parameter]
+    loss_sum: Tensor  # [1], this rank's since it was last taken, on the device; a resumed run fills it
 
     def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> None:
         """Gradients of the mean loss over `count` labels of all ranks and micro batches."""

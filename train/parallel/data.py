@@ -31,7 +31,7 @@ class DataParallel:
 
     def _add_gradients(self, batch: Batch, loss: LossFunction, scale: float) -> None:
         # A function of its own: nothing of it is alive when the backend cuts the graph, so all cuts are alike.
-        with self.backend.autocast():
+        with self.backend.timed(), self.backend.autocast():
             loss_sum = loss(self.wrapped, batch["inputs"])
         (loss_sum * scale).backward()
         self.loss_sum += loss_sum.detach()

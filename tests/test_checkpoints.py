@@ -1,0 +1,258 @@
+"""Checkpoints are whole or not there; what is damaged is passed over, named and kept."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from running import lines, train_config
+
+from train import loop
+from train.backend.ddp import DDP
+from train.checkpoints.loader import newest_valid
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, check_files
+from train.checkpoints.retention import Retention
+from train.checkpoints.store import LocalStore
+from train.config import BackendConfig, InputError
+from train.preempt import StopRequest
+from train.storage import sha256_file
+
+
+def train(run_dir, data, *overrides):
+    return loop.run(train_config(run_dir, data, *overrides), StopRequest())
+
+
+def step_folder(run_dir, step):
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def store_of(run_dir):
+    return LocalStore(run_dir / "checkpoints")
+
+
+def aside(run_dir, word):
+    return [name for name in store_of(run_dir).aside() if f".{word}-" in name]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, prepared):
+    """A run of six steps with checkpoints at 3 and 6."""
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    assert train(run_dir, prepared) == ("done", 6)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_the_manifest_tells_what_the_files_are(finished):
+    manifest = store_of(finished).manifest(6)
+    assert (manifest.step, manifest.fence, manifest.world_size, manifest.progress["examples"]) == (6, 1, 1, 48)
+    assert manifest.files.keys() == {"model.pt", "optimizer.pt", "ranks.pt"}
+    check_files(step_folder(finished, 6), manifest)
+    assert store_of(finished).steps() == [3, 6]
+    assert lines(finished, "checkpoint")[-1]["bytes"] == manifest.num_bytes
+    assert manifest.metric == lines(finished, "eval")[-1]["loss"]
+    assert manifest.settings["optim.lr"] == 3e-3
+    assert (finished / "checkpoints/LATEST").read_text() == "step_00000006\n"
+
+
+def test_the_state_is_tensors_and_plain_containers(finished):
+    for name, keys in (("model", 30), ("optimizer", 2), ("ranks", 1)):
+        state = torch.load(step_folder(finished, 6) / f"{name}.pt", weights_only=True)
+        assert 0 < len(state) <= keys
+    assert {"rng", "loss_sum"} <= state["ranks"][0].keys()
+
+
+def test_latest_is_only_a_hint(run_dir, prepared):
+    (run_dir / "checkpoints/LATEST").write_text("step_00000099\n")
+    assert newest_valid(store_of(run_dir))[0].step == 6
+    (run_dir / "checkpoints/LATEST").unlink()
+    assert newest_valid(store_of(run_dir))[0].step == 6
+
+
+def damage_state(run_dir, step, how, name="model.pt"):
+    path = step_folder(run_dir, step) / name
+    content = bytearray(path.read_bytes())
+    if how == "bit":
+        content[len(content) // 2] ^= 1
+    elif how == "short":
+        content = content[:-100]
+    elif how == "empty":
+        content = b""
+    path.write_bytes(content)
+    manifest = step_folder(run_dir, step) / "manifest.json"
+    if how == "missing":
+        path.unlink()
+    if how == "manifest":
+        manifest.write_text("{}")
+    if how == "manifest's bit":
+        manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 5'))
+    if how == "older format":
+        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    if how == "no manifest":
+        manifest.unlink()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "ranks.pt"])
+@pytest.mark.parametrize("how", ["bit", "short", "empty", "missing"])
+def test_each_damage_to_each_file_is_seen(run_dir, how, name):
+    damage_state(run_dir, 6, how, name)
+    with pytest.raises(Damaged, match=name):
+        store_of(run_dir).fetch(6)
+
+
+@pytest.mark.parametrize("how", ["bit", "missing", "manifest", "manifest's bit", "older format", "no manifest"])
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run_dir, prepared, how):
+    damage_state(run_dir, 6, how)
+    assert train(run_dir, prepared) == ("done", 6)
+    check_files(step_folder(run_dir, 6), store_of(run_dir).manifest(6))
+    assert len(aside(run_dir, "damaged")) == 1
+    assert "checkpoint of step 6 is damaged" in lines(run_dir, "fault")[-1]["reason"]
+
+
+def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
+    damage_state(run_dir, 3, "bit")
+    damage_state(run_dir, 6, "short")
+    for _ in range(2):  # a second start does not take the first one's refusal for an empty folder
+        with pytest.raises(NoneValid, match="none of the checkpoints.*model.pt has .*model.pt does not match"):
+            train(run_dir, prepared)
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("failed", "no_valid_checkpoint", False)
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+
+
+def test_what_was_put_aside_is_no_reason_to_start_over(run_dir, prepared):
+    for step in (3, 6):
+        store_of(run_dir).put_aside(step, "damaged")
+    with pytest.raises(NoneValid, match="all were put aside"):
+        train(run_dir, prepared)
+
+
+def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "executed"), "w"))
+
+    path = step_folder(run_dir, 6) / "model.pt"
+    torch.save({"model": Bomb()}, path)
+    content = json.loads((path.parent / "manifest.json").read_text())
+    del content["sha256"], content["format"]
+    content["files"]["model.pt"] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    (path.parent / "manifest.json").write_bytes(Manifest(**content).to_json())
+    with pytest.raises(RuntimeError, match="refused: it holds more than tensors"):
+        train(run_dir, prepared)
+    assert not (tmp_path / "executed").exists()
+
+
+def add_step(run_dir, step, metric):
+    """A copy of step 3 under another number."""
+    shutil.copytree(step_folder(run_dir, 3), step_folder(run_dir, step))
+    manifest = dataclasses.replace(store_of(run_dir).manifest(3), step=step, metric=metric)
+    (step_folder(run_dir, step) / "manifest.json").write_bytes(manifest.to_json())
+
+
+def test_the_newest_and_the_best_are_kept(run_dir):
+    for step, metric in ((1, 2.0), (2, None), (4, 1.0), (5, 3.0), (7, None), (8, 9.0), (9, 9.0)):
+        add_step(run_dir, step, metric)
+    assert Retention(store_of(run_dir), 0).prune() == []
+    assert Retention(store_of(run_dir), 2).prune() == [1, 2, 3, 5, 6, 7]
+    assert store_of(run_dir).steps() == [4, 8, 9]
+    damage_state(run_dir, 9, "bit")
+    assert Retention(store_of(run_dir), 2).prune() == []  # 4 and 8 are the last two that are valid
+
+
+def test_all_are_kept_if_asked(tmp_path, prepared):
+    train(tmp_path / "run", prepared, "checkpoint.every=1", "checkpoint.keep=0", "export=false", "eval_every=null")
+    assert store_of(tmp_path / "run").steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_better_evaluation_is_saved_at_once_if_asked(tmp_path, prepared):
+    train(tmp_path / "run", prepared, "checkpoint.every=100", "checkpoint.best=true", "eval_every=2", "export=false")
+    losses = [line["loss"] for line in lines(tmp_path / "run", "eval")]
+    assert losses == sorted(losses, reverse=True)
+    assert store_of(tmp_path / "run").steps() == [2, 4, 6]
+
+
+def test_the_last_two_valid_ones_are_never_removed(tmp_path, prepared):
+    options = ["checkpoint.every=1", "export=false", "eval_every=null", "checkpoint.keep=2"]
+    train(tmp_path / "run", prepared, *options, "max_steps=3")
+    assert store_of(tmp_path / "run").steps() == [2, 3]
+    damage_state(tmp_path / "run", 3, "bit")
+    damage_state(tmp_path / "run", 2, "short")
+    store, retention = store_of(tmp_path / "run"), Retention(store_of(tmp_path / "run"), 2)
+    for step in (0, 1):
+        shutil.copytree(step_folder(tmp_path / "run", 3), step_folder(tmp_path / "run", step))
+    assert retention.prune() == []  # nothing valid at all: nothing goes
+    assert store.steps() == [0, 1, 2, 3]
+
+
+def test_config_drift_is_shown_and_dangerous_drift_refused_unless_forced(run_dir, prepared):
+    more = ["max_steps=8", "log_every=2"]
+    with pytest.raises(InputError, match=r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true"):
+        train(run_dir, prepared, *more, "seed=7", "optim.lr=1e-3")
+    assert train(run_dir, prepared, *more, "seed=7", "optim.lr=1e-3", "resume.force=true") == ("done", 8)
+    log = (run_dir / "log/rank_0000.txt").read_text()
+    assert "going on, as resume.force=true says" in log
+    assert "changed since step 6: log_every: 1 -> 2, max_steps: 6 -> 8, optim.lr: 0.003 -> 0.001" in log
+    assert lines(run_dir, "train")[-1]["step"] == 8
+
+
+def test_a_forced_change_of_the_batch_goes_on_at_the_same_place_in_the_data(run_dir, prepared):
+    train(run_dir, prepared, "global_batch_size=16", "max_steps=7", "resume.force=true")
+    assert lines(run_dir, "train")[-1]["examples"] == 6 * 8 + 16
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("seed=7", "seed: 0 -> 7"),
+        ("global_batch_size=16", "global_batch_size: 8 -> 16"),
+        ("optim.lr=1e-4", "optim.lr: 0.003 -> 0.0001"),
+        ("model.hidden_size=64", "model.hidden_size: 32 -> 64"),
+        ("task.mask_rate=0.2", "task.mask_rate: 0.15 -> 0.2"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, prepared, override, says):
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=says):
+        train(run_dir, prepared, override)
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path, prepared):
+    (tmp_path / "config.yaml").write_text("mine")
+    with pytest.raises(InputError, match="holds files that are not a run's"):
+        train(tmp_path, prepared)
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for place in ("/proc/baretrain", str(tmp_path / "file" / "run")):
+        with pytest.raises(InputError, match="cannot write to"):
+            train(place, prepared)
+
+
+def test_a_checkpoint_of_another_model_is_refused(run_dir, prepared):
+    environment = json.loads((run_dir / "environment.json").read_text())
+    environment["identity"]["seed"] = 7  # a folder put together by hand
+    (run_dir / "environment.json").write_text(json.dumps(environment))
+    with pytest.raises(InputError, match="at step 6 is of another run .seed: 0 -> 7"):
+        train(run_dir, prepared, "seed=7")
+
+
+def test_a_finished_run_is_not_trained_again(run_dir, prepared):
+    before = len(lines(run_dir, "train"))
+    assert train(run_dir, prepared) == ("done", 6)
+    assert len(lines(run_dir, "train")) == before
+    assert len(lines(run_dir, "summary")) == 1
+
+
+def test_precision_is_chosen_by_name_and_shown(tmp_path, prepared):
+    assert DDP(BackendConfig(device="cpu", precision="bf16")).precision == "bf16"
+    train(tmp_path / "run", prepared, "backend.precision=bf16", "export=false")
+    assert lines(tmp_path / "run", "summary")[0]["precision"] == "bf16"

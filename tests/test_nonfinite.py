@@ -1,0 +1,237 @@
+"""A step whose gradient is not finite leaves everything as it was, is counted, and costs no graph and no wait.
+
+Under torchrun, and with XLA as Neuron has it, this file is also the program of its own processes, see `PROGRAMS`.
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import ROOT, run
+from torch import nn
+
+from train.backend import nonfinite
+from train.backend.ddp import DDP
+from train.config import BackendConfig, OptimConfig, XLAConfig
+from train.optim import build_optimizer
+
+pytest.importorskip("torch_xla")
+
+IDS = torch.arange(10).view(2, 5)
+DDP_WAYS = {  # of deciding: backend.skips_on_device, torch's implementation of AdamW, optimizer
+    "cpu": (False, {"fused": True}, "adamw"),
+    "cpu, lamb": (False, {}, "lamb"),
+    "neuron": (False, {"foreach": False}, "adamw"),
+    "cuda": (True, {"fused": True}, "adamw"),  # torch's fused CPU kernel knows found_inf as well
+    "cuda, lamb": (True, {}, "lamb"),
+}
+XLA_WAYS = {
+    "xla": ({}, "adamw"),
+    "xla, lamb": ({}, "lamb"),
+    "xla, bf16 weights": ({"precision": "bf16_stochastic"}, "adamw"),
+    "xla, bf16 weights, lamb": ({"precision": "bf16_stochastic"}, "lamb"),
+    "xla, zero1": ({"zero1": True}, "adamw"),
+}
+
+
+class Run:
+    """A small model and its optimizer on a backend."""
+
+    def __init__(self, way):
+        if way in DDP_WAYS:
+            self.backend = DDP(BackendConfig(device="cpu", timeout_s=60))
+            self.backend.skips_on_device, adamw, name = DDP_WAYS[way]
+        else:
+            from train.backend.xla import XLA
+
+            settings, name = XLA_WAYS[way]
+            self.backend = XLA(XLAConfig(device="cpu", layers="unrolled", timeout_s=60, **settings))
+            adamw = self.backend.adamw
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(13, 6), nn.LayerNorm(6), nn.Linear(6, 13))
+        self.wrapped = self.backend.wrap(self.model, accumulation=2)
+        self.parameters = list(self.model.parameters())
+        optimizer = build_optimizer(OptimConfig(name=name, lr=0.1), self.parameters, adamw=adamw)
+        self.optimizer = self.backend.own(optimizer, self.parameters, 1.0)
+
+    def step(self, *scales):
+        """One micro batch for each scale of the loss. Gives the norm."""
+        for number, scale in enumerate(scales, start=1):
+            with self.backend.accumulate(self.wrapped, is_last=number == len(scales)):
+                scale = torch.tensor([scale]).to(self.backend.device)  # as data: a number would be in the graph
+                (self.wrapped(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum().backward()
+                del scale
+        return self.backend.step(self.optimizer, self.parameters, 1.0)
+
+    def everything(self):
+        """Weights, moments, step counts, and with ZeRO the shards, on the host."""
+        inner = getattr(self.optimizer, "base_optimizer", self.optimizer)
+        shards = [parameter for group in inner.param_groups for parameter in group["params"]]
+        state = [value for shard in shards for value in inner.state[shard].values()]
+        assert len(state) >= 2 * len(shards) == 2 * len(self.parameters)
+        return [copy.clone() for copy in self.backend.read([*self.parameters, *shards, *state])]
+
+    def gradients_are_cleared(self):
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return not any(copy.any() for copy in self.backend.read(grads))
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def compiled():
+    from train.backend.xla import metric
+
+    return metric("CompileTime")[0]
+
+
+def check_skips(way, value):
+    """Among steps by finite multiples of the loss those by `value`."""
+    clean, found = Run(way), Run(way)
+    wanted = []
+    for scale in (1.0, 0.5, 2.0):
+        assert math.isfinite(clean.step(scale, 1.0))
+        wanted.append(clean.everything())
+    assert not same(wanted[0], wanted[1]) and not same(wanted[1], wanted[2])
+    assert clean.backend.skipped() == (0, 0)
+    num_graphs = compiled()
+    for scale, expected, counts in (
+        (1.0, 0, (0, 0)),
+        (value, 0, (1, 1)),
+        (0.5, 1, (1, 0)),
+        (value, 1, (2, 1)),
+        (value, 1, (3, 2)),
+        (2.0, 2, (3, 0)),
+    ):
+        norm = float(found.step(scale, 1.0))
+        assert math.isfinite(norm) == (scale in (1.0, 0.5, 2.0)) and math.isnan(norm) == math.isnan(scale)
+        assert same(found.everything(), wanted[expected])
+        assert found.backend.skipped() == counts
+        assert found.gradients_are_cleared()
+    assert compiled() == num_graphs
+    found.step(value, 1.0)
+    found.backend.reset_skips()
+    assert found.backend.skipped() == (4, 0)
+    found.step(value, 1.0)
+    assert found.backend.skipped() == (5, 1)
+    assert compiled() == num_graphs
+
+
+def check_finite_steps_are_those_without_the_choice(way):
+    """Bit for bit, also as XLA compiles it."""
+    found, wanted = Run(way), Run(way)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nonfinite, "undo_unless", lambda *_: None)
+        for scale in (1.0, 0.5, 2.0):
+            wanted.step(scale, 1.0)
+    for scale in (1.0, 0.5, 2.0):
+        found.step(scale, 1.0)
+    assert same(found.everything(), wanted.everything())
+
+
+HUGE = 1e30  # finite gradients, whose squares are not: a norm of inf
+
+
+@pytest.mark.parametrize("value", [math.nan, HUGE])
+@pytest.mark.parametrize("way", [*DDP_WAYS, *XLA_WAYS])
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_is_as_if_it_had_not_been(way, value):
+    check_skips(way, value)
+
+
+@pytest.mark.parametrize("way", XLA_WAYS)
+def test_finite_steps_on_xla_are_those_without_the_choice(way):
+    check_finite_steps_are_those_without_the_choice(way)
+
+
+@pytest.mark.parametrize(("on_host", "on_device"), [("cpu", "cuda"), ("cpu, lamb", "cuda, lamb")])
+def test_finite_steps_decided_on_the_device_are_those_decided_on_the_host(on_host, on_device):
+    runs = [Run(on_host), Run(on_device)]
+    for scale in (1.0, 0.5, 2.0):
+        first, second = (found.step(scale, 1.0) for found in runs)
+        assert torch.equal(first, second)
+    assert same(runs[0].everything(), runs[1].everything())
+
+
+@pytest.mark.parametrize("way", ["cuda", "cuda, lamb"])
+def test_deciding_on_the_device_does_not_wait_for_it(way, monkeypatch):
+    found = Run(way)
+
+    def waits(*_):
+        raise AssertionError("the host reads a value")
+
+    for name in ("__bool__", "__float__", "__int__", "item", "tolist", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    found.step(1.0)
+    found.step(math.nan)
+    monkeypatch.undo()
+    assert found.backend.skipped() == (1, 1)
+
+
+@pytest.mark.parametrize("way", ["xla", "xla, zero1"])
+def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_instead(way):
+    found = Run(way)
+    found.step(math.nan)
+    found.step(HUGE)
+    with pytest.raises(RuntimeError, match="the first step changed no weights"):
+        nothing = Run(way)
+        nothing.optimizer.param_groups[0]["weight_decay"] = 0.0
+        nothing.step(math.nan)
+        nothing.step(0.0)
+    found.step(1.0)
+    assert found.backend.skipped() == (2, 0)
+
+
+# ---- other processes -----------------------------------------------------------------------------------------------
+
+
+def rank_of_two(folder):
+    """Only rank 1 has a bad loss, and only in the first of two micro batches."""
+    rank, found = int(os.environ["RANK"]), {}
+    for way in ("xla", "cpu", "cuda", "cuda, lamb"):  # XLA's device is to be open at the first backward pass
+        begun = Run(way)
+        begun.step(1.0, 1.0)
+        before, num_graphs = begun.everything(), compiled()
+        begun.step(math.nan if rank == 1 else 1.0, 1.0)
+        kept, counts = same(before, begun.everything()), begun.backend.skipped()
+        begun.step(1.0, 1.0)
+        went_on = not same(before, begun.everything())
+        begun.backend.check_same(begun.parameters)
+        found[way] = [kept, counts, went_on, begun.backend.skipped(), compiled() - num_graphs]
+        backend = begun.backend
+        dist.init_process_group = lambda *_, **__: None  # the others share the group of the first
+    del begun
+    backend.close()
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+
+
+def all_of_xla():
+    for way in XLA_WAYS:
+        check_skips(way, math.nan)
+        check_finite_steps_are_those_without_the_choice(way)
+
+
+PROGRAMS = {"ranks": rank_of_two, "xla": all_of_xla}
+ENVIRONMENT = {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT / "tests")}
+
+
+def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):
+    done = run(["ranks", str(tmp_path)], ranks=2, module="test_nonfinite", env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        for way, found in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert found == [True, [1, 1], True, [1, 0], 0], (rank, way)
+
+
+def test_without_functionalization_as_on_neuron_it_is_the_same():
+    done = run(["xla"], module="test_nonfinite", env={**ENVIRONMENT, "XLA_DISABLE_FUNCTIONALIZATION": "1"})
+    assert done.returncode == 0, done.stderr
+
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,476 @@
+"""Who asks a run to stop, by which word, and who must not be able to hurt it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+
+import pytest
+from running import ROOT, command, lines, train_overrides
+from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
+
+from train import notices, preempt
+from train.config import InputError, PreemptConfig, Unreachable
+from train.notices import Metadata, Notices
+from train.preempt import StopRequest
+
+POLL_S = 0.02
+DEADLINE_S = 20  # never waited for unless a test fails
+SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
+NOW = datetime(2026, 11, 20, 8, 0, tzinfo=timezone.utc)
+
+
+@pytest.fixture
+def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIMDS]:
+    for name in ("AWS_EC2_METADATA_DISABLED", "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    with FakeIMDS() as service:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.endpoint)
+        monkeypatch.setattr(notices, "TIMEOUT_S", 10.0)  # a slow test machine is no fault
+        yield service
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)  # another test's run may have turned it off
+    caplog.set_level(logging.WARNING, "train")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.fixture
+def stop() -> StopRequest:
+    return StopRequest()
+
+
+@pytest.fixture
+def wall_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=NOW)
+    monkeypatch.setattr(notices, "now", lambda: clock.now)
+    return clock
+
+
+def watching(
+    stop: StopRequest,
+    stop_file: Callable[[], bool] = lambda: False,
+    max_run_s: float | None = None,
+    run_s: float = 0,
+    **settings: object,
+) -> Notices:
+    cfg = PreemptConfig(**{"poll_s": POLL_S, **settings})  # type: ignore[arg-type]
+    return Notices(cfg, stop, stop_file=stop_file, max_run_s=max_run_s, began_s=time.monotonic() - run_s)
+
+
+def until(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    deadline_s += time.monotonic()
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.005)
+
+
+def more_rounds(imds: FakeIMDS) -> None:
+    """Until the service was asked for all it has three times more."""
+    before = len(imds.seen(EVENTS))
+    until(lambda: len(imds.seen(EVENTS)) >= before + 3)
+
+
+# ---- the request itself --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Seconds that `StopRequest` reads."""
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(preempt, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return clock
+
+
+def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(clock):
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        clock.now_s += preempt.REPEAT_S
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "SIGINT"
+        clock.now_s += 0.1
+        with pytest.raises(SystemExit) as left:
+            signal.raise_signal(signal.SIGTERM)
+        assert left.value.code == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_follows_a_notice_stays_polite_and_one_more_leaves_at_once(clock):
+    with StopRequest() as stop:
+        stop.ask("EC2 spot notice")
+        clock.now_s += 120
+        signal.raise_signal(signal.SIGTERM)
+        clock.now_s += preempt.REPEAT_S
+        signal.raise_signal(signal.SIGTERM)  # torchrun's, for the same reason
+        assert (stop.reason, stop.signal) == ("EC2 spot notice", "SIGTERM")
+        clock.now_s += 0.1
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_the_first_reason_stays(stop):
+    stop.ask("a notice")
+    stop.ask("another")
+    assert stop.reason == "a notice"
+    with StopRequest() as signalled:
+        signal.raise_signal(signal.SIGUSR1)
+        signalled.ask("a notice")
+        assert signalled.reason == "SIGUSR1"
+
+
+def test_a_wish_for_a_save_ends_with_the_save(stop):
+    stop.ask_save("a notice")
+    stop.ask_save("another")
+    assert (stop.saves_soon, stop.reason) == ("a notice", None)
+    stop.saved()
+    assert stop.saves_soon is None
+    stop.ask_save("another")
+    assert stop.saves_soon == "another"
+
+
+def test_a_signal_may_come_while_its_own_thread_asks(stop):
+    with stop, stop.lock:  # as in the middle of `ask`
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+
+
+# ---- EC2's notices -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_while_there_is_nothing_to_say(imds, stop, warnings):
+    imds.say(EVENTS, [])
+    with watching(stop):
+        more_rounds(imds)
+    assert (stop.reason, stop.saves_soon, warnings()) == (None, None, [])
+    assert {request.status for request in imds.seen(SPOT) + imds.seen(REBALANCE)} == {404}
+
+
+@pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
+def test_a_spot_notice_ends_the_run(imds, stop, monkeypatch, action):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a link-local address is not for a proxy
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with watching(stop):
+        more_rounds(imds)
+        imds.say(SPOT, {"action": action, "time": "2026-11-20T08:22:00Z"})
+        until(lambda: stop.reason)
+    assert stop.reason == f"EC2 spot notice: {action} at 2026-11-20T08:22:00Z"
+
+
+def test_a_rebalance_recommendation_asks_for_one_save(imds, stop):
+    with watching(stop):
+        imds.say(REBALANCE, {"noticeTime": "2026-11-20T08:22:00Z"})
+        until(lambda: stop.saves_soon)
+        assert stop.saves_soon == "EC2 rebalance recommendation of 2026-11-20T08:22:00Z"
+        stop.saved()
+        more_rounds(imds)
+        assert stop.saves_soon is None
+        imds.say(REBALANCE, {"noticeTime": "2026-11-20T09:22:00Z"})
+        until(lambda: stop.saves_soon)
+    assert stop.reason is None
+
+
+def test_a_rebalance_recommendation_can_end_the_run(imds, stop):
+    imds.say(REBALANCE, {"noticeTime": "2026-11-20T08:22:00Z"})
+    with watching(stop, rebalance="leave"):
+        until(lambda: stop.reason)
+    assert stop.reason == "EC2 rebalance recommendation of 2026-11-20T08:22:00Z"
+    assert stop.saves_soon is None
+
+
+def test_a_rebalance_recommendation_can_be_ignored(imds, stop):
+    imds.say(REBALANCE, {"noticeTime": "2026-11-20T08:22:00Z"})
+    with watching(stop, rebalance="ignore"):
+        more_rounds(imds)
+    assert (stop.reason, stop.saves_soon) == (None, None)
+
+
+def event(code: str, state: str = "active") -> dict[str, str]:
+    return {"NotBefore": "20 Nov 2026 08:10:00 GMT", "Code": code, "EventId": "instance-event-0d59", "State": state}
+
+
+@pytest.mark.parametrize("code", ["instance-stop", "instance-retirement"])
+def test_a_stop_for_good_ends_the_run_when_it_is_near(imds, stop, wall_clock, code):
+    imds.say(EVENTS, [event("instance-reboot"), event(code)])
+    with watching(stop) as watcher:
+        watcher.save_s = 60
+        wall_clock.now = NOW + timedelta(minutes=6, seconds=59)
+        more_rounds(imds)
+        assert stop.reason is None
+        wall_clock.now = NOW + timedelta(minutes=7)
+        until(lambda: stop.reason)
+    assert stop.reason == f"EC2 scheduled event: {code} at 2026-11-20T08:10:00Z"
+
+
+def test_reboots_and_cancelled_events_are_not_for_the_run(imds, stop, wall_clock, warnings):
+    wall_clock.now = NOW + timedelta(minutes=20)
+    imds.say(EVENTS, [event("system-reboot"), event("system-maintenance"), event("instance-stop", state="canceled")])
+    with watching(stop):
+        more_rounds(imds)
+    assert (stop.reason, warnings()) == (None, [])
+
+
+# ---- the metadata service ------------------------------------------------------------------------------------------
+
+
+def test_a_token_serves_many_requests(imds):
+    metadata = Metadata(imds.endpoint)
+    for _ in range(3):
+        assert metadata.get("spot/instance-action") is None
+    assert [(request.method, request.status) for request in imds.requests] == [("PUT", 200), *[("GET", 404)] * 3]
+
+
+def test_a_token_is_renewed_before_its_end(imds, monkeypatch):
+    now_s = time.monotonic()
+    monkeypatch.setattr(notices, "time", SimpleNamespace(monotonic=lambda: now_s))
+    metadata = Metadata(imds.endpoint)
+    metadata.get("spot/instance-action")
+    now_s += notices.TOKEN_S - notices.RENEWS_S - 1
+    metadata.get("spot/instance-action")
+    assert len(imds.seen(TOKEN, "PUT")) == 1
+    now_s += 1
+    metadata.get("spot/instance-action")
+    assert len(imds.seen(TOKEN, "PUT")) == 2
+    assert [request.status for request in imds.seen()] == [404] * 3  # none was refused
+
+
+def test_a_token_that_was_forgotten_is_renewed(imds, stop, warnings):
+    with watching(stop):
+        more_rounds(imds)
+        imds.expire_tokens()
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+    assert 401 in [request.status for request in imds.seen()]
+    assert len(imds.seen(TOKEN, "PUT")) == 2
+    assert warnings() == []
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_without_a_token_nothing_is_asked(imds, stop, warnings, status):
+    """403: the instance has its metadata service turned off. Version 1 would be asked without a token."""
+    imds.status = status
+    with watching(stop):
+        until(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
+        assert imds.seen() == []
+        (told,) = warnings()
+        assert imds.endpoint in told and f"refused with status {status}" in told
+        imds.status = None
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+    assert None not in [request.token for request in imds.seen()]
+
+
+def test_a_service_that_fails_is_told_once_and_asked_again(imds, stop, warnings):
+    with watching(stop):
+        more_rounds(imds)
+        imds.status = 500
+        before = len(imds.seen(SPOT))
+        until(lambda: len(imds.seen(SPOT)) >= before + 5)
+        (told,) = warnings()
+        assert "spot/instance-action is answered with status 500" in told
+        imds.status = None
+        more_rounds(imds)
+        assert len(warnings()) == 1
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+
+
+def test_a_service_that_hangs_is_told_once_and_asked_again(imds, stop, warnings, monkeypatch):
+    monkeypatch.setattr(notices, "TIMEOUT_S", 0.1)
+    imds.hang()
+    with watching(stop):
+        until(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
+        (told,) = warnings()
+        assert "no token within 0.1 s" in told and "HttpPutResponseHopLimit" in told
+        monkeypatch.setattr(notices, "TIMEOUT_S", 10.0)
+        imds.answering.set()
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+
+
+@pytest.mark.parametrize("words", ["<html>", "{}]", '{"noticeTime": 5}', "[1]"])
+def test_words_that_are_none_of_ec2_s_are_told_and_do_no_harm(imds, stop, warnings, words):
+    imds.say(REBALANCE, words)
+    with watching(stop):
+        until(warnings)
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+    assert len(warnings()) == 1
+    assert stop.saves_soon is None
+
+
+def test_another_service_at_the_address_is_told_and_does_no_harm(imds, stop, warnings):
+    imds.speaks_http = False
+    with watching(stop):
+        until(warnings)
+        imds.speaks_http = True
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+    assert "SSH-2.0" in warnings()[0]
+
+
+def test_nobody_at_the_address_is_told_once(stop, warnings, monkeypatch):
+    with FakeIMDS() as gone:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", gone.endpoint)
+    with watching(stop):
+        until(warnings)
+    assert "refused" in warnings()[0]
+
+
+# ---- whether the service is asked ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "on_ec2", "expected"),
+    [
+        ("auto", {}, False, False),
+        ("auto", {}, True, True),
+        ("auto", {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, False, True),
+        ("auto", {"AWS_EC2_METADATA_DISABLED": "True"}, True, False),
+        ("on", {"AWS_EC2_METADATA_DISABLED": "true"}, False, True),
+        ("off", {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}, True, False),
+    ],
+)
+def test_where_the_metadata_is_asked(monkeypatch, mode, environ, on_ec2, expected):
+    monkeypatch.setattr(notices, "is_ec2", lambda: on_ec2)
+    assert notices.watches_metadata(mode, environ) is expected
+
+
+def test_notices_that_are_off_ask_nothing(imds, stop):
+    imds.say(SPOT, SPOT_NOTICE)
+    looks: list[bool] = []
+    with watching(stop, stop_file=lambda: len(looks) > 5 or bool(looks.append(True)), notices="off"):
+        until(lambda: stop.reason)  # by the file, some rounds later
+    assert imds.requests == []
+
+
+def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
+    assert not notices.is_ec2(tmp_path / "none")
+    (tmp_path / "tag").write_text("Not Specified\n")
+    assert not notices.is_ec2(tmp_path / "tag")
+    (tmp_path / "tag").write_text("i-0af01c0123456789a\n")
+    assert notices.is_ec2(tmp_path / "tag")
+
+
+def test_the_address_is_botocore_s():
+    mode = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE"
+    assert notices.metadata_endpoint({}) == "http://169.254.169.254"
+    assert notices.metadata_endpoint({mode: "IPv6"}) == "http://[fd00:ec2::254]"
+    own = {mode: "IPv6", "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}
+    assert notices.metadata_endpoint(own) == "http://127.0.0.1:1338"
+
+
+@pytest.mark.parametrize("endpoint", ["169.254.169.254", "https://169.254.169.254", "http:///latest"])
+def test_an_address_that_is_none_is_refused(endpoint):
+    with pytest.raises(InputError, match="AWS_EC2_METADATA_SERVICE_ENDPOINT="):
+        Metadata(endpoint)
+
+
+# ---- the file and the ends that are known --------------------------------------------------------------------------
+
+
+def test_the_stop_file_ends_the_run(stop, tmp_path):
+    with watching(stop, stop_file=(tmp_path / "STOP").is_file, notices="off"):
+        assert stop.reason is None
+        (tmp_path / "STOP").touch()
+        until(lambda: stop.reason)
+    assert stop.reason == "the file STOP in the run folder"
+
+
+def test_a_run_folder_that_does_not_answer_is_told_once_per_outage(stop, warnings):
+    answers = iter([OSError("gone"), Unreachable("S3 does not answer"), False, InputError("no such bucket"), True])
+
+    def stop_file() -> bool:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with watching(stop, stop_file=stop_file, notices="off"):
+        until(lambda: stop.reason)
+    assert [message.split(";")[0] for message in warnings()] == ["stop file: gone", "stop file: no such bucket"]
+
+
+def test_a_run_folder_that_hangs_does_not_hide_a_spot_notice(imds, stop):
+    answers = threading.Event()
+    with watching(stop, stop_file=answers.wait):
+        imds.say(SPOT, SPOT_NOTICE)
+        until(lambda: stop.reason)
+        answers.set()
+    assert "spot" in stop.reason
+
+
+def test_max_run_s_keeps_the_time_of_a_save(stop):
+    looks: list[bool] = []
+    with watching(stop, stop_file=lambda: bool(looks.append(True)), max_run_s=7200, run_s=3600, notices="off") as watch:
+        until(lambda: len(looks) > 3)
+        assert stop.reason is None
+        watch.save_s = 3600
+        until(lambda: stop.reason)
+    assert stop.reason == "max_run_s=7200 is over"
+
+
+def test_max_run_s_ends_the_run(stop):
+    with watching(stop, max_run_s=3600, run_s=3600, notices="off"):
+        until(lambda: stop.reason)
+    assert stop.reason == "max_run_s=3600 is over"
+
+
+def test_the_run_leaves_a_capacity_block_in_time(stop, wall_clock):
+    """10:00 at the latest, less a minute, less the save: 31 + 2 minutes before."""
+    looks: list[bool] = []
+    end = "2026-11-20T12:00:00+02:00"
+    with watching(stop, stop_file=lambda: bool(looks.append(True)), block_end=end, notices="off") as watch:
+        watch.save_s = 120
+        wall_clock.now = NOW + timedelta(minutes=86, seconds=59)
+        seen = len(looks)
+        until(lambda: len(looks) > seen + 3)
+        assert stop.reason is None
+        wall_clock.now = NOW + timedelta(minutes=87)
+        until(lambda: stop.reason)
+    assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, its instances 30 minutes before"
+
+
+def test_a_block_that_has_no_time_left_is_refused(stop, wall_clock):
+    wall_clock.now = NOW + timedelta(minutes=29)
+    with pytest.raises(InputError, match=r"block_end=2026-11-20T09:00:00Z .* it is 2026-11-20T08:29:00Z"):
+        watching(stop, block_end="2026-11-20T09:00:00Z", notices="off")
+    wall_clock.now -= timedelta(seconds=1)
+    watching(stop, block_end="2026-11-20T09:00:00Z", notices="off")
+
+
+def test_threads_end_with_the_watch(imds, stop):
+    def watchers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("notices")]
+
+    with watching(stop):
+        assert watchers() and all(thread.daemon for thread in watchers())
+        more_rounds(imds)
+    assert watchers() == []
+
+
+def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, prepared):
+    run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
+    options = ["max_steps=100000", "eval_every=null", "checkpoint.every=100000", "export=false", "preempt.poll_s=0.05"]
+    arguments = command(train_overrides(run_dir, prepared, *options), ranks=2)
+    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: process.poll() is not None or imds.seen(SPOT), deadline_s=120)
+        imds.say(SPOT, SPOT_NOTICE)
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.terminate()
+    files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
+    assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["outcome"], outcome["reason"], outcome["goes_on"]) == ("stopped", notice, True)
+    assert outcome["checkpoint"] == outcome["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
+    assert len(imds.seen(TOKEN, "PUT")) == 1  # one process of a machine asks

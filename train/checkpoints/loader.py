@@ -1,0 +1,115 @@
+"""Put back the newest valid checkpoint, the same on all ranks, whatever their number and backend."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid
+from train.checkpoints.progress import Progress
+from train.checkpoints.store import Store
+from train.optim import load_state
+from train.run_folder import check_same_run, differences
+
+if TYPE_CHECKING:
+    from train.backend import Backend, State
+
+logger = logging.getLogger("train")
+
+
+@dataclass
+class Loaded:
+    progress: Progress = field(default_factory=Progress)
+    faults: list[str] = field(default_factory=list)  # rank 0: what was wrong with newer ones, what has changed
+    ranks: list[State] = field(default_factory=list)  # what each rank of the saved run had for itself
+
+
+def newest_valid(store: Store) -> tuple[Manifest | None, list[str]]:
+    """The newest checkpoint that is what its manifest says, None if there never was one, and what is wrong with newer
+    ones, which are put aside.
+
+    Raises:
+        NoneValid: there are checkpoints, and none is valid. All stay as they are.
+    """
+    faults: dict[int, str] = {}
+    for step in reversed(store.steps()):
+        try:
+            store.fetch(step)
+            manifest = store.manifest(step)
+        except Damaged as error:
+            faults[step] = f"checkpoint of step {step} is damaged ({error}): falling back to an older one"
+            logger.warning(faults[step])
+            continue
+        for damaged in faults:
+            logger.warning("put aside as %s", store.put_aside(damaged, "damaged"))
+        return manifest, list(faults.values())
+    if faults or store.aside():
+        raise NoneValid(
+            f"none of the checkpoints in {store.location} is valid "
+            f"({'; '.join(faults.values()) or 'all were put aside'}); mend one, or choose another run_dir to start over"
+        )
+    return None, []
+
+
+def load(
+    store: Store,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backend: Backend,
+    *,
+    identity: dict[str, Any],
+    settings: dict[str, Any],
+    force: bool,
+) -> Loaded:
+    """Put back weights, optimizer and random numbers from the newest valid checkpoint; all ranks call it.
+
+    Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
+    """
+    found: tuple[Manifest | None, list[str]] | NoneValid = (None, [])
+    if backend.rank == 0:
+        try:
+            found = newest_valid(store)
+        except NoneValid as error:
+            found = error
+    found = backend.share(found)[0]
+    if isinstance(found, NoneValid):
+        raise found
+    manifest, faults = found
+    if manifest is None:
+        return Loaded(faults=faults)
+    check_same_run(manifest.identity, identity, place=f"{store.location} at step {manifest.step}", force=force)
+    changed = differences(manifest.settings, settings)
+    if changed:
+        logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
+    if backend.local_rank == 0 and backend.rank != 0:
+        store.fetch(manifest.step)  # where machines do not share a disk
+    backend.barrier()
+    path = store.place(manifest)
+    with backend.in_turn():
+        model.load_state_dict(read(path / "model.pt", backend))
+        load_state(optimizer, read(path / "optimizer.pt", backend))
+        ranks = read(path / "ranks.pt", backend)["ranks"]
+        if manifest.world_size == backend.world_size:
+            backend.set_rng_state(ranks[backend.rank]["rng"])
+    backend.barrier()
+    if backend.local_rank == 0:
+        store.let_go(path)
+    logger.info("going on from the checkpoint of step %d", manifest.step)
+    return Loaded(Progress(**manifest.progress), faults, ranks)
+
+
+def read(path: Path, backend: Backend) -> State:
+    """A file of a checkpoint, its checksum compared before. RuntimeError if it holds code."""
+    try:
+        return backend.load(path)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(
+            f"{path} is refused: it holds more than tensors and plain containers, though its checksum is right; who "
+            "wrote it?"
+        ) from error

@@ -1,0 +1,95 @@
+"""What is said of a checkpoint, and how to tell that it is true. No torch here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from train.storage import canonical_json, sha256_file, sha256_json
+
+FORMAT = 2
+FILE = "manifest.json"
+LATEST = "LATEST"
+
+
+class Damaged(RuntimeError):
+    """A checkpoint is not what its manifest says, or has none that can be read."""
+
+
+class NoneValid(RuntimeError):
+    """There are checkpoints, and none can be loaded."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    fence: int  # the number of the lease under which it was written
+    identity: dict[str, Any]  # of the run: what may not change when it goes on
+    settings: dict[str, Any]  # all of them, flat: "optim.lr"
+    progress: dict[str, Any]
+    world_size: int
+    backend: str
+    metric: float | None  # validation loss at this step, if it was evaluated
+    versions: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"bytes", "sha256"}
+    folder: str = ""  # in S3: where the files are, below the step
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+    def to_json(self) -> bytes:
+        content = {"format": FORMAT, **asdict(self)}
+        return canonical_json({**content, "sha256": sha256_json(content)})
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Manifest:
+        """Raises Damaged unless it is whole and of this format."""
+        try:
+            found = json.loads(content)
+            told = found.pop("sha256", None)
+            if found.get("format") != FORMAT:
+                raise Damaged(f"{FILE} is of format {found.get('format')}, this version reads {FORMAT}")
+            if told != sha256_json(found):
+                raise Damaged(f"{FILE} does not match its own checksum")
+            del found["format"]
+            return cls(**found)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise Damaged(f"{FILE} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a folder's name; None for other names."""
+    number = name.removeprefix("step_")
+    return int(number) if name.startswith("step_") and number.isascii() and number.isdigit() else None
+
+
+def check_sizes(sizes: dict[str, int | None], manifest: Manifest) -> None:
+    """Raises Damaged for the first file that is missing or of another length."""
+    for name, entry in manifest.files.items():
+        found = sizes.get(name)
+        if found is None:
+            raise Damaged(f"{name} is missing")
+        if found != entry["bytes"]:
+            raise Damaged(f"{name} has {found} bytes, not {entry['bytes']}")
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Raises Damaged unless all files in `folder` have their length and checksum."""
+    try:
+        check_sizes({name: size_of(folder / name) for name in manifest.files}, manifest)
+        for name, entry in manifest.files.items():
+            if sha256_file(folder / name) != entry["sha256"]:
+                raise Damaged(f"{name} does not match its checksum")
+    except OSError as error:
+        raise Damaged(f"{error.filename}: {error.strerror}") from error
+
+
+def size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None

@@ -1,0 +1,291 @@
+"""Who owns a run folder: a second job is refused, and a job that lost the folder learns it before it commits.
+
+    lease/00000007.json   a file for each owner; the highest number is the owner's, and its fencing number
+
+Taking the folder is creating the file of the next number, so of several takers one succeeds. The owner writes its file
+again and again, with one beat more. No clocks are compared: who cannot ask the owner's kernel watches the beats.
+
+What counts is always whose file the highest one in a listing is. Takers leave the two newest files, so that also an
+owner that slept through several others sees it, which it would not by asking for the file of the next number.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import platform
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError
+from train.storage import Folder, canonical_json
+
+logger = logging.getLogger("train")
+
+PREFIX = "lease/"
+BEATS, LOOKS = 6, 12  # of the owner, and of who watches it, in `ttl_s`
+KINDS: dict[str, Any] = {
+    "number": int,
+    "owner": str,  # a new one for every lease
+    "host": str,
+    "pid": int,
+    "process_start": int | None,  # clock ticks after the boot; None: not Linux
+    "boot_id": str | None,
+    "pid_namespace": str | None,
+    "job": str | None,  # of Slurm, or torchrun's run id
+    "torchrun": list | None,  # run id, address and port of the master
+    "restart": int,  # by torchrun
+    "started": str,  # for people only
+    "ttl_s": float | int,
+    "beats": int,
+    "step": int,
+    "released": bool,
+}
+
+
+class LeaseLost(RuntimeError):
+    """Another job owns the run folder now: nothing more may be written there."""
+
+
+class Lease:
+    """For the one process of a job that commits. A context, or `take` and `release`.
+
+    A thread keeps it. Whoever commits calls `check` first; a job that stops beating for `ttl_s` (suspended, cut off,
+    or in a call that holds Python's lock) may lose the folder to another one.
+    """
+
+    def __init__(self, folder: Folder, ttl_s: float, *, on_wait: Callable[[str], None] = logger.info) -> None:
+        self.folder, self.ttl_s, self.on_wait = folder, ttl_s, on_wait
+        self.number = 0  # the fencing number, from 1 on
+        self.step = 0  # the loop sets it, the heartbeats tell it
+        self.lost: str | None = None  # why, if the folder is another's
+        self.previous: dict[str, Any] | None = None  # the last owner's file, see KINDS; None: none, or damaged
+        self.claim: dict[str, Any] = {}
+        self.beats = 0
+        self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
+
+    def __enter__(self) -> Lease:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """InputError if the folder's owner lives. Waits up to `ttl_s` if nothing else can show that it does not."""
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self.claim = {**identity(), "owner": uuid.uuid4().hex, "ttl_s": self.ttl_s, "started": started}
+        # The answer to `create` may get lost, and a taker that slept may create a file that others have long removed.
+        while not self.owns(*(newest := self.newest())):
+            number, content = newest
+            if number == 0 or self.is_over(number, content):
+                self.number, self.beats, self.previous = number + 1, 0, parse(content)
+                self.folder.create(name_of(self.number), self.content())
+        for number in self.numbers():
+            if number < self.number - 1:
+                self.folder.remove(name_of(number))
+        self.lost, self.stop = None, threading.Event()
+        self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
+        self.thread.start()
+
+    def check(self) -> None:
+        """LeaseLost if the folder is another's now. Two requests to S3; what the folder raises comes through."""
+        number, content = self.newest()
+        if not self.owns(number, content):
+            now = f"{describe(content)} owns it, with lease {number}" if number >= self.number else "its file is gone"
+            self.lost = f"lease {self.number} of {self.folder.location} is lost: {now}; this job may not commit there"
+            raise LeaseLost(self.lost)
+
+    def release(self) -> None:
+        """Let the next job take the folder at once. Never raises: if this fails, the next one waits."""
+        self.stop.set()
+        if self.thread.ident is None:  # never taken
+            return
+        self.thread.join(self.ttl_s)
+        if self.thread.is_alive():
+            logger.warning(f"{self.folder.location} is not released: a heartbeat is still on its way")
+            return
+        try:
+            self.beat(released=True)
+        except LeaseLost:  # nothing of ours to release
+            return
+        except Exception as error:
+            logger.warning(f"{self.folder.location} is not released: {type(error).__name__}: {error}")
+
+    # ---- the owner's thread -----------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        failing = False
+        while not self.stop.wait(self.ttl_s / BEATS):
+            try:
+                self.beat()
+            except LeaseLost as lost:
+                logger.error(str(lost))
+                return
+            except Exception as error:  # training goes on; the next commit meets the same trouble and tells it
+                if not failing:
+                    words = f"without a heartbeat for {self.ttl_s:g} s another job may take the folder"
+                    logger.warning(f"the lease is not renewed: {type(error).__name__}: {error}; {words}")
+                failing = True
+            else:
+                if failing:
+                    logger.info("the lease is renewed again")
+                failing = False
+
+    def beat(self, *, released: bool = False) -> None:
+        self.check()
+        self.beats += 1
+        self.folder.write(name_of(self.number), self.content(released=released))
+
+    def content(self, *, released: bool = False) -> bytes:
+        changing = {"number": self.number, "beats": self.beats, "step": self.step, "released": released}
+        return canonical_json({**self.claim, **changing})
+
+    # ---- the folder -------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[int]:
+        found = (re.fullmatch(rf"{PREFIX}(\d{{8}})\.json", name) for name in self.folder.names(PREFIX))
+        return [int(match[1]) for match in found if match]
+
+    def newest(self) -> tuple[int, bytes]:
+        """The highest number, 0 if there is none, and its file; nothing if that was removed meanwhile."""
+        number = max(self.numbers(), default=0)
+        try:
+            return number, self.folder.read(name_of(number)) if number else b""
+        except FileNotFoundError:
+            return number, b""
+
+    def owns(self, number: int, content: bytes) -> bool:
+        found = parse(content)
+        return number == self.number and found is not None and found["owner"] == self.claim["owner"]
+
+    # ---- is the owner gone? -----------------------------------------------------------------------------------------
+
+    def is_over(self, number: int, content: bytes) -> bool:
+        """Whether this lease has ended; False: something has changed, look again. InputError if its owner lives."""
+        found = parse(content)
+        if found is not None:
+            alive = is_alive(found) if same_machine(found, self.claim) else None
+            if alive and not found["released"]:
+                raise InputError(self.refusal(content))
+            if alive is False or found["released"] or same_torchrun_before(found, self.claim):
+                return True
+        ttl_s = max(self.ttl_s, found["ttl_s"] if found else 0)  # the owner beats at its own pace
+        who = f"{self.folder.location} was last used by {describe(content)}"
+        self.on_wait(f"{who}, who cannot be asked from here: watching for a heartbeat, up to {ttl_s:g} s")
+        for _ in range(LOOKS):  # counted instead of timed: an answer that took long says nothing about the owner
+            time.sleep(ttl_s / LOOKS)
+            now = self.newest()
+            if now != (number, content):
+                seen = parse(now[1])
+                if now[0] == number and not (seen and seen["released"]):
+                    raise InputError(self.refusal(now[1]))
+                return False
+        return True
+
+    def refusal(self, content: bytes) -> str:
+        return (
+            f"run_dir={self.folder.location} is in use by {describe(content)}; stop it or choose another run_dir "
+            f"(if it is gone, its lease ends by itself after lease.ttl_s={self.ttl_s:g} without a heartbeat)"
+        )
+
+
+def name_of(number: int) -> str:
+    return f"{PREFIX}{number:08d}.json"
+
+
+def parse(content: bytes) -> dict[str, Any] | None:
+    """A lease file's content, see KINDS; None if it is damaged or somebody else's."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    fits = isinstance(found, dict) and all(
+        name in found and isinstance(found[name], kind) for name, kind in KINDS.items()
+    )
+    return found if fits else None
+
+
+def describe(content: bytes) -> str:
+    """The owner, in words for people."""
+    found = parse(content)
+    if found is None:
+        return "an owner whose lease file cannot be read"
+    job = f"job {found['job']}, " if found["job"] else ""
+    return f"{job}process {found['pid']} on {found['host']}, since {found['started']}"
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def identity() -> dict[str, Any]:
+    """Which process of which job this is, as far as the system tells."""
+    run_id, status = os.environ.get("TORCHELASTIC_RUN_ID"), process_status(os.getpid())
+    boot_id: str | None = None
+    pid_namespace: str | None = None
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux: every owner is watched
+        pass
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "process_start": status[1] if status else None,
+        "boot_id": boot_id,
+        "pid_namespace": pid_namespace,
+        "job": os.environ.get("SLURM_JOB_ID") or (run_id if run_id != "none" else None),  # "none": torchrun's default
+        "torchrun": run_id and [run_id, os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")],
+        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    }
+
+
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether process ids mean the same to both. The host too: copies of a virtual machine share the boot's id."""
+    keys = ("host", "boot_id", "pid_namespace")
+    return all(one[key] is not None and one[key] == other[key] for key in keys)
+
+
+def process_status(pid: int) -> tuple[str, int] | None:
+    """State and start, in clock ticks after the boot (proc(5)); None if there is none to see."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[19])
+
+
+def is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether a process of this machine still runs; None if the kernel does not say."""
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's; /proc may hide it (hidepid)
+        pass
+    status = process_status(owner["pid"])
+    if status is None:
+        return None
+    state, start = status
+    return start == owner["process_start"] and state not in "ZX"  # killed, but not waited for by its parent yet
+
+
+def same_torchrun_before(owner: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether the owner was a rank of our own torchrun before it restarted: by then it has ended all ranks, everywhere.
+
+    A run id alone does not tell, the default is "none"; nor does a loopback address, which each machine has.
+    """
+    if own["torchrun"] is None or owner["torchrun"] != own["torchrun"] or owner["restart"] >= own["restart"]:
+        return False
+    address = own["torchrun"][1]
+    try:
+        return not ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address not in ("", "localhost")

@@ -1,0 +1,156 @@
+"""One start of a run, from the first look at its folder to the word it leaves: who owns it, watches, and ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from train.checkpoints.manifest import NoneValid
+from train.checkpoints.saver import SavesFail
+from train.config import InputError, Plan, TrainConfig, launched_rank
+from train.lease import Lease, LeaseLost
+from train.notices import Notices
+from train.preempt import StopRequest
+from train.run_folder import Outcome, RunFolder, set_up_logging
+from train.storage import make_folder
+from train.tasks import Task
+from train.watchdog import Watchdog
+
+logger = logging.getLogger("train")
+STOP_FILE = "STOP"
+ENDS = ("done", "early_stop")
+OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
+HOST_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
+
+
+class Over(RuntimeError):
+    """torchrun restarted a run for which that is no use."""
+
+    def __init__(self, outcome: dict[str, Any]) -> None:
+        super().__init__(f"not started again: it {outcome['outcome']} ({outcome['reason']})")
+        self.was_stopped = outcome["outcome"] == "stopped"
+
+
+@dataclass
+class Life:
+    cfg: TrainConfig
+    plan: Plan
+    task: Task
+    folder: RunFolder
+    identity: dict[str, Any]
+    stop: StopRequest
+    began_s: float = field(default_factory=time.monotonic)
+    is_ours: bool = False  # the run folder; ranks other than 0 know once they have joined
+    checkpoint: int | None = None  # the newest that is committed, on rank 0
+    lease: Lease | None = None  # rank 0's
+    watch: Watchdog = field(init=False)
+    notices: Notices | None = None  # of local rank 0
+
+    @property
+    def failure(self) -> LeaseLost | None:
+        return LeaseLost(self.lease.lost) if self.lease is not None and self.lease.lost else None
+
+
+@contextmanager
+def begin(life: Life) -> Iterator[Life]:
+    """Take the run folder, watch over the run, and leave word at the end. Raises InputError if another job has the
+    folder, Over if torchrun restarts what has ended for good.
+    """
+    cfg, folder = life.cfg, life.folder
+    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_restart(folder)
+    folder.check_is_ours(life.identity, force=cfg.resume.force)
+    make_folder(folder.path)
+    with ExitStack() as stack:
+        if launched_rank() == 0:
+            life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
+            life.is_ours = True
+        folder.open()
+        set_up_logging(folder.log)
+        life.watch = Watchdog(
+            cfg.watchdog, folder.log, rank=launched_rank(), local_rank=local_rank, local_world_size=local_world_size
+        )
+        stack.enter_context(life.watch)
+        if local_rank == 0:
+            stop_file: Callable[[], bool] = lambda: folder.folder.size(STOP_FILE) is not None  # noqa: E731
+            life.notices = Notices(
+                cfg.preempt, life.stop, stop_file=stop_file, max_run_s=cfg.max_run_s, began_s=life.began_s
+            )
+            stack.enter_context(life.notices)
+        try:
+            yield life
+        except BaseException as error:
+            leave_word_of(error, life)
+            raise
+
+
+def check_restart(folder: RunFolder) -> None:
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        outcome = folder.last_outcome()
+        if outcome and outcome["launch"] == launch() and not (outcome["goes_on"] and outcome["outcome"] == "failed"):
+            raise Over(outcome)
+
+
+def launch() -> list[str]:
+    """What tells the restarts of one torchrun from another one."""
+    return [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+
+
+def leave_word(life: Life, reason: str, step: int) -> None:
+    """Of a run that ended in order. Every rank calls it, rank 0 speaks for all."""
+    folder = life.folder
+    folder.exit_file(reason, step)
+    if launched_rank() == 0:
+        ended = "done" if reason in ENDS else "stopped"
+        word = Outcome(ended, reason, reason, step, life.checkpoint, goes_on=ended == "stopped", launch=launch())
+        folder.mirror()
+        folder.outcome(word)
+        if folder.folder.size(STOP_FILE) is not None:
+            folder.folder.remove(STOP_FILE)  # obeyed: the same command goes on
+
+
+def leave_word_of(error: BaseException, life: Life) -> None:
+    """Of a run that failed. The first rank to do so is heard."""
+    if not life.is_ours:
+        return
+    kind, reason = kind_of(error), f"{type(error).__name__}: {error}"
+    if kind == "out_of_device_memory":
+        reason = f"out of device memory: {first_line(error)}; lower micro_batch_size, the global batch stays"
+    if kind == "refused":
+        outcome, reason = "refused", f"refused: {error}"
+    elif isinstance(error, SystemExit):
+        outcome, reason = "stopped", f"left at once on a second signal ({life.stop.signal} came first)"
+    else:
+        outcome, reason = "failed", f"failed: {reason}"
+    again = kind in OUT_OF_MEMORY and life.folder.previous.get("kind") == kind
+    goes_on = kind not in ("refused", "no_valid_checkpoint", "not_finite", "lease_lost") and not again
+    life.folder.exit_file(reason, None)
+    life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on, launch=launch()))
+
+
+def kind_of(error: BaseException) -> str:
+    """The failure's short name, which launchers tell it by."""
+    table: list[tuple[type[BaseException], str]] = [
+        (InputError, "refused"),
+        (NoneValid, "no_valid_checkpoint"),
+        (FloatingPointError, "not_finite"),
+        (LeaseLost, "lease_lost"),
+        (SavesFail, "saves_fail"),
+        (MemoryError, "out_of_host_memory"),
+        (SystemExit, "left_at_once"),
+    ]
+    found = next((name for kind, name in table if isinstance(error, kind)), type(error).__name__)
+    if found == "OutOfMemoryError":  # torch's own, of any accelerator
+        return "out_of_device_memory"
+    if any(words in str(error) for words in HOST_MEMORY_WORDS):
+        return "out_of_host_memory"
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,218 @@
+"""What a run does about faults: it goes on from the newest checkpoint, saves, goes back, and counts what was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from train import goodput
+from train.checkpoints.loader import Loaded, load
+from train.checkpoints.progress import Progress
+from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
+from train.checkpoints.store import open_store
+from train.config import flat
+from train.metrics import Recorder, Window
+from train.run_folder import environment
+
+if TYPE_CHECKING:
+    from train.backend import Backend
+    from train.loop import Life
+    from train.parallel import Engine
+
+logger = logging.getLogger("train")
+
+
+class Recovery:
+    """All ranks call each method at the same steps; used as a context while the loop runs."""
+
+    def __init__(
+        self, life: Life, backend: Backend, model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.life, self.backend, self.model, self.engine, self.optimizer = life, backend, model, engine, optimizer
+        self.built = optimizer  # the backend may split it over the ranks, and own another one
+        self.cfg, self.settings = life.cfg, flat(life.cfg)
+        self.store = open_store(life.folder.folder, life.folder.path / "staging")
+        lease = life.lease
+        self.saver = Saver(
+            self.cfg.checkpoint,
+            self.store,
+            backend,
+            Facts(lease.number if lease else 0, life.identity, self.settings, environment()["versions"]),
+            may_commit=lease.check if lease else nothing,
+            after_commit=life.folder.mirror,
+        )
+        self.last_rollback: int | None = None  # the step that the run went back to
+
+    # ---- at the start --------------------------------------------------------------------------------------------
+
+    def load(self) -> Progress:
+        """Put back the newest valid checkpoint, if there is one."""
+        if self.backend.rank == 0:
+            self.store.collect_garbage()
+        self.loaded = self._load()
+        self.saver.newest = self.life.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
+        return self.loaded.progress
+
+    def _load(self) -> Loaded:
+        return load(
+            self.store,
+            self.model,
+            self.optimizer,
+            self.backend,
+            identity=self.life.identity,
+            settings=self.settings,
+            force=self.cfg.resume.force,
+        )
+
+    def begin(self, recorder: Recorder) -> None:
+        """Take up the metrics where they were, and say what a fault has cost."""
+        self.recorder = recorder
+        self._put_back_window(self.loaded)
+        for fault in self.loaded.faults:
+            recorder.fault(fault)
+        if self.backend.rank == 0:
+            lease = self.life.lease
+            beaten = lease.previous if lease is not None else None
+            self.lost = goodput.lost(
+                self.life.folder.metrics, self.life.folder.previous, beaten, recorder.progress.step
+            )
+            if not self.cfg.collect_graphs:
+                self.saver.warm(self.model, self.optimizer)
+        else:
+            self.lost = None
+
+    def _put_back_window(self, loaded: Loaded) -> None:
+        """Each rank its own sums; on another number of ranks rank 0 takes all of them."""
+        rank, ranks = self.backend.rank, loaded.ranks
+        if len(ranks) != self.backend.world_size:
+            together = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
+            ranks = [together, *(dict.fromkeys(together, 0.0) for _ in range(self.backend.world_size - 1))]
+        own = ranks[rank]
+        self.engine.loss_sum.copy_(torch.tensor([float(own["loss_sum"])]))
+        saved: dict[str, Any] = loaded.progress.window
+        window = Window(**saved)
+        self.recorder.window = dataclasses.replace(window, wait_s=float(own["wait_s"]), work_s=float(own["work_s"]))
+
+    # ---- in the loop ---------------------------------------------------------------------------------------------
+
+    def look(self) -> Exception | None:
+        """Tell of saves that have ended, and of what a fault cost, once the first step is done. Gives why the run has
+        to end.
+        """
+        if self.life.lease is not None:
+            self.life.lease.step = self.recorder.progress.step
+        if self.lost is not None and self.recorder.steps_done:
+            recover_s = max(0.0, time.time() - self.lost.last_sign_unix_s)
+            text = f"{self.lost.reason}; {self.lost.steps} steps lost, {recover_s:.0f} s to the first step"
+            logger.warning(text)
+            self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
+            self.lost = None
+        self._tell_of_saves()
+        return self.saver.failure or self.life.failure
+
+    def _tell_of_saves(self) -> list[Saved]:
+        saves = self.saver.take()
+        for saved in saves:
+            self.recorder.saved(saved)
+        self.life.checkpoint = self.saver.newest
+        return saves
+
+    def is_due(self, num_asked: float) -> bool:
+        """Whether to save after this step, which is not the last. `num_asked`: ranks that were asked to save soon."""
+        progress, cfg = self.recorder.progress, self.cfg.checkpoint
+        is_best = cfg.best and progress.best_step == progress.step
+        return progress.step % cfg.every == 0 or num_asked > 0 or is_best
+
+    def save(self, metric: float | None, *, is_last: bool) -> None:
+        if self.cfg.collect_graphs:
+            return
+        progress, window = self.recorder.progress, self.recorder.window
+        asked = self.life.stop.saves_soon
+        if asked is not None:
+            logger.info("step %d: saving, as asked by %s", progress.step, asked)
+            self.life.stop.saved()
+        progress.window = {**dataclasses.asdict(window), "wait_s": 0.0, "work_s": 0.0}
+        own = {
+            "loss_sum": float(self.backend.read([self.engine.loss_sum])[0]),
+            "wait_s": window.wait_s,
+            "work_s": window.work_s,
+        }
+        beat = self.life.watch.beat
+        self.saver.save(progress, self.model, self.optimizer, own, metric=metric, is_last=is_last, beat=beat)
+
+    def roll_back(self) -> Progress:
+        """Weights, optimizer and step as the newest checkpoint has them; the data goes on where it is, so that what
+        brought the run here is not seen again. A second time from the same checkpoint, the one before is taken.
+
+        Raises:
+            FloatingPointError: there is no checkpoint to go back to, or this happened too often.
+        """
+        now, limit = self.recorder.progress, self.cfg.nonfinite.max_rollbacks
+        text = f"{self.recorder.skips_in_a_row} steps in a row had no finite gradient, up to step {now.step}"
+        self.life.watch.phase("roll back", is_start=True)
+        self.saver.wait(self.life.watch.beat)
+        self.look()
+        if now.rollbacks >= limit:
+            raise FloatingPointError(
+                f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks); lower optim.lr?"
+            )
+        if self.optimizer is not self.built:
+            raise FloatingPointError(f"{text}; with backend.zero1 only a new start goes back to the last checkpoint")
+        if self.backend.rank == 0 and self.last_rollback is not None:
+            steps = self.store.steps()
+            if self.last_rollback == steps[-1] and len(steps) > 1:
+                self.store.put_aside(steps[-1], "rolled-back")
+        loaded = self._load()
+        if not loaded.ranks:
+            raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; lower optim.lr?")
+        progress = loaded.progress
+        self.last_rollback = progress.step
+        progress.examples, progress.rollbacks, progress.skipped = now.examples, now.rollbacks + 1, now.skipped
+        self.backend.reset_skips()
+        self.recorder.go_back(progress)
+        self._put_back_window(loaded)
+        self.recorder.alarm(
+            f"{text}: back to step {progress.step}, and on with other data (rollback {progress.rollbacks} of {limit})"
+        )
+        return progress
+
+    # ---- at the end ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Until the last save is committed. Raises SavesFail on all ranks if it failed."""
+        self.saver.wait(self.life.watch.beat)
+        saves = self._tell_of_saves()
+        failed = [saved for saved in saves if saved.failure is not None and not saved.num_bytes]
+        failure = f"saving step {failed[-1].step}: {failed[-1].failure}; {self.saver.newest_text}" if failed else None
+        failure = self.backend.share(failure)[0]
+        if failure is not None:
+            raise SavesFail(failure)
+
+    def facts(self) -> dict[str, Any]:
+        """For the summary, on rank 0: what saving cost, what faults cost, and how often to save."""
+        stalls_s = self.saver.stalls_s
+        if self.backend.rank != 0 or not stalls_s:
+            return {}
+        return goodput.facts(
+            self.life.folder.metrics,
+            wall_s=time.time() - self.life.folder.first_started_unix_s(),
+            stall_s=sum(stalls_s) / len(stalls_s),
+            save_s=self.saver.save_s,
+            step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
+            max_loss_s=self.cfg.checkpoint.max_loss_s,
+        )
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.saver.close()
+
+
+nothing: Callable[[], None] = lambda: None  # noqa: E731

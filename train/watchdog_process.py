@@ -1,0 +1,283 @@
+"""The watchdog of a machine: `python -m train.watchdog_process ORDERS`, started by local rank 0, ends with the ranks.
+
+Ranks of a step wait for each other, so the run is stuck when all local ranks at the lowest step are over their limits:
+while one of them still may compile, the others may be waiting for it. Then every rank's stacks and an exit file are
+left in the log, and all local ranks are killed, so that torchrun starts them again or ends. A rank that vanishes gets
+an exit file as well. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.preempt import leave_signals_to_the_parent
+from train.storage import LocalFolder, canonical_json
+from train.watchdog import ABSENT, ALIVE, Orders, Process, Slot, open_slots, read_process, stacks_path, stacks_signal
+
+PERIOD_S = 0.25  # between two looks, or a tenth of the limits
+MAX_GAP_S = 5.0  # a longer one says that this process did not run: the machine or the job was suspended, ranks as well
+DUMP_S = 2.0  # for a rank to dump its stacks
+WORD_S = 10.0  # for the log, which may be on a network file system that hangs; the ranks' end does not wait for it
+RECENT_S = 60.0  # between the kernel's decision to kill for memory and the end of a large process
+OVER_STATES = ("Z", "X")  # of a process whose parent has yet to take note
+
+
+@dataclass
+class Rank:
+    """A local rank as it was last seen."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    started: int
+    step: int | None
+    phase: str
+    is_start: bool
+    marks: int
+    beat_ns: int
+    beat_at_s: float  # on the watchdog's clock
+    peak_bytes: int = 0  # most host memory so far
+    process_state: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"'{self.phase}'" + ("" if self.step is None else f" of step {self.step}")
+
+
+class WatchdogProcess:
+    def __init__(self, orders: Orders, *, oom_counter: Path | None) -> None:
+        self.orders, self.oom_counter = orders, oom_counter
+        self.folder, self.log = Path(orders.folder), Path(orders.log)
+        self.slots = open_slots(self.folder, orders.num_ranks)
+        self.period_s = min(PERIOD_S, orders.step_s / 10, orders.start_s / 10)
+        self.alive: dict[int, Rank] = {}  # by local rank
+        self.over: set[tuple[int, int]] = set()  # pid and start of processes that have ended
+        self.suspects: list[tuple[int, int]] = []
+        self.now_s, self.looked_s = 0.0, time.monotonic()
+        self.oom_kills = deque([count_oom_kills(oom_counter)], maxlen=max(2, int(RECENT_S / self.period_s)))
+
+    def run(self) -> None:
+        while self.look():
+            time.sleep(self.period_s)
+
+    def look(self) -> bool:
+        """Look at all ranks once and do what has to be done. False: there is nobody left to watch."""
+        before_s, self.looked_s = self.looked_s, time.monotonic()
+        self.now_s += min(self.looked_s - before_s, MAX_GAP_S)
+        self.oom_kills.append(count_oom_kills(self.oom_counter))
+        gone = self.see()
+        stuck = self.find_stuck()
+        if not self.alive or stuck is not None:
+            ending = [*self.alive.values()]
+            if stuck is not None:
+                in_time(lambda: self.report_stuck(stuck))
+            # Before the ranks end: their successors may share the name.
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for rank in ending:
+                self.kill(rank)
+            self.alive.clear()
+        if gone:
+            in_time(lambda: self.report_gone(gone))
+        return bool(self.alive)
+
+    def see(self) -> list[Rank]:
+        """Bring `alive` up to date. Gives those who are gone without having left in order."""
+        gone = []
+        before, self.alive = self.alive, {}
+        for local_rank, shared in enumerate(self.slots):
+            slot = Slot.from_buffer_copy(shared)
+            life = (slot.pid, slot.started)
+            if slot.state != ALIVE or life in self.over:
+                continue
+            last = before.get(local_rank)
+            rank = self.rank_of(local_rank, slot, last if last and (last.pid, last.started) == life else None)
+            process = running(slot.pid, slot.started)
+            if process is not None:
+                rank.process_state = process.state
+                rank.peak_bytes = peak_memory(slot.pid) or rank.peak_bytes
+                self.alive[local_rank] = rank
+                continue
+            self.over.add(life)
+            of_earlier_life = last is None and slot.started < self.orders.first_started
+            if shared.state == ALIVE and not of_earlier_life:  # it may have left since it was copied
+                gone.append(rank)
+        return gone
+
+    def rank_of(self, local_rank: int, slot: Slot, last: Rank | None) -> Rank:
+        return Rank(
+            local_rank=local_rank,
+            rank=slot.rank,
+            pid=slot.pid,
+            started=slot.started,
+            step=None if slot.step < 0 else slot.step,
+            phase=slot.phase.decode(errors="replace"),
+            is_start=bool(slot.is_start),
+            marks=slot.marks,
+            beat_ns=slot.beat_ns,
+            beat_at_s=last.beat_at_s if last and last.beat_ns == slot.beat_ns else self.now_s,
+            peak_bytes=last.peak_bytes if last else 0,
+        )
+
+    # ---- stuck -----------------------------------------------------------------------------------------------------
+
+    def find_stuck(self) -> Rank | None:
+        """The local rank that has come least far, if nothing excuses it in two looks: the first may be half new."""
+        last = min((-1 if rank.step is None else rank.step for rank in self.alive.values()), default=-1)
+        behind = [rank for rank in self.alive.values() if rank.step == (None if last < 0 else last)]
+        late = bool(behind) and all(self.age_s(rank) > self.limit_s(rank) for rank in behind)
+        before, self.suspects = self.suspects, [(rank.pid, rank.beat_ns) for rank in behind] if late else []
+        if not late or before != self.suspects:
+            return None
+        return min(behind, key=lambda rank: (rank.process_state != "T", rank.marks, rank.beat_ns))
+
+    def age_s(self, rank: Rank) -> float:
+        return self.now_s - rank.beat_at_s
+
+    def limit_s(self, rank: Rank) -> float:
+        return self.orders.start_s if rank.is_start else self.orders.step_s
+
+    def report_stuck(self, stuck: Rank) -> None:
+        limit = f"watchdog.{'start_s' if stuck.is_start else 'step_s'}={self.limit_s(stuck):g}"
+        reason = f"stuck: rank {stuck.rank} has been in {stuck.place} for {self.age_s(stuck):.0f} s ({limit})"
+        ranks = self.alive.values()
+        alike = len({(rank.step, rank.phase, rank.marks) for rank in ranks}) == 1
+        absent = [number for number, slot in enumerate(self.slots) if slot.state == ABSENT]
+        if absent:
+            reason += f"; local rank {', '.join(map(str, absent))} has not come so far"
+        elif alike and self.orders.has_other_machines:
+            reason += "; all ranks of this machine wait alike, perhaps for a rank of another machine"
+        reason += f"; stacks in {self.log.name}/stacks_rank_*.txt"
+        try:
+            self.save_stacks(reason)
+            for rank in ranks:
+                self.write_exit(rank, reason)
+        finally:
+            say(reason, *map(self.line, ranks))
+
+    def line(self, rank: Rank) -> str:
+        """Of all that is known, for the reader who looks for the culprit."""
+        return (
+            f"  rank {rank.rank} (pid {rank.pid}): {rank.place} for {self.age_s(rank):.1f} s, limit "
+            f"{self.limit_s(rank):g} s; process state {rank.process_state}, peak host memory {gigabytes(rank)}"
+        )
+
+    def save_stacks(self, reason: str) -> None:
+        """Have all ranks dump the stacks of their threads, and add these to the log under a header."""
+        paths = {rank.local_rank: stacks_path(self.folder, rank.local_rank) for rank in self.alive.values()}
+        for rank in self.alive.values():
+            if running(rank.pid, rank.started):
+                os.kill(rank.pid, stacks_signal())
+        sizes: list[int] | None = None
+        end_s = time.monotonic() + DUMP_S
+        while time.monotonic() < end_s:  # until all have begun, and none goes on
+            before, sizes = sizes, [path.stat().st_size for path in paths.values()]
+            if all(sizes) and sizes == before:
+                break
+            time.sleep(DUMP_S / 20)
+        header = [f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}"]
+        header += map(self.line, self.alive.values())
+        for rank in self.alive.values():
+            dump = paths[rank.local_rank].read_bytes()
+            dump = dump or f"no stacks: the process did not answer (state {rank.process_state})\n".encode()
+            with (self.log / f"stacks_rank_{rank.rank:04d}.txt").open("ab") as file:
+                file.write("\n".join([*header, ""]).encode() + dump)
+
+    def kill(self, rank: Rank) -> None:
+        if running(rank.pid, rank.started):
+            os.kill(rank.pid, signal.SIGKILL)
+
+    # ---- gone ------------------------------------------------------------------------------------------------------
+
+    def report_gone(self, gone: Iterable[Rank]) -> None:
+        """Ranks that ended without a word: the kernel's, a driver's or somebody's doing."""
+        for rank in gone:
+            if self.oom_kills[0] < self.oom_kills[-1]:
+                what = f"out of host memory: the kernel killed rank {rank.rank} in {rank.place}"
+                advice = "; lower data.num_workers, data.prefetch or micro_batch_size"
+            else:
+                what, advice = f"killed: rank {rank.rank} is gone without a word in {rank.place}", ""
+            reason = f"{what}; peak host memory {gigabytes(rank)}{advice}"
+            if self.write_exit(rank, reason):
+                say(reason)
+
+    def write_exit(self, rank: Rank, reason: str) -> bool:
+        """The exit file of a rank that has none yet (see `RunFolder.exit_file`); False if it has."""
+        content = {"reason": reason, "step": rank.step, "time_unix_s": round(time.time(), 1)}
+        return LocalFolder(self.log).create(f"exit_rank_{rank.rank:04d}.json", canonical_json(content))
+
+
+def in_time(action: Callable[[], None]) -> None:
+    """Act, but do not wait for ever; what goes wrong is printed."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(WORD_S)
+
+
+def say(*lines: str) -> None:
+    print("\n".join(f"watchdog: {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+def running(pid: int, started: int) -> Process | None:
+    """None if it has ended, although its number may be in use again."""
+    process = read_process(pid)
+    return process if process and process.started == started and process.state not in OVER_STATES else None
+
+
+def peak_memory(pid: int) -> int | None:
+    """Bytes of host memory that a process has held at most; None if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    found = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def gigabytes(rank: Rank) -> str:
+    return f"{rank.peak_bytes / 1e9:.1f} GB" if rank.peak_bytes else "unknown"
+
+
+# ---- killed for memory ---------------------------------------------------------------------------------------------
+
+
+def find_oom_counter(*, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Path | None:
+    """The file that counts what the kernel killed for want of memory: of this process's cgroup, or of the machine.
+
+    A container may show its cgroup as the root of all, hence the second try.
+    """
+    places: list[Path] = []
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for inside in (path.lstrip("/"), ""):
+            if controllers == "":  # version 2
+                places.append(cgroups / inside / "memory.events")
+            elif "memory" in controllers.split(","):
+                places.append(cgroups / "memory" / inside / "memory.oom_control")
+    files = (path for path in (*places, proc / "vmstat") if path.is_file())
+    return next((path for path in files if "oom_kill " in path.read_text()), None)
+
+
+def count_oom_kills(counter: Path | None) -> int:
+    if counter is None:
+        return 0
+    return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))
+
+
+def main() -> None:
+    leave_signals_to_the_parent(0)  # Slurm and systemd signal every process of a job; the ranks decide, this one stays
+    WatchdogProcess(Orders(**json.loads(sys.argv[1])), oom_counter=find_oom_counter()).run()
+    os._exit(0)  # a thread that still hangs in the log does not hold this process
+
+
+if __name__ == "__main__":
+    main()
