@@ -14,7 +14,7 @@ ROWS = [
     ["train.s3"],
     ["train.storage", "train.machine", "train.monitor_neuron"],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],
-    ["train.goodput", "train.notices", "train.stragglers", "train.watchdog_process"],
+    ["train.goodput", "train.notices", "train.restart", "train.stragglers", "train.watchdog_process"],
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.checkpoints", "train.report_run"],
     ["train.report_figures", "train.together"],

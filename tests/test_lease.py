@@ -492,18 +492,28 @@ def test_an_owner_whose_file_somebody_removed_or_replaced_has_lost_the_folder(fo
 
 @DISK_AND_S3
 @pytest.mark.parametrize("before", ["nobody", "released", "silent"])
-def test_of_eight_takers_one_gets_the_folder(folder, new, before):
+def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
+    """All have judged the last owner before the first one creates the next number, which half of them do too late."""
     if before != "nobody":
         leave(folder, released=before == "released", ttl_s=0.2)
-    together = threading.Barrier(8)
+    together, taken, came, create = threading.Barrier(8), threading.Event(), set(), folder.create
+
+    def create_together(*given):
+        if threading.get_ident() not in came:
+            came.add(threading.get_ident())
+            if together.wait() >= 4:
+                taken.wait()
+        return create(*given)
+
+    monkeypatch.setattr(folder, "create", create_together)
     takers = [new(0.2, on_wait=lambda _: None) for _ in range(8)]
 
     def take(taker):
-        together.wait()
         try:
             taker.take()
         except InputError as error:
             return str(error)
+        taken.set()
         return None
 
     with ThreadPoolExecutor(8) as threads:

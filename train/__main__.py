@@ -7,8 +7,10 @@ import os
 import sys
 
 from train import cli
-from train.config import InputError, TrainConfig, launched_world_size
+from train.config import InputError, TrainConfig, launched_rank, launched_world_size
 from train.preempt import StopRequest
+from train.restart import Over, check_restart
+from train.run_folder import RunFolder
 from train.watchdog import die_with_launcher
 
 logger = logging.getLogger("train")
@@ -20,8 +22,15 @@ def main() -> int:
 
 def train_once(cfg: TrainConfig) -> int:
     """Run to an end of whatever kind. Gives the exit code (see cli)."""
-    from train import loop  # torch takes seconds to import: a wrong setting is refused before
-    from train.life import ENDS, Over
+    try:
+        check_restart(RunFolder(cfg.run_dir, cfg.s3))
+    except Over as over:
+        if launched_rank() == 0:
+            print(over, file=sys.stderr)
+        return cli.STOPPED if over.was_stopped else cli.FAILED
+
+    from train import loop  # torch takes seconds to import: what is refused is refused before
+    from train.life import ENDS
 
     with StopRequest() as stop:
         die_with_launcher()
@@ -29,9 +38,6 @@ def train_once(cfg: TrainConfig) -> int:
             reason, step = loop.run(cfg, stop)
         except (InputError, SystemExit):
             raise
-        except Over as over:
-            logger.error("%s", over)
-            return cli.STOPPED if over.was_stopped else cli.FAILED
         except loop.TOGETHER as error:  # all ranks have left in order
             logger.error("failed: %s", error)
             return cli.FAILED

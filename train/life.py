@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid
 from train.checkpoints.saver import SavesFail
 from train.config import InputError, Plan, TrainConfig, launched_rank
 from train.lease import Lease, LeaseLost
 from train.notices import Notices
 from train.preempt import StopRequest
+from train.restart import launch
 from train.run_folder import Outcome, RunFolder, set_up_logging
 from train.storage import make_folder
 from train.tasks import Task
@@ -26,14 +29,6 @@ STOP_FILE = "STOP"
 ENDS = ("done", "early_stop")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
 HOST_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
-
-
-class Over(RuntimeError):
-    """torchrun restarted a run for which that is no use."""
-
-    def __init__(self, outcome: dict[str, Any]) -> None:
-        super().__init__(f"not started again: it {outcome['outcome']} ({outcome['reason']})")
-        self.was_stopped = outcome["outcome"] == "stopped"
 
 
 @dataclass
@@ -59,11 +54,10 @@ class Life:
 @contextmanager
 def begin(life: Life) -> Iterator[Life]:
     """Take the run folder, watch over the run, and leave word at the end. Raises InputError if another job has the
-    folder, Over if torchrun restarts what has ended for good.
+    folder.
     """
     cfg, folder = life.cfg, life.folder
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_restart(folder)
     folder.check_is_ours(life.identity, force=cfg.resume.force)
     make_folder(folder.path)
     with ExitStack() as stack:
@@ -89,18 +83,6 @@ def begin(life: Life) -> Iterator[Life]:
             raise
 
 
-def check_restart(folder: RunFolder) -> None:
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        outcome = folder.last_outcome()
-        if outcome and outcome["launch"] == launch() and not (outcome["goes_on"] and outcome["outcome"] == "failed"):
-            raise Over(outcome)
-
-
-def launch() -> list[str]:
-    """What tells the restarts of one torchrun from another one."""
-    return [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-
-
 def leave_word(life: Life, reason: str, step: int) -> None:
     """Of a run that ended in order. Every rank calls it, rank 0 speaks for all."""
     folder = life.folder
@@ -116,11 +98,11 @@ def leave_word(life: Life, reason: str, step: int) -> None:
 
 def leave_word_of(error: BaseException, life: Life) -> None:
     """Of a run that failed. The first rank to do so is heard."""
-    if not life.is_ours:
-        return
     kind, reason = kind_of(error), f"{type(error).__name__}: {error}"
-    if kind == "out_of_device_memory":
-        reason = f"out of device memory: {first_line(error)}; lower micro_batch_size, the global batch stays"
+    if not life.is_ours or kind == "lease_lost":  # the folder is another job's
+        return
+    if kind in OUT_OF_MEMORY:
+        reason = out_of_memory(kind, error)
     if kind == "refused":
         outcome, reason = "refused", f"refused: {error}"
     elif isinstance(error, SystemExit):
@@ -145,12 +127,23 @@ def kind_of(error: BaseException) -> str:
         (SystemExit, "left_at_once"),
     ]
     found = next((name for kind, name in table if isinstance(error, kind)), type(error).__name__)
-    if found == "OutOfMemoryError":  # torch's own, of any accelerator
+    if found == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
         return "out_of_device_memory"
     if any(words in str(error) for words in HOST_MEMORY_WORDS):
         return "out_of_host_memory"
     return found
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+def out_of_memory(kind: str, error: BaseException) -> str:
+    device_bytes = peak_device_bytes()
+    peak = f"peak {peak_host_bytes() / 1e9:.3g} GB of host memory"
+    peak += f", {device_bytes / 1e9:.3g} GB of the device's" if device_bytes else ""
+    first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
+    cure = "lower micro_batch_size (the global batch stays)"
+    cure += ", data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
+    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {cure}"
+
+
+def peak_host_bytes() -> int:
+    """Of this process, without its loaders."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, getrusage(2)

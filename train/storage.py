@@ -95,7 +95,8 @@ class LocalFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> list[str]:
-        files = (path for path in self.path.rglob("*") if path.is_file() and not path.match(TEMPORARY_GLOB))
+        place = self.path / prefix.rpartition("/")[0]  # no further: beside it, files may come and go
+        files = (path for path in place.rglob("*") if path.is_file() and not path.match(TEMPORARY_GLOB))
         found = (path.relative_to(self.path).as_posix() for path in files)
         return sorted(name for name in found if name.startswith(prefix))
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite
 from train.backend.graphs import Graphs
-from train.backend.hosts import RANK_STRIDE, Hosts
+from train.backend.hosts import RANK_STRIDE, Hosts, join
 from train.config import BackendConfig, check
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ class DDP(Hosts):
             torch.cuda.set_device(self.device)
         if self.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-            dist.init_process_group(names, timeout=timedelta(seconds=cfg.timeout_s or 600))
+            join(names, cfg.timeout_s or 600)
             seen = self.sum([1.0])[0]
             if seen != self.world_size:
                 raise RuntimeError(f"{seen:g} ranks answered, WORLD_SIZE says {self.world_size}")

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 RANK_STRIDE = 1_000_003  # a prime: seeds of neighbouring runs and ranks do not meet
 LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
+
+
+def join(names: str, timeout_s: float) -> None:
+    """Meet the other ranks, each restart of a launcher at a place of its own in its store: one with a fixed address
+    (torchrun's default) keeps the store, and ranks would call the ports of their predecessors.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(names, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
 
 
 class Hosts:

@@ -7,7 +7,6 @@ There the device is one of torch's own, so this is DDP with other names: device 
 from __future__ import annotations
 
 import importlib.util
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from train import machine
 from train.backend import guards
 from train.backend.ddp import DDP
-from train.backend.hosts import Hosts
+from train.backend.hosts import Hosts, join
 from train.config import BackendConfig, check
 
 DEVICE = "neuron"  # never "neuron:0": a process sees its own core only
@@ -39,7 +38,7 @@ class Neuron(DDP):
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
         if self.is_distributed:  # before anything touches the device
-            dist.init_process_group(COLLECTIVES, timeout=timedelta(seconds=cfg.timeout_s or 7200))
+            join(COLLECTIVES, cfg.timeout_s or 7200)
         self.device = torch.device(DEVICE)
         if self.is_distributed:
             ones = torch.ones(1, device=self.device)

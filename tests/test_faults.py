@@ -1,0 +1,297 @@
+"""Whole runs under faults: ranks and launchers killed or stuck, two jobs at once, gradients that are no numbers."""
+
+import json
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import torch
+from running import ROOT, command, lines, run, train_config, train_overrides
+
+from train import loop
+from train.checkpoints.store import LocalStore
+from train.preempt import StopRequest
+from train.tasks.mlm import MaskedLMTask
+
+PATIENCE_S = 120.0  # never waited for unless a test fails
+LONG = ["max_steps=60", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
+
+
+def until(condition):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def start(arguments, *, ranks=1, restarts=0, script=None):
+    """A run in the background, its output in a file that is read when it fails."""
+    words = command(arguments, ranks=ranks)
+    if restarts:
+        words.insert(3, f"--max-restarts={restarts}")
+    if script:
+        words = [*words[: words.index("-m", 3 if ranks > 1 else 0)], str(script), *arguments]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks_of(process):
+    """By rank: the Python processes whose environment says RANK, which torchrun has started."""
+    found = {}
+    for child in psutil.Process(process.pid).children():
+        try:
+            found[int(child.environ()["RANK"])] = child
+        except (KeyError, psutil.Error):
+            continue
+    return found
+
+
+def steps_logged(run_dir):
+    return [line["step"] for line in lines(run_dir, "train")] if (run_dir / "metrics.jsonl").is_file() else []
+
+
+def weights(run_dir, step):
+    return torch.load(run_dir / f"checkpoints/step_{step:08d}/model.pt", weights_only=True)
+
+
+def assert_same_weights(one, other, step):
+    first, second = weights(one, step), weights(other, step)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def outcome(run_dir):
+    return json.loads((run_dir / "outcome.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, prepared):
+    """Two ranks, sixty steps."""
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    found = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
+    assert found.returncode == 0, found.stderr
+    return run_dir
+
+
+# Slows every step, so that a test can hit one.
+SLOW = """
+import sys, time
+from train import loop
+from train.parallel import data
+before = data.DataParallel.forward_backward
+def slower(self, *arguments):
+    time.sleep(0.05)
+    return before(self, *arguments)
+data.DataParallel.forward_backward = slower
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def slow(tmp_path):
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW)
+    return path
+
+
+def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, slow, tmp_path, prepared):
+    """Twice: first a rank in the middle of a step, then rank 0."""
+    run_dir = tmp_path / "run"
+    process = start(train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=2, script=slow)
+    for victim, step in ((1, 17), (0, 33)):
+        until(lambda step=step: max(steps_logged(run_dir), default=0) >= step or process.poll() is not None)
+        ranks_of(process)[victim].kill()
+    output = process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 0, output
+    assert_same_weights(run_dir, undisturbed, 60)
+    last = {line["step"]: line["loss"] for line in lines(run_dir, "train")}
+    assert last == {line["step"]: line["loss"] for line in lines(undisturbed, "train")}
+    faults = [line for line in lines(run_dir, "fault") if "steps_lost" in line]
+    assert len(faults) == 2
+    assert all(0 <= fault["steps_lost"] <= 2 * 5 and fault["recover_s"] > 0 for fault in faults), faults
+    summary = lines(run_dir, "summary")[-1]
+    assert summary["faults"] == 2
+    assert summary["steps_lost"] == sum(fault["steps_lost"] for fault in faults)
+    assert 0 < summary["goodput"] < 1
+    assert outcome(run_dir)["outcome"] == "done"
+
+
+def test_without_torchrun_the_ranks_save_and_leave(slow, tmp_path, prepared):
+    """SIGKILL of torchrun: nobody is left on the devices, and nothing is lost."""
+    run_dir = tmp_path / "run"
+    arguments = train_overrides(run_dir, prepared, *LONG, "checkpoint.every=1000")
+    process = start(arguments, ranks=2, script=slow)
+    until(lambda: max(steps_logged(run_dir), default=0) >= 3 or process.poll() is not None)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 3  # two ranks and the watchdog
+    process.kill()
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    assert not alive
+    ended = outcome(run_dir)
+    assert (ended["outcome"], ended["reason"]) == ("stopped", "SIGTERM")
+    assert 3 <= ended["checkpoint"] == ended["step"] < 60
+    process.communicate()
+
+
+def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, slow, tmp_path, prepared):
+    """SIGSTOP: it no longer comes to the collective, in which the other one waits."""
+    run_dir = tmp_path / "run"
+    arguments = train_overrides(run_dir, prepared, *LONG, "watchdog.step_s=4", "watchdog.start_s=100")
+    process = start(arguments, ranks=2, restarts=1, script=slow)
+    until(lambda: max(steps_logged(run_dir), default=0) >= 12 or process.poll() is not None)
+    ranks_of(process)[1].send_signal(signal.SIGSTOP)
+    output = process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 0, output
+    assert_same_weights(run_dir, undisturbed, 60)
+    reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
+    assert "stuck: rank 1 has been in" in reason
+    assert "all_reduce" in (run_dir / "log/stacks_rank_0000.txt").read_text()
+
+
+def test_a_second_job_on_the_same_folder_is_refused(slow, tmp_path, prepared):
+    run_dir = tmp_path / "run"
+    arguments = train_overrides(run_dir, prepared, *LONG, "max_steps=100000")
+    first = start(arguments, script=slow)
+    until(lambda: steps_logged(run_dir) or first.poll() is not None)
+    watched = [run_dir / "config.yaml", run_dir / "environment.json", *(run_dir / "lease").iterdir()]
+    before = [path.stat().st_ino for path in watched[:2]]
+    second = run(arguments)
+    assert before == [path.stat().st_ino for path in watched[:2]] and all(path.exists() for path in watched)
+    assert second.returncode == 2
+    assert f"in use by process {first.pid} on" in second.stderr, second.stderr
+    assert "Traceback" not in second.stderr
+    first.terminate()
+    assert first.communicate(timeout=PATIENCE_S) and first.returncode == 75
+    assert outcome(run_dir)["outcome"] == "stopped"
+
+
+def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_path, prepared):
+    """For torchrun an exit code of 75 is a failure, to be tried again."""
+    run_dir = tmp_path / "run"
+    process = start(train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=3, script=slow)
+    until(lambda: steps_logged(run_dir) or process.poll() is not None)
+    (run_dir / "STOP").touch()
+    output = process.communicate(timeout=PATIENCE_S)[0]
+    ended = outcome(run_dir)
+    assert (ended["outcome"], ended["reason"]) == ("stopped", "the file STOP in the run folder"), output
+    assert output.count("not started again: it stopped") == 3
+    assert not (run_dir / "STOP").exists()  # obeyed
+    assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
+
+
+# ---- in this process ------------------------------------------------------------------------------------------------
+
+
+def train(run_dir, data, *overrides):
+    return loop.run(train_config(run_dir, data, *overrides), StopRequest())
+
+
+def spoil(monkeypatch, is_bad):
+    """Make the loss of the calls of `forward` that `is_bad` chooses, counted from 0, no number."""
+    calls = []
+    before = MaskedLMTask.loss
+
+    def loss(self, model, inputs):
+        calls.append(1)
+        return before(self, model, inputs) * (float("nan") if is_bad(len(calls) - 1) else 1.0)
+
+    monkeypatch.setattr(MaskedLMTask, "loss", loss)
+    return calls
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, prepared, monkeypatch):
+    spoil(monkeypatch, lambda call: call == 3)
+    assert train(tmp_path / "run", prepared) == ("done", 6)
+    trained = lines(tmp_path / "run", "train")
+    assert [line["loss"] is None for line in trained] == [False, False, False, True, False, False]
+    assert "1 steps were skipped: their gradient was not finite" in lines(tmp_path / "run", "fault")[0]["reason"]
+    summary = lines(tmp_path / "run", "summary")[0]
+    assert (summary["skipped_steps"], summary["rollbacks"]) == (1, 0)
+    assert LocalStore(tmp_path / "run/checkpoints").manifest(6).progress["skipped"] == 1
+
+
+def test_several_in_a_row_bring_the_run_back_and_past_their_data(tmp_path, prepared, monkeypatch):
+    """Steps 4 to 6 have bad data; the run goes back to step 3 and on with the seventh batch."""
+    with monkeypatch.context() as patch:
+        calls = spoil(patch, lambda call: 3 <= call < 6)
+        assert train(tmp_path / "run", prepared, "max_steps=9", "max_epochs=9") == ("done", 9)
+    assert len(calls) == 3 + 3 + 6
+    steps = [line["step"] for line in lines(tmp_path / "run", "train")]
+    assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9]
+    assert lines(tmp_path / "run", "train")[-1]["examples"] == 12 * 8
+    reasons = [line["reason"] for line in lines(tmp_path / "run", "fault")]
+    assert "3 steps in a row had no finite gradient, up to step 6: back to step 3" in reasons[-1]
+    manifest = LocalStore(tmp_path / "run/checkpoints").manifest(9)
+    assert (manifest.progress["rollbacks"], manifest.progress["skipped"]) == (1, 3)
+    # What is skipped is as if it had never been there: the same batches in a run of their own.
+    trained = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "train")}
+    train(tmp_path / "clean", prepared, "max_steps=9", "max_epochs=9", "checkpoint.every=3")
+    clean = {line["step"]: line["loss"] for line in lines(tmp_path / "clean", "train")}
+    assert [trained[step] for step in (1, 2, 3)] == [clean[step] for step in (1, 2, 3)]
+    assert all(trained[step] != clean[step] for step in (4, 5, 6))
+
+
+def test_a_run_that_keeps_coming_back_ends(tmp_path, prepared, monkeypatch):
+    spoil(monkeypatch, lambda call: call >= 3)
+    with pytest.raises(FloatingPointError, match="after 2 rollbacks"):
+        train(tmp_path / "run", prepared, "max_steps=50", "max_epochs=9", "eval_every=null")
+    ended = outcome(tmp_path / "run")
+    assert (ended["kind"], ended["goes_on"], ended["checkpoint"]) == ("not_finite", False, 3)
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to(tmp_path, prepared, monkeypatch):
+    spoil(monkeypatch, lambda call: True)
+    with pytest.raises(FloatingPointError, match="no checkpoint to go back to"):
+        train(tmp_path / "run", prepared)
+    assert not LocalStore(tmp_path / "run/checkpoints").steps()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore."), "out_of_device_memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "out_of_host_memory"),
+        (MemoryError(), "out_of_host_memory"),
+    ],
+)
+def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(tmp_path, prepared, monkeypatch, error, kind):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(MaskedLMTask, "loss", fail)
+    for goes_on in (True, False):
+        with pytest.raises(type(error)):
+            train(tmp_path / "run", prepared)
+        ended = outcome(tmp_path / "run")
+        assert (ended["kind"], ended["goes_on"]) == (kind, goes_on)
+        assert "peak" in ended["reason"] and "micro_batch_size" in ended["reason"], ended
+
+
+def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path, prepared, monkeypatch):
+    """Lines every four steps, a stop at the sixth: its window goes on in the next life."""
+    options = ["max_steps=12", "log_every=4", "eval_every=null", "max_epochs=9", "checkpoint.every=100", "export=false"]
+    train(tmp_path / "whole", prepared, *options)
+
+    stop, before = StopRequest(), loop.learning_rate
+
+    def ask_at_the_sixth(step, **settings):
+        if step == 5:
+            stop.ask("the test")
+        return before(step, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "learning_rate", ask_at_the_sixth)
+        found = loop.run(train_config(tmp_path / "parts", prepared, *options), stop)
+    assert found == ("the test", 7)
+    assert train(tmp_path / "parts", prepared, *options) == ("done", 12)
+    both = [{line["step"]: line["loss"] for line in lines(tmp_path / name, "train")} for name in ("whole", "parts")]
+    assert both[0] == both[1] and set(both[0]) == {4, 8, 12}
+    assert_same_weights(tmp_path / "whole", tmp_path / "parts", 12)
+
+
+def test_max_run_s_ends_a_run_with_a_checkpoint(tmp_path, prepared):
+    reason, step = train(tmp_path / "run", prepared, *LONG, "max_steps=100000", "max_run_s=1.5", "preempt.poll_s=0.1")
+    assert reason == "max_run_s=1.5 is over"
+    assert outcome(tmp_path / "run")["checkpoint"] == step
