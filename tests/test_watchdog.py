@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,8 @@ def hang_in_data():
     time.sleep({lives})
 
 def hold_the_gil():
-    ctypes.PyDLL(None).sleep({lives:.0f})
+    while True:  # a signal ends C's sleep
+        ctypes.PyDLL(None).sleep({lives:.0f})
 
 local_rank = {local_rank}
 cfg = WatchdogConfig(step_s={step_s}, start_s={start_s})
@@ -71,7 +73,10 @@ def start(log: Path) -> Iterator[Start]:
     yield start
     for rank in ranks:
         rank.kill()
-        rank.communicate()
+        rank.wait()
+        for pipe in (rank.stdin, rank.stdout, rank.stderr):
+            with suppress(BrokenPipeError):  # a line that it did not read
+                pipe.close()
 
 
 @pytest.fixture
@@ -241,6 +246,21 @@ def test_a_folder_that_others_may_use_is_refused(log: Path, tmp_path: Path, monk
     private_folder(log, 1).chmod(0o755)
     with pytest.raises(InputError, match="only this user"):
         private_folder(log, 1)
+
+
+def test_folders_that_nobody_removed_are_swept_unless_somebody_may_use_them(tmp_path: Path):
+    names = ("dead", "alive", "young", "nobody", "open", "empty")
+    folders = {name: tmp_path / f"baretrain-{os.geteuid()}-{name}" for name in names}
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for name, folder in folders.items():
+        folder.mkdir(0o755 if name == "open" else 0o700)
+        open_slots(folder, 2)[1].pid = {"alive": os.getpid(), "nobody": 0}.get(name, ended.pid)
+        if name == "empty":
+            os.truncate(folder / "heartbeats", 0)
+        os.utime(folder, (0, 0) if name != "young" else None)
+    watchdog.remove_leftovers(tmp_path)
+    assert set(tmp_path.iterdir()) == {folders[name] for name in ("alive", "young", "open")}
 
 
 # ---- look by look: the watchdog is in the test, and so is its clock --------------------------------------------------

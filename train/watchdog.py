@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -28,6 +29,7 @@ from train.config import WatchdogConfig, check, launched_world_size
 ABSENT, ALIVE, LEFT = 0, 1, 2  # states of a rank
 PHASE_BYTES = 64
 MEMORY = Path("/dev/shm")
+LEFTOVER_S = 3600.0  # a folder that is younger may be of a run whose first rank has yet to come
 CLOSE_S = 1.0  # more than the watchdog takes to see that all ranks have left
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -149,10 +151,16 @@ def private_folder(log: Path, local_world_size: int) -> Path:
     folder = parent / f"baretrain-{os.geteuid()}-{key}"
     with suppress(FileExistsError):  # of another rank, or of somebody who guessed the name
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    check(mine, f"{folder} is not a folder that only this user may use; remove it, or set watchdog.enabled=false")
+    check(
+        is_private(folder),
+        f"{folder} is not a folder that only this user may use; remove it, or set watchdog.enabled=false",
+    )
     return folder
+
+
+def is_private(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def open_slots(folder: Path, num_ranks: int) -> list[Slot]:
@@ -165,6 +173,21 @@ def open_slots(folder: Path, num_ranks: int) -> list[Slot]:
     finally:
         os.close(handle)
     return [Slot.from_buffer(shared, number * ctypes.sizeof(Slot)) for number in range(num_ranks)]
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove folders whose ranks have all gone: their watchdog was killed, or their first rank never came to start it.
+
+    Of several that remove the same one, all succeed.
+    """
+    for folder in parent.glob(f"baretrain-{os.geteuid()}-*"):
+        with suppress(FileNotFoundError):
+            if not is_private(folder) or time.time() - folder.stat().st_mtime < LEFTOVER_S:
+                continue
+            num_ranks = (folder / "heartbeats").stat().st_size // ctypes.sizeof(Slot)
+            slots = open_slots(folder, num_ranks) if num_ranks else []
+            if not any(slot.pid and read_process(slot.pid) for slot in slots):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def stacks_path(folder: Path, local_rank: int) -> Path:

@@ -22,7 +22,18 @@ from pathlib import Path
 
 from train.preempt import leave_signals_to_the_parent
 from train.storage import LocalFolder, canonical_json
-from train.watchdog import ABSENT, ALIVE, Orders, Process, Slot, open_slots, read_process, stacks_path, stacks_signal
+from train.watchdog import (
+    ABSENT,
+    ALIVE,
+    Orders,
+    Process,
+    Slot,
+    open_slots,
+    read_process,
+    remove_leftovers,
+    stacks_path,
+    stacks_signal,
+)
 
 PERIOD_S = 0.25  # between two looks, or a tenth of the limits
 MAX_GAP_S = 5.0  # a longer one says that this process did not run: the machine or the job was suspended, ranks as well
@@ -275,7 +286,9 @@ def count_oom_kills(counter: Path | None) -> int:
 
 def main() -> None:
     leave_signals_to_the_parent(0)  # Slurm and systemd signal every process of a job; the ranks decide, this one stays
-    WatchdogProcess(Orders(**json.loads(sys.argv[1])), oom_counter=find_oom_counter()).run()
+    orders = Orders(**json.loads(sys.argv[1]))
+    remove_leftovers(Path(orders.folder).parent)
+    WatchdogProcess(orders, oom_counter=find_oom_counter()).run()
     os._exit(0)  # a thread that still hangs in the log does not hold this process
 
 
