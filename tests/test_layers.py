@@ -12,12 +12,12 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 ROWS = [
     ["train.config"],
     ["train.s3"],
-    ["train.storage", "train.machine", "train.monitor_neuron"],
+    ["train.storage", "train.machine", "train.monitor_neuron", "train.host_memory", "train.outcome"],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],
-    ["train.goodput", "train.notices", "train.restart", "train.stragglers", "train.watchdog_process"],
+    ["train.goodput", "train.notices", "train.stragglers", "train.watchdog_process"],
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
-    ["train.tasks", "train.parallel", "train.checkpoints", "train.report_run"],
-    ["train.report_figures", "train.together"],
+    ["train.tasks", "train.parallel", "train.report_run"],
+    ["train.checkpoints", "train.report_figures", "train.together"],
     ["train.feed", "train.life", "train.recovery"],
     [
         "train.loop",

@@ -274,7 +274,9 @@ def watch(log: Path, torchrun: None) -> Iterator[Callable[..., WatchdogProcess]]
 
     def watch(*, has_other_machines: bool = False) -> WatchdogProcess:
         started = read_process(os.getpid()).started
-        orders = Orders(str(private_folder(log, 3)), str(log), 3, started, has_other_machines, step_s=100, start_s=1000)
+        orders = Orders(
+            str(private_folder(log, 3)), str(log), 3, started, has_other_machines, True, step_s=100, start_s=1000
+        )
         return WatchdogProcess(orders, oom_counter=counter)
 
     yield watch
@@ -317,6 +319,29 @@ def test_who_beats_is_not_stuck_and_who_is_ahead_of_it_waits(start: Start, watch
     ranks[0].stdout.readline()
     assert look_later(watcher, 20)
     assert not look_later(watcher, 110)
+
+
+def test_ranks_whose_torchrun_is_gone_have_little_time(start: Start, log: Path, watch):
+    """Its SIGTERM does not get through to a rank that joins, or waits in a collective for another that is gone."""
+    pair(start, "dog.phase('join', is_start=True)", "dog.phase('join', is_start=True)")
+    watcher = watch()
+    assert watcher.look() and look_later(watcher, 200)
+    for rank in watcher.alive.values():
+        rank.launcher += 1
+    assert not look_later(watcher, 1)
+    assert "(torchrun is gone)" in word(log, 1)["reason"]
+    outcome = json.loads((log.parent / "outcome.json").read_text())
+    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("failed", "stuck", True)
+
+
+def test_a_lost_peer_is_explained_by_what_became_of_it(start: Start, log: Path, watch):
+    """The words of the rank that only saw its connection break come first."""
+    path = log.parent / "outcome.json"
+    for kind, stays in (("RuntimeError", False), ("not_finite", True)):
+        path.write_text(json.dumps({"kind": kind, "checkpoint": 5}))
+        watch().write_outcome("killed", "killed: rank 1", SimpleNamespace(step=7))
+        assert json.loads(path.read_text()).get("reason") == (None if stays else "killed: rank 1")
+        assert json.loads(path.read_text())["checkpoint"] == 5
 
 
 def test_time_in_which_the_watchdog_did_not_run_does_not_count(start: Start, watch):

@@ -8,8 +8,8 @@ import sys
 
 from train import cli
 from train.config import InputError, TrainConfig, launched_rank, launched_world_size
+from train.outcome import Over, check_restart, is_restart
 from train.preempt import StopRequest
-from train.restart import Over, check_restart
 from train.run_folder import RunFolder
 from train.watchdog import die_with_launcher
 
@@ -23,7 +23,8 @@ def main() -> int:
 def train_once(cfg: TrainConfig) -> int:
     """Run to an end of whatever kind. Gives the exit code (see cli)."""
     try:
-        check_restart(RunFolder(cfg.run_dir, cfg.s3))
+        if is_restart():
+            check_restart(RunFolder(cfg.run_dir, cfg.s3).last_outcome())
     except Over as over:
         if launched_rank() == 0:
             print(over, file=sys.stderr)

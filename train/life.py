@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,11 +14,12 @@ from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid
 from train.checkpoints.saver import SavesFail
 from train.config import InputError, Plan, TrainConfig, launched_rank
+from train.host_memory import own_peak_bytes
 from train.lease import Lease, LeaseLost
 from train.notices import Notices
+from train.outcome import Outcome, launch
 from train.preempt import StopRequest
-from train.restart import launch
-from train.run_folder import Outcome, RunFolder, set_up_logging
+from train.run_folder import RunFolder, set_up_logging
 from train.storage import make_folder
 from train.tasks import Task
 from train.watchdog import Watchdog
@@ -136,14 +136,9 @@ def kind_of(error: BaseException) -> str:
 
 def out_of_memory(kind: str, error: BaseException) -> str:
     device_bytes = peak_device_bytes()
-    peak = f"peak {peak_host_bytes() / 1e9:.3g} GB of host memory"
+    peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
     peak += f", {device_bytes / 1e9:.3g} GB of the device's" if device_bytes else ""
     first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
     cure = "lower micro_batch_size (the global batch stays)"
     cure += ", data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
     return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {cure}"
-
-
-def peak_host_bytes() -> int:
-    """Of this process, without its loaders."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, getrusage(2)

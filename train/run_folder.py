@@ -4,8 +4,9 @@
     tensorboard/  log/  export/  report/
 
 A folder belongs to one run. Its identity (what is learnt, from which data, in which batches) may not change; where and
-how fast it runs, and how long, may. One in S3 has a copy on each machine that is written to; rank 0's goes up at every
-checkpoint and at the end.
+how fast it runs, and how long, may. One in S3 has a copy on each machine that is written to, under
+`machine.cache_root()/runs`; rank 0's goes up at every checkpoint and at the end. Of the others only their last words
+do, and TensorBoard's files and the stacks of a stuck rank stay where they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,36 +31,17 @@ from omegaconf import OmegaConf
 import conf
 import train
 from train import machine
-from train.config import Plan, S3Config, TrainConfig, check, launched_rank, to_dict
-from train.storage import (
-    LocalFolder,
-    canonical_json,
-    is_s3,
-    local_path,
-    open_folder,
-    sha256_bytes,
-    write_atomic,
-)
+from train.config import InputError, Plan, S3Config, TrainConfig, Unreachable, check, launched_rank, to_dict
+from train.outcome import NAME, Outcome
+from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
 
 if TYPE_CHECKING:
     from train.s3 import S3Folder
 
 logger = logging.getLogger("train")
-OUTCOME = "outcome.json"
 MIRRORED = ("environment.json", "config.yaml", "metrics.jsonl", "log/rank_0000.txt")
-PACKAGES = (
-    "torch",
-    "torch-xla",
-    "torch-neuronx",
-    "neuronx-cc",
-    "libneuronxla",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "numpy",
-    "safetensors",
-    "hydra-core",
-)
+PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
+PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 class RunFolder:
@@ -72,6 +56,7 @@ class RunFolder:
         self.is_remote = is_s3(location)
         self.first_unix_s: float | None = None
         self.previous: dict[str, Any] = {}  # how the last life ended, once open
+        self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of what has gone to S3
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -96,15 +81,28 @@ class RunFolder:
         """Make the folder, or this machine's copy of it."""
         self.log.mkdir(exist_ok=True)
         self.exit_path.unlink(missing_ok=True)  # of an earlier life
+        if self.is_remote:
+            self.folder.remove(f"log/{self.exit_path.name}")
         if launched_rank() != 0:
             return
         self.previous = self.last_outcome()
-        self.folder.remove(OUTCOME)
-        if self.is_remote:
-            for name in MIRRORED:
-                size, here = self.folder.size(name), self.path / name
-                if size is not None and (not here.is_file() or here.stat().st_size < size):
-                    here.write_bytes(self.folder.read(name))
+        for folder in (self.folder, LocalFolder(self.path)):
+            folder.remove(NAME)
+        for name in MIRRORED if self.is_remote else ():
+            self.bring_here(name)
+
+    def bring_here(self, name: str) -> None:
+        """A file from S3. This machine's own copy stays only if it goes on from there, by whole lines: since it was
+        written the run may have been on another machine, or have been removed from S3 for a new one.
+        """
+        here = self.path / name
+        try:
+            content = self.folder.read(name)
+        except FileNotFoundError:
+            here.unlink(missing_ok=True)
+            return
+        if not (here.is_file() and here.read_bytes().startswith(content[: content.rfind(b"\n") + 1])):
+            write_atomic(here, content)
 
     def describe(self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any]) -> None:
         """Write config.yaml and environment.json. Rank 0 calls it."""
@@ -122,10 +120,15 @@ class RunFolder:
         return self.first_unix_s
 
     def mirror(self) -> None:
-        """Bring what rank 0 has written to S3, where the run folder is there."""
+        """Bring what rank 0 has written to S3, where the run folder is there. The last line may be half written: who
+        goes on from it cuts it off.
+        """
         for name in MIRRORED if self.is_remote else ():
-            if (self.path / name).is_file():
-                self.folder.write(name, (self.path / name).read_bytes())
+            here = self.path / name
+            state = (here.stat().st_mtime_ns, here.stat().st_size) if here.is_file() else None  # before it is read
+            if state is not None and self.mirrored.get(name) != state:
+                self.folder.write(name, here.read_bytes())
+                self.mirrored[name] = state
 
     def mirror_export(self) -> None:
         for path in sorted(self.export.rglob("*")) if self.is_remote else ():
@@ -147,37 +150,39 @@ class RunFolder:
     def exit_file(self, reason: str, step: int | None) -> None:
         """Leave word of how this rank ended."""
         if self.log.is_dir():
-            content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
-            write_atomic(self.exit_path, content)
-            if self.is_remote:
-                self.folder.write(f"log/{self.exit_path.name}", content)
+            with self.last_words():
+                content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
+                write_atomic(self.exit_path, content)
+                if self.is_remote:
+                    self.folder.write(f"log/{self.exit_path.name}", content)
 
     def outcome(self, outcome: Outcome) -> None:
         """Leave word of how the run ended; launchers judge by it. The first rank to say so is right: it is the cause of
         what the others say. No word means that the run was killed.
         """
         if self.log.is_dir():
-            self.folder.create(OUTCOME, canonical_json(asdict(outcome)))
+            with self.last_words():
+                self.folder.create(NAME, canonical_json(asdict(outcome)))
+                if launched_rank() == 0:
+                    self.mirror()  # the log tells more
+
+    @contextmanager
+    def last_words(self) -> Iterator[None]:
+        """Where they cannot be left the log says so: an error here would hide the one they are about."""
+        try:
+            yield
+        except (InputError, Unreachable, OSError) as error:
+            logger.error("no word of the end in %s: %s", self.location, error)
 
     def last_outcome(self) -> dict[str, Any]:
-        """How the last life ended; empty if it left no word."""
-        try:
-            found: dict[str, Any] = json.loads(self.folder.read(OUTCOME))
-        except FileNotFoundError:
-            return {}
-        return found
-
-
-@dataclass(frozen=True)
-class Outcome:
-    outcome: str  # done | stopped | failed | refused
-    kind: str  # of a failure: what the exception is called; of a stop or an end: the short reason
-    reason: str
-    step: int | None  # reached
-    checkpoint: int | None  # the newest that is committed: nothing up to there is lost
-    goes_on: bool  # whether the same command has a chance to go on
-    launch: list[str]  # torchrun's run id, address and port
-    time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
+        """How the last life ended; empty if it left no word. The watchdog leaves its own on its machine."""
+        for folder in (self.folder, LocalFolder(self.path)):
+            try:
+                found: dict[str, Any] = json.loads(folder.read(NAME))
+            except FileNotFoundError:
+                continue
+            return found
+        return {}
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Orders:
     num_ranks: int  # of this machine
     first_started: int  # clock ticks, of local rank 0: no other rank of this life is older
     has_other_machines: bool
+    has_launcher: bool  # torchrun
     step_s: float
     start_s: float
 
@@ -126,6 +127,7 @@ class Watchdog:
             log=str(self.log),
             num_ranks=self.local_world_size,
             first_started=self.slot.started,
+            has_launcher="TORCHELASTIC_RUN_ID" in os.environ,
             has_other_machines=launched_world_size() > self.local_world_size,
             step_s=self.cfg.step_s,
             start_s=self.cfg.start_s,
@@ -202,6 +204,7 @@ def stacks_signal() -> int:
 @dataclass(frozen=True)
 class Process:
     state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
+    parent: int
     started: int  # clock ticks after the machine; with the pid, it tells one process from all others
 
 
@@ -212,7 +215,7 @@ def read_process(pid: int) -> Process | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the name before may hold anything
-    return Process(state=fields[0], started=int(fields[19]))
+    return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
 
 
 def die_with_launcher() -> None:

@@ -17,9 +17,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
+from train.outcome import NAME, Outcome, launch
 from train.preempt import leave_signals_to_the_parent
 from train.storage import LocalFolder, canonical_json
 from train.watchdog import (
@@ -37,9 +39,11 @@ from train.watchdog import (
 
 PERIOD_S = 0.25  # between two looks, or a tenth of the limits
 MAX_GAP_S = 5.0  # a longer one says that this process did not run: the machine or the job was suspended, ranks as well
+ORPHAN_S = 30.0  # without a heartbeat: torchrun's SIGTERM does not reach a rank in a call that waits for others
 DUMP_S = 2.0  # for a rank to dump its stacks
 WORD_S = 10.0  # for the log, which may be on a network file system that hangs; the ranks' end does not wait for it
 RECENT_S = 60.0  # between the kernel's decision to kill for memory and the end of a large process
+LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
 OVER_STATES = ("Z", "X")  # of a process whose parent has yet to take note
 
 
@@ -57,8 +61,11 @@ class Rank:
     marks: int
     beat_ns: int
     beat_at_s: float  # on the watchdog's clock
+    launcher: int = 0  # its parent at first sight, under torchrun
     peak_bytes: int = 0  # most host memory so far
     process_state: str = ""
+
+    is_orphan: bool = False  # torchrun is gone
 
     @property
     def place(self) -> str:
@@ -115,6 +122,8 @@ class WatchdogProcess:
             process = running(slot.pid, slot.started)
             if process is not None:
                 rank.process_state = process.state
+                rank.launcher = rank.launcher or process.parent
+                rank.is_orphan = self.orders.has_launcher and process.parent != rank.launcher
                 rank.peak_bytes = peak_memory(slot.pid) or rank.peak_bytes
                 self.alive[local_rank] = rank
                 continue
@@ -136,6 +145,7 @@ class WatchdogProcess:
             marks=slot.marks,
             beat_ns=slot.beat_ns,
             beat_at_s=last.beat_at_s if last and last.beat_ns == slot.beat_ns else self.now_s,
+            launcher=last.launcher if last else 0,
             peak_bytes=last.peak_bytes if last else 0,
         )
 
@@ -155,10 +165,12 @@ class WatchdogProcess:
         return self.now_s - rank.beat_at_s
 
     def limit_s(self, rank: Rank) -> float:
-        return self.orders.start_s if rank.is_start else self.orders.step_s
+        limit_s = self.orders.start_s if rank.is_start else self.orders.step_s
+        return min(limit_s, ORPHAN_S) if rank.is_orphan else limit_s
 
     def report_stuck(self, stuck: Rank) -> None:
         limit = f"watchdog.{'start_s' if stuck.is_start else 'step_s'}={self.limit_s(stuck):g}"
+        limit = "torchrun is gone" if stuck.is_orphan else limit
         reason = f"stuck: rank {stuck.rank} has been in {stuck.place} for {self.age_s(stuck):.0f} s ({limit})"
         ranks = self.alive.values()
         alike = len({(rank.step, rank.phase, rank.marks) for rank in ranks}) == 1
@@ -169,6 +181,7 @@ class WatchdogProcess:
             reason += "; all ranks of this machine wait alike, perhaps for a rank of another machine"
         reason += f"; stacks in {self.log.name}/stacks_rank_*.txt"
         try:
+            self.write_outcome("stuck", reason, stuck)
             self.save_stacks(reason)
             for rank in ranks:
                 self.write_exit(rank, reason)
@@ -218,8 +231,20 @@ class WatchdogProcess:
             else:
                 what, advice = f"killed: rank {rank.rank} is gone without a word in {rank.place}", ""
             reason = f"{what}; peak host memory {gigabytes(rank)}{advice}"
+            self.write_outcome("out_of_host_memory" if advice else "killed", reason, rank)
             if self.write_exit(rank, reason):
                 say(reason)
+
+    def write_outcome(self, kind: str, reason: str, rank: Rank) -> None:
+        """How the run ended, unless a rank knew better: those that lost a peer only know that. Of a run folder in S3 it
+        is this machine's copy.
+        """
+        folder = LocalFolder(self.log.parent)
+        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=True, launch=launch())
+        if not folder.create(NAME, canonical_json(asdict(outcome))):
+            found = json.loads(folder.read(NAME))
+            if found["kind"] in LOST_PEER:
+                folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=found["checkpoint"]))))
 
     def write_exit(self, rank: Rank, reason: str) -> bool:
         """The exit file of a rank that has none yet (see `RunFolder.exit_file`); False if it has."""
@@ -244,44 +269,8 @@ def running(pid: int, started: int) -> Process | None:
     return process if process and process.started == started and process.state not in OVER_STATES else None
 
 
-def peak_memory(pid: int) -> int | None:
-    """Bytes of host memory that a process has held at most; None if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:")]
-    return int(found[0]) * 1024 if found else None
-
-
 def gigabytes(rank: Rank) -> str:
     return f"{rank.peak_bytes / 1e9:.1f} GB" if rank.peak_bytes else "unknown"
-
-
-# ---- killed for memory ---------------------------------------------------------------------------------------------
-
-
-def find_oom_counter(*, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Path | None:
-    """The file that counts what the kernel killed for want of memory: of this process's cgroup, or of the machine.
-
-    A container may show its cgroup as the root of all, hence the second try.
-    """
-    places: list[Path] = []
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for inside in (path.lstrip("/"), ""):
-            if controllers == "":  # version 2
-                places.append(cgroups / inside / "memory.events")
-            elif "memory" in controllers.split(","):
-                places.append(cgroups / "memory" / inside / "memory.oom_control")
-    files = (path for path in (*places, proc / "vmstat") if path.is_file())
-    return next((path for path in files if "oom_kill " in path.read_text()), None)
-
-
-def count_oom_kills(counter: Path | None) -> int:
-    if counter is None:
-        return 0
-    return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))
 
 
 def main() -> None:

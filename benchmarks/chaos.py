@@ -1,0 +1,214 @@
+"""A run under random faults against one that nothing disturbs: the same weights in the end? What did the faults cost?
+
+    python -m benchmarks.chaos [--steps 900] [--every-s 20] [--ranks 2] [--seed 0]
+
+A small ALBERT on the demo's data, some ranks under torchrun. Every 20 s on average (drawn anew each time, from 10 to 30)
+one of these happens, in turn, at a random moment:
+
+    rank       SIGKILL of a rank
+    torchrun   SIGKILL of torchrun; the ranks save and leave, and the same command starts again (as a launcher would)
+    stuck      SIGSTOP of a rank; the watchdog ends all ranks, torchrun starts them again
+    save       SIGKILL of rank 0 as soon as a checkpoint is being written
+    notice     an EC2 spot notice's way out: SIGTERM; the same command starts again
+
+Exit code 1 unless weights and losses are equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
+
+FAULTS = ("rank", "torchrun", "stuck", "save", "notice")
+POLL_S = 0.005
+
+
+def settings(run_dir: Path, data: Path, steps: int) -> list[str]:
+    return [
+        "experiment=demo",
+        f"run_dir={run_dir}",
+        f"data.path={data}",
+        f"max_steps={steps}",
+        "global_batch_size=16",
+        "eval_every=null",
+        "checkpoint.every=20",
+        "log_every=1",
+        "export=false",
+        "tensorboard=false",
+        "backend.precision=fp32",
+        "backend.device=cpu",
+        "watchdog.step_s=5",
+        "watchdog.start_s=120",
+    ]
+
+
+def start(overrides: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}", "--max-restarts=1000"]
+    with log.open("ab") as file:
+        return subprocess.Popen([sys.executable, "-m", *launcher, "-m", "train", *overrides], stdout=file, stderr=file)
+
+
+def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    whole = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    found = (json.loads(line) for line in whole if line.endswith("\n"))
+    return [line for line in found if line["kind"] == kind]
+
+
+def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
+    found = {}
+    for child in psutil.Process(launcher.pid).children():
+        try:
+            found[int(child.environ()["RANK"])] = child
+        except (KeyError, psutil.Error):  # no rank, or one that is just ending
+            continue
+    return found
+
+
+class Chaos:
+    def __init__(self, overrides: list[str], ranks: int, run_dir: Path, rng: random.Random) -> None:
+        self.overrides, self.ranks, self.run_dir, self.rng = overrides, ranks, run_dir, rng
+        self.log = run_dir.with_suffix(".log")
+        self.launcher = start(overrides, ranks, self.log)
+        self.done: list[str] = []
+        self.starts = 1
+
+    def is_training(self) -> bool:
+        """Whether this life has come to its loop: a fault in the middle of a start would only be another start."""
+        trained = lines(self.run_dir, "train")
+        return bool(trained) and trained[-1]["time_unix_s"] > self.since
+
+    def run(self, every_s: float) -> None:
+        """Until the run is done."""
+        self.since = 0.0
+        while True:
+            self.wait(self.rng.uniform(0.5, 1.5) * every_s)
+            if self.launcher.poll() is None and self.is_training():
+                fault = FAULTS[len(self.done) % len(FAULTS)]
+                if self.strike(fault):
+                    self.done.append(fault)
+                    self.since = time.time()
+                    print(f"  {fault} at step {lines(self.run_dir, 'train')[-1]['step']}", flush=True)
+            elif self.launcher.poll() == 0:
+                return
+
+    def wait(self, seconds: float) -> None:
+        """So long, or until the run is done; what was ended and can go on is started again."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            if self.launcher.poll() is not None:
+                outcome = self.run_dir / "outcome.json"
+                word = json.loads(outcome.read_text()) if outcome.is_file() else {"goes_on": True}
+                if self.launcher.returncode == 0:
+                    return
+                if not word["goes_on"]:
+                    sys.exit(f"the run has ended for good: {word['reason']}; see {self.log}")
+                self.launcher, self.starts = restarted(self.overrides, self.ranks, self.log), self.starts + 1
+            time.sleep(0.1)
+
+    def strike(self, fault: str) -> bool:
+        """False if there was nobody to strike."""
+        ranks = ranks_of(self.launcher)
+        if len(ranks) < self.ranks:
+            return False
+        try:
+            if fault == "torchrun":
+                self.launcher.kill()
+                self.launcher.wait()
+                psutil.wait_procs(list(ranks.values()), timeout=60)
+            elif fault == "notice":
+                self.launcher.send_signal(signal.SIGTERM)
+                self.launcher.wait()
+            elif fault == "save":
+                return self.strike_while_saving(ranks[0])
+            else:
+                victim = ranks[self.rng.randrange(self.ranks)]
+                victim.send_signal(signal.SIGKILL if fault == "rank" else signal.SIGSTOP)
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    def strike_while_saving(self, victim: psutil.Process) -> bool:
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s and victim.is_running():
+            if any(self.run_dir.glob("checkpoints/.step_*.tmp-*")):
+                victim.kill()
+                return True
+            time.sleep(POLL_S)
+        return False
+
+
+@retry(retry=retry_if_exception_type(OSError), stop=stop_after_delay(30), wait=wait_fixed(1), reraise=True)
+def restarted(overrides: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
+    return start(overrides, ranks, log)
+
+
+def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    """Weights, and the loss of every step as the run that counts saw it."""
+    weights = torch.load(run_dir / f"checkpoints/step_{steps:08d}/model.pt", weights_only=True)
+    return weights, {line["step"]: line["loss"] for line in lines(run_dir, "train")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--every-s", type=float, default=20.0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    data = folder / "data"
+    prepare = ["corpus=pydocs", f"output={data}", "seq_len=64", "tokenizer.vocab_size=2000", "validation_fraction=0.05"]
+    subprocess.run([sys.executable, "-m", "train.prepare", *prepare], check=True, stderr=subprocess.DEVNULL)
+    calm, wild = folder / "calm", folder / "wild"
+
+    began_s = time.monotonic()
+    launcher = start(settings(calm, data, options.steps), options.ranks, calm.with_suffix(".log"))
+    if launcher.wait() != 0:
+        sys.exit(f"the undisturbed run failed, see {calm.with_suffix('.log')}")
+    calm_s = time.monotonic() - began_s
+    print(f"undisturbed: {options.steps} steps in {calm_s:.0f} s; faults every {options.every_s:g} s on average:")
+
+    began_s = time.monotonic()
+    chaos = Chaos(settings(wild, data, options.steps), options.ranks, wild, random.Random(options.seed))
+    chaos.run(options.every_s)
+    wild_s = time.monotonic() - began_s
+
+    (weights, losses), (wild_weights, wild_losses) = final(calm, options.steps), final(wild, options.steps)
+    same_weights = all(torch.equal(weights[name], wild_weights[name]) for name in weights)
+    same_losses = losses == wild_losses
+    summary, calm_summary = lines(wild, "summary")[-1], lines(calm, "summary")[-1]
+    recoveries = [line["recover_s"] for line in lines(wild, "fault") if "recover_s" in line]
+    counts = {fault: chaos.done.count(fault) for fault in FAULTS}
+    print(f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})")
+    print(f"starts of torchrun: {chaos.starts}; wall {wild_s:.0f} s against {calm_s:.0f} s")
+    print(f"steps lost: {summary['steps_lost']}, {summary['steps_lost'] / max(1, len(chaos.done)):.1f} a fault")
+    print(f"from the last sign of life to the first step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average")
+    print(f"goodput: {summary['goodput']:.3f} (undisturbed {calm_summary['goodput']:.3f})")
+    print(f"final weights equal: {same_weights}; losses of all {len(losses)} steps equal: {same_losses}")
+    if same_weights and same_losses:
+        shutil.rmtree(folder)
+        return 0
+    print(f"kept: {folder}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The word that a run leaves of how it ended, by which launchers, and restarts by torchrun, judge. No torch here."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+NAME = "outcome.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outcome: str  # done | stopped | failed | refused
+    kind: str  # of a failure: its short name; of a stop or an end: the reason
+    reason: str
+    step: int | None  # reached
+    checkpoint: int | None  # the newest that is known to be committed: nothing up to there is lost
+    goes_on: bool  # whether the same command has a chance to go on
+    launch: list[str]  # of which torchrun
+    time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
+
+
+class Over(RuntimeError):
+    """torchrun has restarted a run for which that is no use: for it, whatever does not exit with 0 has failed."""
+
+    def __init__(self, outcome: dict[str, Any]) -> None:
+        super().__init__(f"not started again: it {outcome['outcome']} ({outcome['reason']})")
+        self.was_stopped = outcome["outcome"] == "stopped"
+
+
+def is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def check_restart(outcome: dict[str, Any]) -> None:
+    """Raises Over if the last outcome, empty if there is none, is of this torchrun, and for good."""
+    if outcome and outcome["launch"] == launch() and not (outcome["goes_on"] and outcome["outcome"] == "failed"):
+        raise Over(outcome)
+
+
+def launch() -> list[str]:
+    """What tells the restarts of one torchrun from another one."""
+    return [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
