@@ -147,7 +147,7 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, slow, tmp_path, 
     assert_same_weights(run_dir, undisturbed, 60)
     reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
     assert "stuck: rank 1 has been in" in reason
-    assert "all_reduce" in (run_dir / "log/stacks_rank_0000.txt").read_text()
+    assert "forward_backward" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
 def test_a_second_job_on_the_same_folder_is_refused(slow, tmp_path, prepared):
