@@ -11,7 +11,7 @@ from running import lines, train_config
 from train import loop
 from train.backend.ddp import DDP
 from train.checkpoints.loader import newest_valid
-from train.checkpoints.manifest import Damaged, Manifest, NoneValid, check_files
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Untrusted, check_files
 from train.checkpoints.retention import Retention
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, InputError
@@ -143,7 +143,7 @@ def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
     del content["sha256"], content["format"]
     content["files"]["model.pt"] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     (path.parent / "manifest.json").write_bytes(Manifest(**content).to_json())
-    with pytest.raises(RuntimeError, match="refused: it holds more than tensors"):
+    with pytest.raises(Untrusted, match="refused: it holds more than tensors"):
         train(run_dir, prepared)
     assert not (tmp_path / "executed").exists()
 

@@ -26,8 +26,8 @@ def grad_norms(run_dir):
 
 
 def weights(run_dir, step=6):
-    path = run_dir / "checkpoints" / f"step_{step:08d}" / "state.pt"
-    return torch.load(path, weights_only=True)["model"]
+    path = run_dir / "checkpoints" / f"step_{step:08d}" / "model.pt"
+    return torch.load(path, weights_only=True)
 
 
 @pytest.fixture(scope="module")

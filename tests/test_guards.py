@@ -20,11 +20,22 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from train import __main__ as program
-from train import checkpoint, cli, loop, machine
+from train import cli, loop, machine
 from train.backend import guards, open_backend, xla_environment, zero1
 from train.backend.ddp import DDP
 from train.backend.graphs import GraphBudget
-from train.config import BackendConfig, InputError, InstanceConfig, OptimConfig, XLAConfig, check_launch
+from train.checkpoints.progress import Progress
+from train.checkpoints.saver import Facts, Saver
+from train.checkpoints.store import LocalStore
+from train.config import (
+    BackendConfig,
+    CheckpointConfig,
+    InputError,
+    InstanceConfig,
+    OptimConfig,
+    XLAConfig,
+    check_launch,
+)
 from train.data import batches
 from train.data.batches import MaskedRows
 from train.models.layers import run_shared_layer_by
@@ -418,8 +429,11 @@ def rank_of_two(folder):
     if backend.rank == 1:
         model.norm.bias.data += 0.5
         backend.rng_state = went_on  # else it would wait for rank 0, as it should
-    save = functools.partial(checkpoint.save, identity={}, keep=0)
-    found["other"] = failure(save, Path(folder) / "saved", checkpoint.Progress(), model, optimizer, backend)
+    store = LocalStore(Path(folder) / "saved")
+    facts = Facts(fence=1, identity={}, settings={}, versions={})
+    saver = Saver(CheckpointConfig(), store, backend, facts, may_commit=print, after_commit=print)
+    found["other"] = failure(functools.partial(saver.save, Progress(), model, optimizer, {}, metric=None))
+    saver.close(waits=True)
     backend.close()
 
     # What happens on Trainium if the runtime does not know of the other ranks: on CPUs it never does.
@@ -475,8 +489,8 @@ def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
     for found in ranks:
         assert "the process group 2, and ones summed over the ranks give 1" in found["ones"]
     os.environ.update(launched(2, 2))
-    for name in ("init_process_group", "all_reduce"):
-        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    monkeypatch.setattr("train.backend.ddp.join", lambda *_: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="1 ranks answered, WORLD_SIZE says 2"):
         open_ddp()
 
@@ -513,7 +527,7 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
     assert [found["reason"] for found in exits] == ["refused: validation.bin is short"] * 2, done.stderr
     assert len(lines(tmp_path / "run", "train")) == 1 and not lines(tmp_path / "run", "eval")
-    assert not checkpoint.steps(tmp_path / "run/checkpoints")
+    assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 
 @pytest.mark.parametrize("place", ["launched", "device", "group", "ones"])

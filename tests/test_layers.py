@@ -14,10 +14,11 @@ ROWS = [
     ["train.s3"],
     ["train.storage", "train.machine", "train.monitor_neuron", "train.host_memory", "train.outcome"],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],
-    ["train.goodput", "train.notices", "train.stragglers", "train.watchdog_process"],
+    ["train.goodput", "train.notices", "train.stragglers", "train.together", "train.watchdog_process"],
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.report_run"],
-    ["train.checkpoints", "train.report_figures", "train.together"],
+    ["train.checkpoints"],
+    ["train.report_figures"],
     ["train.feed", "train.life", "train.recovery"],
     [
         "train.loop",

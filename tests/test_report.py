@@ -283,6 +283,119 @@ def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path: Path) 
     assert (texts["Training time (h:mm:ss)"], texts["Steps planned"]) == ("0:00:20", "40")
 
 
+def new_line(step: int, **more: Any) -> dict[str, Any]:
+    """As `train_line`, of a version that saves the sums of a line with a checkpoint, and tells goodput."""
+    return train_line(step, goodput=0.5, **more)
+
+
+def save_line(step: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "checkpoint", "step": step, "save_s": 1.0, "stall_s": 0.25, "bytes": 3_000_000, **more}
+
+
+def cost_line(resumed: int, steps_lost: int, recover_s: float) -> dict[str, Any]:
+    """What a life says after its first step of the fault that ended the one before."""
+    return {"kind": "fault", "step": resumed + 1, "reason": "lost", "steps_lost": steps_lost, "recover_s": recover_s}
+
+
+def steps_of(folder: Path, lines: list[dict[str, Any]]) -> list[list[tuple[int, int, int]]]:
+    """Step, own steps and steps of the window of each train line, by lives."""
+    lives = report.read_run(write_run(folder, lines)).lives
+    return [
+        [(line["step"], line["own_steps"], line["window_steps"]) for line in life if line["kind"] == "train"]
+        for life in lives
+    ]
+
+
+def test_the_life_after_a_stop_goes_on_with_the_sums_of_the_one_before(tmp_path: Path) -> None:
+    first = [new_line(10), new_line(20), save_line(25), summary_line(25, 25, goodput=0.5, reason="SIGTERM")]
+    lines = [*first, new_line(30), new_line(40), save_line(40)]
+    assert steps_of(tmp_path / "a", lines) == [[(10, 10, 10), (20, 10, 10)], [(30, 5, 10), (40, 10, 10)]]
+    found = summarise(tmp_path / "b", lines)
+    assert (found["steps"], found["train_s"], found["tokens"]) == (40, 40 * STEP_S, 40 * TOKENS_PER_STEP)
+    stopped = summarise(tmp_path / "c", first)
+    assert (stopped["steps"], stopped["examples"]) == (25, 25 * BATCH)
+
+
+def test_a_life_tells_where_it_went_on_though_it_redoes_no_line(tmp_path: Path) -> None:
+    """Killed between a save, of which no line speaks yet, and the next line."""
+    lines = [new_line(10), new_line(20), cost_line(28, 1, 7.0), save_line(29), new_line(30), new_line(40)]
+    assert steps_of(tmp_path / "a", lines) == [[(10, 10, 10), (20, 10, 10)], [(30, 2, 10), (40, 10, 10)]]
+    lines.append(summary_line(40, 12, goodput=0.5))
+    found = summarise(tmp_path / "b", lines)
+    assert (found["lives"], found["train_s"]) == (2, (20 + 12) * STEP_S)
+
+
+@pytest.mark.parametrize("killed_at", [5, 6, 8])
+def test_a_life_whose_first_line_comes_before_it_tells_of_the_fault(tmp_path: Path, killed_at: int) -> None:
+    before = [new_line(step) for step in range(1, killed_at + 1)]
+    lines = [*before, new_line(6), eval_line(6), cost_line(5, killed_at - 5, 7.0), save_line(5), new_line(7)]
+    lives = steps_of(tmp_path / "run", lines)
+    assert [[step for step, *_ in life] for life in lives] == [list(range(1, killed_at + 1)), [6, 7]]
+    assert {steps[1:] for life in lives for steps in life} == {(1, 1)}
+
+
+def test_a_save_that_is_told_late_does_not_move_the_start_of_a_life(tmp_path: Path) -> None:
+    killed = [new_line(10), new_line(20), save_line(15)]
+    lines = [*killed, cost_line(15, 5, 7.0), save_line(18), new_line(20), new_line(30)]
+    assert steps_of(tmp_path / "run", lines) == [[(10, 10, 10), (20, 10, 10)], [(20, 5, 10), (30, 10, 10)]]
+
+
+def test_a_rollback_redoes_steps_within_a_life(tmp_path: Path) -> None:
+    alarms = [{"kind": "fault", "step": step, "reason": "3 steps in a row ..."} for step in (30, 15)]
+    before = [new_line(10), save_line(15), new_line(20), new_line(30), *alarms]
+    after = [new_line(step, examples=(step + 15) * BATCH) for step in (20, 30, 40)]
+    ended = summary_line(40, 55, goodput=0.5, skipped_steps=3, rollbacks=1)
+    lines = [*before, *after, ended]
+    told = [(10, 10, 10), (20, 10, 10), (30, 10, 10), (20, 5, 10), (30, 10, 10), (40, 10, 10)]
+    assert steps_of(tmp_path / "a", lines) == [told]
+    found = summarise(tmp_path / "b", lines)
+    assert (found["lives"], found["steps"], found["train_s"]) == (1, 40, 55 * STEP_S)
+    assert (found["examples"], found["skipped_steps"], found["rollbacks"]) == (55 * BATCH, 3, 1)
+    killed = summarise(tmp_path / "c", [*before, after[0]])
+    assert (killed["lives"], killed["steps"], killed["train_s"]) == (1, 20, 35 * STEP_S)
+    run = report.read_run(tmp_path / "b")
+    assert [line["step"] for line in run.lines["train"]] == [10, 20, 30, 40]
+    assert report_figures.points(run.lines["train"], report_figures.waiting_share, "step")[1] == [0.1] * 4
+
+
+def test_what_faults_and_saves_cost_is_in_the_table(tmp_path: Path) -> None:
+    told = {"wall_s": 7200.0, "mttf_s": 3600.0, "suggested_interval_s": 42.4, "suggested_every": 85}
+    lines = [new_line(10), save_line(10), new_line(20), cost_line(10, 12, 30.0), save_line(15, stall_s=0.75)]
+    lines += [new_line(20), cost_line(20, 3, 12.5), new_line(30)]
+    ended = summary_line(30, 10, goodput=0.875, skipped_steps=2, rollbacks=0, faults=2, **told)
+    run = write_run(tmp_path / "run", [*lines, ended], config={"checkpoint": {"every": 500}})
+    texts = dict(report.table([report.summarise(report.read_run(run))]))
+    assert texts["Goodput"] == "87.5%"
+    assert (texts["Faults survived"], texts["Steps lost to them"]) == ("2", "15")
+    assert texts["Time to recover from them (s)"] == "42.5"
+    assert (texts["Mean time between them (h:mm:ss)"], texts["Time since the first start (h:mm:ss)"]) == (
+        "1:00:00",
+        "2:00:00",
+    )
+    assert (texts["Steps skipped, gradient not finite"], texts["Rollbacks"]) == ("2", "0")
+    assert (texts["Checkpoint stall (s a save)"], texts["Checkpoint size (MB)"]) == ("0.500", "3.0")
+    assert (texts["checkpoint.every (steps)"], texts["Suggested checkpoint.every (steps)"]) == ("500", "85")
+    assert texts["Suggested time between saves (s)"] == "42.4"
+    html = report.render([report.read_run(run)], tmp_path / "out").read_text()
+    assert "Goodput is the share" in html and "the square root of 2" in html
+    assert (tmp_path / "out" / "goodput.png").is_file()
+
+
+def test_what_an_older_or_a_killed_run_does_not_tell_is_unknown(tmp_path: Path) -> None:
+    new = ("Goodput", "Faults survived", "Steps lost to them", "Rollbacks", "Suggested checkpoint.every (steps)")
+    old = summarise(tmp_path / "old", whole_run())
+    assert not set(new) & {label for label, _ in report.table([old])}
+    known = {"goodput": 0.9, "skipped_steps": 0, "rollbacks": 0, "suggested_every": 7}
+    ended = summarise(tmp_path / "ended", [new_line(10), summary_line(10, 10, **known, mttf_s=None)])
+    assert [report.facts(ended)[label] for label in new] == ["90.0%", "0", "0", "0", "7"]
+    assert "Mean time between them (h:mm:ss)" not in dict(report.table([ended]))
+    killed = [new_line(10), summary_line(10, 10, **known), new_line(20)]
+    texts = report.facts(summarise(tmp_path / "killed", killed))
+    # Goodput as of the newest line; since the summary there may have been rollbacks.
+    assert [texts[label] for label in new] == ["50.0%", "0", "0", "unknown", "7"]
+    assert ["Goodput", "unknown", "90.0%"] in report.table([old, ended])
+
+
 # ---- what it refuses -----------------------------------------------------------------------------------------------
 
 

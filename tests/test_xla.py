@@ -44,7 +44,9 @@ def train(run_dir, prepared, *overrides):
 
 
 def state(run_dir, step=6):
-    return torch.load(run_dir / "checkpoints" / f"step_{step:08d}" / "state.pt", weights_only=True)
+    """Weights and optimizer."""
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in ("model", "optimizer")}
 
 
 @pytest.fixture(scope="module")

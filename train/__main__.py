@@ -37,8 +37,11 @@ def train_once(cfg: TrainConfig) -> int:
         die_with_launcher()
         try:
             reason, step = loop.run(cfg, stop)
-        except (InputError, SystemExit):
+        except InputError:
             raise
+        except SystemExit as error:  # on a second signal: not even what is being saved is waited for
+            logging.shutdown()
+            os._exit(int(error.code or cli.FAILED))
         except loop.TOGETHER as error:  # all ranks have left in order
             logger.error("failed: %s", error)
             return cli.FAILED

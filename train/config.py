@@ -22,7 +22,11 @@ class InputError(ValueError):
     """A setting or an input that the user has to mend. The message is one line: what, the value seen, what is right."""
 
 
-class Unreachable(RuntimeError):
+class Failure(RuntimeError):
+    """Why a run ends that the user need not look for: one line, the same on all ranks, which leave in order."""
+
+
+class Unreachable(Failure):
     """A service did not answer as it should, although it was asked again; the same command may succeed later."""
 
 
@@ -251,10 +255,8 @@ class CheckpointConfig:
     every: int = 1000  # steps between saves; the last step always saves
     keep: int = 3  # newest ones kept, at least the last two that are whole; 0 keeps all. The best one stays as well
     best: bool = False  # save also whenever an evaluation is better than all before
-    max_wait_s: float = (
-        60.0  # a save that is due while the last one is still being written waits that long, then is skipped
-    )
-    max_failures: int = 3  # saves in a row that failed or were left out, before the run stops
+    max_wait_s: float = 10.0  # a save due while the last one is being written waits that long, then is skipped
+    max_failures: int = 3  # saves in a row that failed, before the run stops
     max_loss_s: float = 1800.0  # of work that a fault may cost: bounds the interval that the summary suggests
 
     def __post_init__(self) -> None:

@@ -27,9 +27,8 @@ def lost(metrics: Path, outcome: dict[str, Any], beaten: dict[str, Any] | None, 
     lines = list(read(metrics))
     if not lines or outcome.get("outcome") in ("done", "stopped"):
         return None
-    begin = max(
-        (place for place, line in enumerate(lines) if "steps_lost" in line or line["kind"] == "summary"), default=-1
-    )
+    ends = [place for place, line in enumerate(lines) if is_recovery(line) or line["kind"] == "summary"]
+    begin = max(ends, default=-1)
     reached = max((line["step"] for line in lines[begin + 1 :] if line["kind"] in ("train", "checkpoint")), default=0)
     if beaten is not None and not beaten.get("released"):
         reached = max(reached, int(beaten["step"]))
@@ -43,7 +42,7 @@ def facts(
     metrics: Path, *, wall_s: float, stall_s: float, save_s: float, step_s: float, max_loss_s: float
 ) -> dict[str, float | None]:
     """For the summary."""
-    faults = [line for line in read(metrics) if "steps_lost" in line]
+    faults = [line for line in read(metrics) if is_recovery(line)]
     mttf_s = wall_s / len(faults) if faults else None
     interval_s = suggested_interval_s(stall_s, mttf_s, max_loss_s=max_loss_s, save_s=save_s)
     return {
@@ -65,6 +64,11 @@ def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: fl
     """
     best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)
     return max(save_s, min(best_s, max_loss_s))
+
+
+def is_recovery(line: dict[str, Any]) -> bool:
+    """Whether a line tells what a fault cost; one was written for each."""
+    return line["kind"] == "fault" and "steps_lost" in line
 
 
 def read(metrics: Path) -> Iterator[dict[str, Any]]:

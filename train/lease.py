@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError
+from train.config import Failure, InputError
 from train.storage import Folder, canonical_json
 
 logger = logging.getLogger("train")
@@ -50,7 +50,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-class LeaseLost(RuntimeError):
+class LeaseLost(Failure):
     """Another job owns the run folder now: nothing more may be written there."""
 
 

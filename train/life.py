@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.backend.memory import peak_device_bytes
-from train.checkpoints.manifest import NoneValid
+from train.checkpoints.manifest import NoneValid, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import InputError, Plan, TrainConfig, launched_rank
 from train.host_memory import own_peak_bytes
@@ -28,6 +28,7 @@ logger = logging.getLogger("train")
 STOP_FILE = "STOP"
 ENDS = ("done", "early_stop")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
+FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "not_finite")
 HOST_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
 
 
@@ -110,7 +111,7 @@ def leave_word_of(error: BaseException, life: Life) -> None:
     else:
         outcome, reason = "failed", f"failed: {reason}"
     again = kind in OUT_OF_MEMORY and life.folder.previous.get("kind") == kind
-    goes_on = kind not in ("refused", "no_valid_checkpoint", "not_finite", "lease_lost") and not again
+    goes_on = kind not in FOR_GOOD and not again
     life.folder.exit_file(reason, None)
     life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on, launch=launch()))
 
@@ -120,6 +121,7 @@ def kind_of(error: BaseException) -> str:
     table: list[tuple[type[BaseException], str]] = [
         (InputError, "refused"),
         (NoneValid, "no_valid_checkpoint"),
+        (Untrusted, "untrusted_checkpoint"),
         (FloatingPointError, "not_finite"),
         (LeaseLost, "lease_lost"),
         (SavesFail, "saves_fail"),

@@ -84,10 +84,9 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     recovery = Recovery(life, backend, model, engine, optimizer)
     progress = recovery.load()
     recovery.optimizer = optimizer = backend.own(optimizer, engine.parameters, cfg.optim.max_grad_norm)
-    if backend.rank == 0:
-        folder.describe(cfg, life.identity, facts(plan, task, backend, engine))
+    known = facts(plan, task, backend, engine)
+    together(backend, lambda: folder.describe(cfg, life.identity, known) if backend.rank == 0 else None)
     logger.info(describe(plan, backend))
-    backend.barrier()
     num_blind = 0.0 if folder.is_remote else backend.sum([not folder.environment.is_file()])[0]
     order = train_order(cfg, plan, task, backend, progress)
     supply = together(backend, lambda: task.supply(order, is_first_on_machine=backend.local_rank == 0))
@@ -181,7 +180,7 @@ def is_over(cfg: TrainConfig, progress: Progress) -> bool:
 def evaluate(life: Life, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
     """Take note of the validation data's metrics. Gives the loss; None where only the graph is wanted."""
     began_s = time.perf_counter()
-    metrics = validate(life, backend, engine)
+    metrics = validate(life, backend, engine, is_first=recorder.is_first_evaluation)
     if metrics is None:
         return None
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
@@ -189,7 +188,7 @@ def evaluate(life: Life, backend: Backend, engine: Engine, recorder: Recorder) -
     return metrics["loss"]
 
 
-def validate(life: Life, backend: Backend, engine: Engine) -> dict[str, float] | None:
+def validate(life: Life, backend: Backend, engine: Engine, *, is_first: bool) -> dict[str, float] | None:
     """Metrics over the validation data, each example once whatever the number of ranks. None where only the graph is
     wanted: a batch for each rank, whose numbers mean nothing.
     """
@@ -204,7 +203,7 @@ def validate(life: Life, backend: Backend, engine: Engine) -> dict[str, float] |
     engine.model.eval()
     with torch.no_grad():
         for batch in as_own_failure(backend.feed(batches), backend):
-            life.watch.phase("evaluate", is_start=True)  # it may be its first batch, which is compiled
+            life.watch.phase("evaluate", is_start=is_first)  # which is compiled
             if failure := failure_of([batch]):
                 break
             with backend.autocast():  # for each batch: casts of weights that outlive it make the next another graph

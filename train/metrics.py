@@ -60,6 +60,7 @@ class Recorder:
     train_s: float = 0.0
     steps_done: int = 0  # of this life
     last_loss: float = math.nan
+    is_first_evaluation: bool = True
     skipped: int = 0  # steps of this process, because of a gradient that was not finite
     skips_in_a_row: int = 0  # as of the last line
 
@@ -123,8 +124,8 @@ class Recorder:
         window.count += count
         is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
-            window.work_s += self.backend.take_work_s()
             local = [engine.take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
+            window.work_s += self.backend.take_work_s()
             norm = float(self.backend.read([grad_norm])[0])
             skipped, self.skips_in_a_row = self.backend.skipped()
             works = [window.work_s if rank == self.backend.rank else 0.0 for rank in range(self.backend.world_size)]
@@ -210,6 +211,7 @@ class Recorder:
         return examples_per_s * self.flops_per_example / (peak * self.backend.world_size)
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
+        self.is_first_evaluation = False
         self.write("eval", {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s})
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         logger.info(f"step {step:{len(str(self.plan.total_steps))}} evaluation  {shown}  ({eval_s:.1f} s)")

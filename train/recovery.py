@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from train.checkpoints.store import open_store
 from train.config import flat
 from train.metrics import Recorder, Window
 from train.run_folder import environment
+from train.together import together
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -53,8 +55,7 @@ class Recovery:
 
     def load(self) -> Progress:
         """Put back the newest valid checkpoint, if there is one."""
-        if self.backend.rank == 0:
-            self.store.collect_garbage()
+        together(self.backend, self.store.collect_garbage if self.backend.rank == 0 else lambda: None)
         self.loaded = self._load()
         self.saver.newest = self.life.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
         return self.loaded.progress
@@ -82,7 +83,7 @@ class Recovery:
             self.lost = goodput.lost(
                 self.life.folder.metrics, self.life.folder.previous, beaten, recorder.progress.step
             )
-            if not self.cfg.collect_graphs:
+            if not self.cfg.collect_graphs and self.optimizer is self.built:
                 self.saver.warm(self.model, self.optimizer)
         else:
             self.lost = None
@@ -94,6 +95,10 @@ class Recovery:
             together = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
             ranks = [together, *(dict.fromkeys(together, 0.0) for _ in range(self.backend.world_size - 1))]
         own = ranks[rank]
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # saved beside steps that were skipped
+            self.engine.loss_sum.zero_()
+            self.recorder.window = Window()
+            return
         self.engine.loss_sum.copy_(torch.tensor([float(own["loss_sum"])]))
         saved: dict[str, Any] = loaded.progress.window
         window = Window(**saved)
@@ -121,6 +126,8 @@ class Recovery:
         for saved in saves:
             self.recorder.saved(saved)
         self.life.checkpoint = self.saver.newest
+        if self.life.notices is not None:
+            self.life.notices.save_s = self.saver.save_s
         return saves
 
     def is_due(self, num_asked: float) -> bool:
@@ -211,8 +218,9 @@ class Recovery:
     def __enter__(self) -> Recovery:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.saver.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """What is being saved is worth waiting for, unless the run is to leave at once."""
+        self.saver.close(waits=kind is not SystemExit)
 
 
 nothing: Callable[[], None] = lambda: None  # noqa: E731

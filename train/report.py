@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check
-from train.report_figures import MAX_POINTS, PANELS, draw, eval_panels, look, x_axis
-from train.report_run import Line, Run, as_text, labels, number, printable, read_run, summarise, why_unknown
+from train.report_figures import MAX_POINTS, PANELS, draw, eval_panels, labels, look, printable, x_axis
+from train.report_run import Line, Run, number, read_run, summarise
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
 
 
-COUNT = "{:,.0f}".format
+COUNT, SECONDS = "{:,.0f}".format, "{:,.1f}".format
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Task", "task", str),
     ("Model", "model", str),
@@ -49,9 +50,22 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Cost", "cost_usd", "${:,.2f}".format),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
-    ("Faults", "faults", COUNT),
+    ("Goodput", "goodput", "{:.1%}".format),
+    ("Time since the first start (h:mm:ss)", "wall_s", duration),
+    ("Faults and alarms", "alarms", COUNT),
+    ("Faults survived", "faults_survived", COUNT),
+    ("Steps lost to them", "steps_lost", COUNT),
+    ("Time to recover from them (s)", "recover_s", SECONDS),
+    ("Mean time between them (h:mm:ss)", "mttf_s", duration),
+    ("Steps skipped, gradient not finite", "skipped_steps", COUNT),
+    ("Rollbacks", "rollbacks", COUNT),
     ("Checkpoints saved", "checkpoints", COUNT),
-    ("Time spent saving (s)", "save_s", "{:,.1f}".format),
+    ("Checkpoint size (MB)", "checkpoint_bytes", lambda value: f"{value / 1e6:,.1f}"),
+    ("Checkpoint stall (s a save)", "stall_s", "{:,.3f}".format),
+    ("Saving, from begin to commit (s)", "save_s", SECONDS),
+    ("checkpoint.every (steps)", "checkpoint_every", COUNT),
+    ("Suggested checkpoint.every (steps)", "suggested_every", COUNT),
+    ("Suggested time between saves (s)", "suggested_interval_s", SECONDS),
     ("Lives (first start and resumes)", "lives", COUNT),
     ("Last life ended", "reason", str),
 )
@@ -95,6 +109,20 @@ def config_differences(runs: list[Run]) -> list[list[str]]:
 def fault_step(line: Line) -> str:
     step = number(line, "step")
     return "before a step" if step is None else f"step {step:,}"
+
+
+def as_text(value: object) -> str:
+    return printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
+
+
+def why_unknown(run: Run, figure: str, precision: object) -> str:
+    if not run.lines["summary"]:
+        return "the run has not written a summary yet: it is still going, or it was killed"
+    peak = "instance.device_tflops_bf16" if precision == "bf16" else "instance.device_tflops_fp32"
+    what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
+    if run.config.get(key) is not None:
+        return f"the run recorded none, though {key} is set"
+    return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
 
 
 def describe(run: Run, label: str, place: int) -> dict[str, Any]:

@@ -8,10 +8,11 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from train.report_run import LOWER_IS_BETTER, Line, Run, labels, number, printable, scores, summarise
+from train.report_run import LOWER_IS_BETTER, Line, Run, number, scores, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,6 +64,7 @@ PANELS = (
     Panel("throughput", "Throughput", "tokens per second", metric("tokens_per_s")),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", metric("mfu"), percent=True),
     Panel("data_wait", "Waiting for data", "share of elapsed time", waiting_share, percent=True),
+    Panel("goodput", "Goodput", "share of the time since the first start", metric("goodput"), percent=True),
     Panel("grad_norm", "Gradient norm", "global L2 norm", metric("grad_norm"), spikes=True),
 )
 
@@ -87,6 +89,20 @@ def x_axis(runs: list[Run]) -> str:
     batches = {summarise(run)["global_batch_size"] for run in runs}
     lines = [line for run in runs for kind in ("train", "eval") for line in run.lines[kind]]
     return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
+
+
+def printable(text: object) -> str:
+    """What a terminal, a figure and UTF-8 can show: no control or direction characters, no lone surrogates."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """Folder names, with as many parent folders before them as it takes to tell the runs apart."""
+    for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
+        names = [printable(Path(*run.path.parts[-depth:])) for run in runs]
+        if len(set(names)) == len(names):
+            break
+    return names
 
 
 def look(place: int) -> dict[str, str]:

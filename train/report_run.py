@@ -17,7 +17,6 @@ from train.config import InputError, check, flatten
 
 Line = dict[str, Any]
 
-
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 STEP_KINDS = ("train", "eval", "checkpoint", "summary")  # a fault may come before any step
@@ -87,28 +86,63 @@ def drop_superseded(lines: list[Line]) -> dict[str, list[Line]]:
 
 
 def split_lives(lines: list[Line]) -> list[list[Line]]:
-    """A life ends with its summary or, if it was killed, where the next one redoes a step.
-
-    Gives each train line `window_steps`, the steps it speaks for: those since the line before it or, for the first
-    line of a life, since the newest state that the life can have gone on from.
+    """A life ends with its summary or, if it was killed, where the next one redoes a step or says what the fault cost.
+    A rollback redoes steps too, but within a life, and with other data: its examples go on.
     """
-    lives: list[list[Line]] = [[]]
-    reached: list[int] = []  # steps of the train lines and checkpoints of earlier lives
-    before: int | None = None
-    for line in lines:
-        redone = line["kind"] == "train" and before is not None and line["step"] <= before
-        if redone or (lives[-1] and lives[-1][-1]["kind"] == "summary"):
-            reached += [each["step"] for each in lives[-1] if each["kind"] in ("train", "checkpoint")]
-            lives.append([])
+    told, cuts, before = starts(lines), [0], None
+    for place, line in enumerate(lines):
+        goes_back = line["kind"] == "train" and before is not None and line["step"] <= before["step"]
+        redone = goes_back and (number(line, "examples") or 0) <= (number(before or {}, "examples") or 0)
+        if place and (redone or place in told or lines[place - 1]["kind"] == "summary"):
+            cuts.append(place)
             before = None
-        lives[-1].append(line)
-        if line["kind"] == "train":
-            if before is None:
-                before = max((step for step in reached if step < line["step"]), default=0)
-            line["window_steps"] = max(1, line["step"] - before)
-            before = line["step"]
+        before = line if line["kind"] == "train" else before
+    lives = [lines[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(lines)], strict=True)]
+    for begin, life in zip(cuts, lives, strict=True):
+        count_steps(life, lines[:begin], told.get(begin))
     parted = [part for life in lives for part in part_silent(life)]
     return [life for life in parted if any(line["kind"] in ("train", "summary") for line in life)] or parted
+
+
+def starts(lines: list[Line]) -> dict[int, int]:
+    """Where lives begin that tell what a fault cost, and the step that each goes on from. They tell it after their
+    first step, whose own lines may stand before.
+    """
+    found = {}
+    for place, line in enumerate(lines):
+        if line["kind"] == "fault" and number(line, "steps_lost") is not None:
+            first = place
+            while first and lines[first]["kind"] != "train" and lines[first - 1].get("step") == line["step"]:
+                first -= 1
+            found[first] = line["step"] - 1
+    return found
+
+
+def count_steps(life: list[Line], earlier: list[Line], resumed: int | None) -> None:
+    """Give each train line `own_steps`, done by this life since the line before or since the state that it went on
+    from (`resumed`, where that is known), and `window_steps`, those that the line speaks for: more, where it takes up
+    the sums that were saved with that state.
+    """
+    if resumed is None and earlier and earlier[-1]["kind"] == "summary":
+        resumed = earlier[-1]["step"]
+    before, fault_steps = None, []
+    for place, line in enumerate(life):
+        if line["kind"] != "train":
+            fault_steps += [line["step"]] if line["kind"] == "fault" and number(line, "step") is not None else []
+            continue
+        own = window = line["step"] - (before or 0)
+        if before is None or own <= 0:
+            if before is not None:  # rolled back: a line says so, at the step that the run went back to
+                resumed = min(fault_steps, default=None)
+            if resumed is None or resumed >= line["step"]:
+                states = [each["step"] for each in earlier if each["kind"] in ("train", "checkpoint")]
+                resumed = max((step for step in states if step < line["step"]), default=0)
+            own = window = line["step"] - resumed
+            if "goodput" in line:  # older versions saved no sums
+                trained = [each["step"] for each in [*earlier, *life[:place]] if each["kind"] == "train"]
+                window = line["step"] - max((step for step in trained if step <= resumed), default=0)
+        line |= {"own_steps": max(1, own), "window_steps": max(1, window)}
+        before, fault_steps = line["step"], []
 
 
 def part_silent(life: list[Line]) -> list[list[Line]]:
@@ -116,19 +150,19 @@ def part_silent(life: list[Line]) -> list[list[Line]]:
     left = number(life[-1], "tokens") if life[-1]["kind"] == "summary" else None
     for place in reversed(range(len(life))):
         if left is not None and life[place]["kind"] == "train":
-            tokens = window_tokens(life[place])
+            tokens = own_tokens(life[place])
             if left < tokens / 2:
                 return [life[: place + 1], life[place + 1 :]]
             left -= tokens
     return [life]
 
 
-def window_s(line: Line) -> float:
-    return (number(line, "step_s") or 0.0) * line["window_steps"]
+def own_s(line: Line) -> float:
+    return (number(line, "step_s") or 0.0) * line["own_steps"]
 
 
-def window_tokens(line: Line) -> float:
-    return (number(line, "tokens_per_s") or 0.0) * window_s(line)
+def own_tokens(line: Line) -> float:
+    return (number(line, "tokens_per_s") or 0.0) * own_s(line)
 
 
 def number(line: dict[str, Any], key: str) -> float | None:
@@ -150,9 +184,9 @@ def life_totals(life: list[Line]) -> dict[str, float | None]:
         return {key: number(life[-1], key) for key in ("train_s", "tokens", "mfu", "cost_usd")}
     trained = [line for line in life if line["kind"] == "train"]
     return {
-        "train_s": sum(window_s(line) for line in trained),
-        "tokens": round(sum(window_tokens(line) for line in trained)),
-        "mfu": mean([(number(line, "mfu"), window_s(line)) for line in trained]),
+        "train_s": sum(own_s(line) for line in trained),
+        "tokens": round(sum(own_tokens(line) for line in trained)),
+        "mfu": mean([(number(line, "mfu"), own_s(line)) for line in trained]),
         "cost_usd": None,
     }
 
@@ -185,16 +219,6 @@ def scores(evaluations: list[Line]) -> dict[str, dict[str, tuple[float, int]]]:
     return result
 
 
-def why_unknown(run: Run, figure: str, precision: object) -> str:
-    if not run.lines["summary"]:
-        return "the run has not written a summary yet: it is still going, or it was killed"
-    peak = "instance.device_tflops_bf16" if precision == "bf16" else "instance.device_tflops_fp32"
-    what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
-    if run.config.get(key) is not None:
-        return f"the run recorded none, though {key} is set"
-    return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
-
-
 def sizes(run: Run, end: Line) -> dict[str, float | None]:
     """What the configuration may leave open: it came to this on the machines of the run."""
     config, environment, trained = run.config, run.environment, run.lines["train"]
@@ -203,9 +227,43 @@ def sizes(run: Run, end: Line) -> dict[str, float | None]:
     seq_len = number(config, "seq_len")
     if batch and not seq_len and trained:
         line = trained[-1]
-        seq_len = round(window_tokens(line) / line["window_steps"] / batch) or None
+        seq_len = round(own_tokens(line) / line["own_steps"] / batch) or None
     steps = number(end, "steps_total") or number(environment, "plan.total_steps") or number(config, "max_steps")
-    return {"world_size": world_size, "global_batch_size": batch, "seq_len": seq_len, "steps_total": steps}
+    examples = last(trained, "examples")
+    if batch and examples is not None:  # a run that is stopped writes no line at its last step
+        examples += batch * max(0, steps_done(run) - trained[-1]["step"])
+    found = {"world_size": world_size, "global_batch_size": batch, "seq_len": seq_len, "steps_total": steps}
+    return {**found, "examples": examples}
+
+
+def steps_done(run: Run) -> int:
+    """Of the last life: by its newest line, or by a save that was committed since."""
+    steps = 0
+    for line in run.lives[-1]:
+        if line["kind"] in STEP_KINDS:
+            steps = max(steps, line["step"]) if line["kind"] == "checkpoint" else line["step"]
+    return steps
+
+
+def reliability(run: Run, end: Line) -> dict[str, float | None]:
+    """What faults and saves cost. Older versions told nothing of it, nor does a killed life of its skipped steps."""
+    told = [line for life in run.lives for line in life if "goodput" in line]
+    survived = [line for line in run.lines["fault"] if number(line, "steps_lost") is not None]
+    closing = run.lives[-1][-1] if run.lives[-1][-1]["kind"] == "summary" else {}
+    return {
+        "goodput": last(told, "goodput"),
+        "faults_survived": len(survived) if told else None,
+        "steps_lost": sum(line["steps_lost"] for line in survived) if told else None,
+        "recover_s": sum(number(line, "recover_s") or 0.0 for line in survived) if told else None,
+        "stall_s": mean([(number(line, "stall_s"), 1.0) for line in run.lines["checkpoint"]]),
+        "checkpoint_bytes": last(run.lines["checkpoint"], "bytes"),
+        "checkpoint_every": number(run.config, "checkpoint.every"),
+        "checkpoints": len(run.lines["checkpoint"]),
+        "save_s": total([number(line, "save_s") for line in run.lines["checkpoint"]]),
+        "alarms": len(run.lines["fault"]),
+        **{key: number(closing, key) for key in ("skipped_steps", "rollbacks")},
+        **{key: number(end, key) for key in ("wall_s", "mttf_s", "suggested_interval_s", "suggested_every")},
+    }
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -219,14 +277,14 @@ def summarise(run: Run) -> dict[str, Any]:
     entropy = last(lines["summary"] + lines["eval"], "unigram_entropy")
     return {
         **sizes(run, end),
+        **reliability(run, end),
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
         "parameters": number(environment, "parameters"),
         "instance": config.get("instance.name"),
         "backend": end.get("backend") or environment.get("backend") or config.get("backend.name"),
         "precision": end.get("precision") or environment.get("precision") or config.get("backend.precision"),
-        "steps": max((line["step"] for line in run.lives[-1] if line["kind"] in STEP_KINDS), default=0),
-        "examples": last(lines["train"], "examples"),
+        "steps": steps_done(run),
         "tokens": tokens,
         "train_s": train_s,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
@@ -236,28 +294,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "train_loss": number(lines["train"][-1], "loss") if lines["train"] else None,  # null: it was no number
         "scores": scores(lines["eval"]),
         "unigram_entropy": number(environment, "unigram_entropy") if entropy is None else entropy,
-        "faults": len(lines["fault"]),
-        "checkpoints": len(lines["checkpoint"]),
-        "save_s": total([number(line, "save_s") for line in lines["checkpoint"]]),
         "lives": len(lives),
         "lives_without_summary": sum(life[-1]["kind"] != "summary" for life in run.lives),
         "reason": end.get("reason"),
     }
-
-
-def printable(text: object) -> str:
-    """What a terminal, a figure and UTF-8 can show: no control or direction characters, no lone surrogates."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
-
-
-def as_text(value: object) -> str:
-    return printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
-
-
-def labels(runs: list[Run]) -> list[str]:
-    """Folder names, with as many parent folders before them as it takes to tell the runs apart."""
-    for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
-        names = [printable(Path(*run.path.parts[-depth:])) for run in runs]
-        if len(set(names)) == len(names):
-            break
-    return names

@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ class RunFolder:
         self.first_unix_s: float | None = None
         self.previous: dict[str, Any] = {}  # how the last life ended, once open
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of what has gone to S3
+        self.mirroring = threading.Lock()
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -121,14 +123,15 @@ class RunFolder:
 
     def mirror(self) -> None:
         """Bring what rank 0 has written to S3, where the run folder is there. The last line may be half written: who
-        goes on from it cuts it off.
+        goes on from it cuts it off. Also the thread that saves calls it; of two calls the later one has the last word.
         """
-        for name in MIRRORED if self.is_remote else ():
-            here = self.path / name
-            state = (here.stat().st_mtime_ns, here.stat().st_size) if here.is_file() else None  # before it is read
-            if state is not None and self.mirrored.get(name) != state:
-                self.folder.write(name, here.read_bytes())
-                self.mirrored[name] = state
+        with self.mirroring:
+            for name in MIRRORED if self.is_remote else ():
+                here = self.path / name
+                state = (here.stat().st_mtime_ns, here.stat().st_size) if here.is_file() else None  # before it is read
+                if state is not None and self.mirrored.get(name) != state:
+                    self.folder.write(name, here.read_bytes())
+                    self.mirrored[name] = state
 
     def mirror_export(self) -> None:
         for path in sorted(self.export.rglob("*")) if self.is_remote else ():

@@ -39,8 +39,12 @@ CONNECTIONS = 32  # kept open
 PART_BYTES = 16 * 2**20  # of a multipart upload
 UPLOAD_THREADS = 4
 TRANSFER = TransferConfig(
-    multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=UPLOAD_THREADS
+    multipart_threshold=PART_BYTES,
+    multipart_chunksize=PART_BYTES,
+    max_concurrency=UPLOAD_THREADS,
+    preferred_transfer_client="classic",  # AWS's other one has errors of its own
 )
+TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # of files; ten by itself
 BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError, RetriesExceededError)
 MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no words
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from train.checkpoints.manifest import NoneValid
-from train.checkpoints.saver import SavesFail
-from train.config import InputError, Unreachable
-from train.lease import LeaseLost
+from train.config import Failure, InputError
 
 if TYPE_CHECKING:
     from train.backend import Backend
 
 Result = TypeVar("Result")
-TOGETHER = (InputError, Unreachable, NoneValid, SavesFail, LeaseLost, FloatingPointError)  # raised on all ranks alike
+TOGETHER = (InputError, Failure, FloatingPointError)  # raised on all ranks alike
 
 
 def together(backend: Backend, action: Callable[[], Result]) -> Result:
@@ -22,7 +19,7 @@ def together(backend: Backend, action: Callable[[], Result]) -> Result:
     result, failure = None, None
     try:
         result = action()
-    except (InputError, Unreachable) as error:
+    except TOGETHER as error:
         failure = error.with_traceback(None)
     if backend.sum([failure is not None])[0]:
         raise_together(backend, failure)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from train.checkpoints.manifest import Damaged, Manifest, NoneValid
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Untrusted
 from train.checkpoints.progress import Progress
 from train.checkpoints.store import Store
 from train.optim import load_state
 from train.run_folder import check_same_run, differences
+from train.together import together
 
 if TYPE_CHECKING:
     from train.backend import Backend, State
@@ -71,25 +72,16 @@ def load(
 
     Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
     """
-    found: tuple[Manifest | None, list[str]] | NoneValid = (None, [])
-    if backend.rank == 0:
-        try:
-            found = newest_valid(store)
-        except NoneValid as error:
-            found = error
-    found = backend.share(found)[0]
-    if isinstance(found, NoneValid):
-        raise found
-    manifest, faults = found
+    found = together(backend, lambda: newest_valid(store) if backend.rank == 0 else (None, []))
+    manifest, faults = backend.share(found)[0]
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, place=f"{store.location} at step {manifest.step}", force=force)
     changed = differences(manifest.settings, settings)
     if changed:
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
-    if backend.local_rank == 0 and backend.rank != 0:
-        store.fetch(manifest.step)  # where machines do not share a disk
-    backend.barrier()
+    brings = backend.local_rank == 0 and backend.rank != 0  # where machines do not share a disk
+    together(backend, lambda: store.fetch(manifest.step) if brings else None)
     path = store.place(manifest)
     with backend.in_turn():
         model.load_state_dict(read(path / "model.pt", backend))
@@ -105,11 +97,11 @@ def load(
 
 
 def read(path: Path, backend: Backend) -> State:
-    """A file of a checkpoint, its checksum compared before. RuntimeError if it holds code."""
+    """A file of a checkpoint, its checksum compared before. Untrusted if it holds code."""
     try:
         return backend.load(path)
     except pickle.UnpicklingError as error:
-        raise RuntimeError(
+        raise Untrusted(
             f"{path} is refused: it holds more than tensors and plain containers, though its checksum is right; who "
             "wrote it?"
         ) from error

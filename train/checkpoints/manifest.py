@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from train.config import Failure
 from train.storage import canonical_json, sha256_file, sha256_json
 
 FORMAT = 2
@@ -18,8 +19,12 @@ class Damaged(RuntimeError):
     """A checkpoint is not what its manifest says, or has none that can be read."""
 
 
-class NoneValid(RuntimeError):
+class NoneValid(Failure):
     """There are checkpoints, and none can be loaded."""
+
+
+class Untrusted(Failure):
+    """A checkpoint holds more than tensors and plain containers."""
 
 
 @dataclass(frozen=True)

@@ -16,23 +16,32 @@ class Retention:
         self.read_through: set[int] = set()
 
     def prune(self) -> list[int]:
-        """Remove what need not be kept; gives the steps removed. What is damaged stays: somebody may mend it."""
-        steps = self.store.steps()
-        if not self.keep or len(steps) <= self.keep:
-            return []
-        manifests: dict[int, Manifest] = {}
-        valid: list[int] = []
-        for step in reversed(steps):
-            try:
-                manifests[step] = self.store.look(step)
-            except Damaged:
-                continue
-            if len(valid) < ALWAYS_VALID and self.is_valid(step):
-                valid.append(step)
-        removed = [step for step in steps[: -self.keep] if step in manifests and step not in (*valid, best(manifests))]
+        """Remove what need not be kept; gives the steps removed."""
+        removed = [step for step, reason in self.reasons().items() if reason is None]
         for step in removed:
             self.store.remove(step)
         return removed
+
+    def reasons(self) -> dict[int, str | None]:
+        """Why each step stays; None for those that may go. What is damaged stays: somebody may mend it."""
+        steps = self.store.steps()
+        newest = steps[-self.keep :] if self.keep else steps
+        reasons: dict[int, str | None] = dict.fromkeys(steps)
+        if newest != steps:
+            manifests: dict[int, Manifest] = {}
+            valid: list[int] = []
+            for step in reversed(steps):
+                try:
+                    manifests[step] = self.store.look(step)
+                except Damaged as error:
+                    reasons[step] = f"damaged: {error}"
+                    continue
+                if len(valid) < ALWAYS_VALID and self.is_valid(step):
+                    valid.append(step)
+            best_step = best(manifests)
+            reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
+            reasons |= {best_step: "the best"} if best_step is not None else {}
+        return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
 
     def is_valid(self, step: int) -> bool:
         """On disk what was written is read back once. S3 has compared checksums itself when it took the files."""

@@ -27,7 +27,7 @@ from train.checkpoints.progress import Progress
 from train.checkpoints.retention import Retention
 from train.checkpoints.staging import Staging, State, first_not_finite
 from train.checkpoints.store import Store
-from train.config import CheckpointConfig
+from train.config import CheckpointConfig, Failure
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -36,7 +36,7 @@ logger = logging.getLogger("train")
 POLL_S = 0.05  # between looks at the last save, while all ranks wait for it
 
 
-class SavesFail(RuntimeError):
+class SavesFail(Failure):
     """Checkpoints cannot be written: going on would put more and more work at risk."""
 
 
@@ -80,6 +80,7 @@ class Saver:
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.flight: Future[Saved] | None = None
+        self.flight_began_s = 0.0
         self.results: list[Saved] = []  # not yet asked for
         self.failures_in_a_row = 0
         self.newest: int | None = None  # committed
@@ -128,7 +129,8 @@ class Saver:
             metric=metric,
             versions=self.facts.versions,
         )
-        stall_s = time.monotonic() - began_s
+        self.flight_began_s = time.monotonic()
+        stall_s = self.flight_began_s - began_s
         self.stalls_s.append(stall_s)
         self.flight = self.pool.submit(self._write, {**state, "ranks": {"ranks": ranks}}, manifest, stall_s, began_s)
 
@@ -146,8 +148,13 @@ class Saver:
         self.collect()
         if self.flight is None:
             return True
-        waited_s = time.monotonic() - began_s
-        self.failed(Saved(step, waited_s, waited_s, 0, "left out: the one before is still being written"))
+        now_s = time.monotonic()
+        why = f"left out: the one before has been on its way for {now_s - self.flight_began_s:.0f} s"
+        left_out = Saved(step, now_s - began_s, now_s - began_s, 0, why)
+        if now_s - self.flight_began_s > self.cfg.max_loss_s:
+            self.failed(left_out)  # slow is no failure, until more is at risk than may be lost
+        else:
+            self.results.append(left_out)
         return False
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------
@@ -212,7 +219,10 @@ class Saver:
     def _write_file(self, content: State, path: Path) -> dict[str, Any]:
         with path.open("wb") as raw:
             file = Hashing(raw)
-            self.backend.save(content, file)  # type: ignore[arg-type]
+            try:
+                self.backend.save(content, file)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                raise file.refusal or error from None  # torch tells of its own archive: "unexpected pos"
             raw.flush()
             os.fsync(raw.fileno())
         return {"bytes": file.num_bytes, "sha256": file.digest.hexdigest()}
@@ -220,10 +230,11 @@ class Saver:
     def warm(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Rank 0: make the host memory of the first save in the thread, while the first steps run."""
         if self.backend.rank == 0:
-            self.warming = self.pool.submit(self.staging.warm, state_of(model, optimizer.state_dict()), self.backend)
+            moments = {"state": optimizer.state_dict()["state"]}  # the settings, tensors maybe, are not saved
+            self.warming = self.pool.submit(self.staging.warm, state_of(model, moments), self.backend)
 
-    def close(self) -> None:
-        self.pool.shutdown()
+    def close(self, *, waits: bool) -> None:
+        self.pool.shutdown(wait=waits, cancel_futures=not waits)
 
 
 class Hashing:
@@ -231,11 +242,16 @@ class Hashing:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
+        self.refusal: OSError | None = None  # what the disk said
 
     def write(self, content: bytes | memoryview) -> int:
         self.digest.update(content)
         self.num_bytes += memoryview(content).nbytes
-        return self.file.write(content)
+        try:
+            return self.file.write(content)
+        except OSError as error:
+            self.refusal = error
+            raise
 
     def flush(self) -> None:
         self.file.flush()

@@ -25,7 +25,7 @@ class Staging:
     def copy(self, state: State, backend: Backend) -> State:
         """The same state, its tensors copied to the host. Waits for the device."""
         tensors, numbered = self.laid_out(state, backend)
-        backend.copy_to_host(tensors, self.buffers[: len(tensors)])
+        backend.copy_to_host([tensor.detach() for tensor in tensors], self.buffers)
         return put_back(numbered, self.buffers)
 
     def warm(self, state: State, backend: Backend) -> None:
@@ -42,7 +42,7 @@ class Staging:
         def number(tensor: Tensor) -> int:
             if id(tensor) not in places:
                 places[id(tensor)] = len(tensors)
-                tensors.append(tensor.detach())
+                tensors.append(tensor)
             return places[id(tensor)]
 
         numbered = replace_tensors(state, number)

@@ -20,7 +20,7 @@ from train.checkpoints.manifest import (
     step_name,
     step_of,
 )
-from train.storage import Folder, LocalFolder, sync_folder, write_atomic
+from train.storage import TEMPORARY_GLOB, Folder, LocalFolder, sync_folder, write_atomic
 
 ROOM = 1.1  # times the size of a checkpoint has to be free before it is written
 
@@ -103,15 +103,16 @@ class LocalStore:
     def let_go(self, fetched: Path) -> None: ...
 
     def scratch(self, step: int, num_bytes: int) -> Path:
+        if not self.path.is_dir():
+            self.path.mkdir(parents=True)
+            sync_folder(self.path.parent)  # of no use is a step that is durable in a folder that is not
         folder = self.path / f".{step_name(step)}.tmp-{uuid.uuid4().hex}"
-        folder.mkdir(parents=True)
+        folder.mkdir()
         check_room(folder, num_bytes)
         return folder
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        write_atomic(
-            scratch / FILE, manifest.to_json()
-        )  # and syncs the folder, in which the files are whole and synced
+        write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced
         final = self.path / step_name(manifest.step)
         if final.exists():
             self.put_aside(manifest.step, "replaced")
@@ -130,11 +131,15 @@ class LocalStore:
         folder = self.path / step_name(step)
         doomed = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex}")
         folder.rename(doomed)  # at once: a removal that is killed must not leave half a checkpoint
+        sync_folder(self.path)  # nor one that a power cut ends
         shutil.rmtree(doomed)
 
     def collect_garbage(self) -> None:
-        for path in self.path.glob(".step_*.tmp-*"):
-            shutil.rmtree(path)
+        for path in self.path.glob(TEMPORARY_GLOB):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:  # LATEST
+                path.unlink()
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import uuid
 from dataclasses import replace
 from pathlib import Path
 
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
+
+from train import lease
 from train.checkpoints.manifest import (
     FILE,
-    LATEST,
     Damaged,
     Manifest,
     check_files,
@@ -21,14 +24,21 @@ from train.checkpoints.store import check_room
 from train.s3 import S3Folder
 
 PREFIX = "checkpoints/"
+PLAIN = re.compile(r"\w[\w.-]*")  # names that lead nowhere else on this machine's disk
+READS = 3  # of what does not match its checksum, before it counts as damaged: a bit may have changed on the way only
+
+read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 
 class S3Store:
-    """See `train.checkpoints.store.Store`.
+    """See `train.checkpoints.store.Store`. No LATEST: a hint is not worth a commit that fails after it was done.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: no two writers meet
     checkpoints/step_00001000/manifest.damaged-9e1f.json     put aside, with the files it names
+
+    Parts of a large file whose upload was killed are in no listing, yet they are paid for: a lifecycle rule of the
+    bucket removes them (AbortIncompleteMultipartUpload).
     """
 
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
@@ -49,6 +59,7 @@ class S3Store:
     def aside(self) -> list[str]:
         return [f"{step_name(step)}/{name}" for step, name in self.names() if is_aside(name)]
 
+    @read_again
     def manifest(self, step: int) -> Manifest:
         try:
             manifest = Manifest.from_json(self.folder.read(self.key(step, FILE)))
@@ -56,6 +67,8 @@ class S3Store:
             raise Damaged(f"{FILE} is missing") from error
         if manifest.step != step:
             raise Damaged(f"{FILE} is of step {manifest.step}")
+        if not all(map(PLAIN.fullmatch, (manifest.folder, *manifest.files))):
+            raise Damaged(f"{FILE} names files that no checkpoint has")
         return manifest
 
     def look(self, step: int) -> Manifest:
@@ -66,24 +79,31 @@ class S3Store:
 
     def fetch(self, step: int) -> Path:
         manifest = self.look(step)
+        self.clear("fetched")  # what an earlier call gave, or could not verify
         target = self.place(manifest)
-        if target.is_dir():
-            shutil.rmtree(target)
         target.mkdir(parents=True)
         check_room(target, manifest.num_bytes)
         for name in manifest.files:
-            try:
-                self.folder.download(self.key(step, f"{manifest.folder}/{name}"), target / name)
-            except FileNotFoundError as error:
-                raise Damaged(f"{name} is missing") from error
-        check_files(target, manifest)
+            self.download(manifest, name, target)
         return target
+
+    @read_again
+    def download(self, manifest: Manifest, name: str, target: Path) -> None:
+        try:
+            self.folder.download(self.key(manifest.step, f"{manifest.folder}/{name}"), target / name)
+        except FileNotFoundError as error:
+            raise Damaged(f"{name} is missing") from error
+        check_files(target, replace(manifest, files={name: manifest.files[name]}))
 
     def place(self, manifest: Manifest) -> Path:
         return self.local / "fetched" / step_name(manifest.step) / manifest.folder
 
     def let_go(self, fetched: Path) -> None:
         shutil.rmtree(fetched)
+
+    def clear(self, name: str) -> None:
+        if (self.local / name).is_dir():
+            shutil.rmtree(self.local / name)
 
     def scratch(self, step: int, num_bytes: int) -> Path:
         folder = self.local / "saving" / uuid.uuid4().hex
@@ -92,15 +112,23 @@ class S3Store:
         return folder
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
+        """Raises LeaseLost, with nothing committed, if the run folder was taken over while the files went up."""
         manifest = replace(manifest, folder=f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
         for name in manifest.files:
             self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
+        self.check_fence(manifest.fence)
         if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
+            self.check_fence(manifest.fence)  # what a newer owner has committed stays
             self.put_aside(manifest.step, "replaced")
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
                 raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
         shutil.rmtree(scratch)
-        self.folder.write(f"{PREFIX}{LATEST}", f"{step_name(manifest.step)}\n".encode())
+
+    def check_fence(self, fence: int) -> None:
+        own = lease.name_of(fence)
+        newer = [name for name in self.folder.names(lease.PREFIX) if len(name) == len(own) and name > own]
+        if newer:
+            raise lease.LeaseLost(f"{self.folder.location} has a newer owner, by {max(newer)}: nothing is committed")
 
     def put_aside(self, step: int, why: str) -> str:
         target = f"manifest.{why}-{uuid.uuid4().hex[:8]}.json"
@@ -116,9 +144,8 @@ class S3Store:
 
     def collect_garbage(self) -> None:
         """Files that no manifest names. Where something was put aside all stays, its manifest may not be readable."""
-        for name in ("saving", "fetched"):
-            if (self.local / name).is_dir():
-                shutil.rmtree(self.local / name)
+        self.clear("saving")
+        self.clear("fetched")
         found = self.names()
         for step in {step for step, _ in found}:
             names = [name for number, name in found if number == step]

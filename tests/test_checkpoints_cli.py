@@ -1,0 +1,393 @@
+"""Looking into the checkpoints of a run by `python -m train.checkpoints`."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from running import ROOT, lines, train_config
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from train import loop
+from train.checkpoints import __main__ as command
+from train.checkpoints.compare import difference
+from train.checkpoints.store import LocalStore
+from train.config import LeaseConfig
+from train.lease import Lease
+from train.preempt import StopRequest
+from train.storage import LocalFolder, sha256_file
+
+OPTIONS = ["eval_every=3", "checkpoint.every=3", "checkpoint.keep=0"]
+
+
+def said(capsys, *arguments):
+    code = command.main([str(argument) for argument in arguments])
+    return code, capsys.readouterr()
+
+
+def step_folder(run_dir, step):
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def store_of(run_dir):
+    return LocalStore(run_dir / "checkpoints")
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def set_manifest(run_dir, step, **changes):
+    manifest = dataclasses.replace(store_of(run_dir).manifest(step), **changes)
+    (step_folder(run_dir, manifest.step) / "manifest.json").write_bytes(manifest.to_json())
+
+
+def copy_step(run_dir, step, number, **changes):
+    shutil.copytree(step_folder(run_dir, step), step_folder(run_dir, number))
+    manifest = dataclasses.replace(store_of(run_dir).manifest(step), step=number, **changes)
+    (step_folder(run_dir, number) / "manifest.json").write_bytes(manifest.to_json())
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, prepared):
+    """A run of six steps with checkpoints at 3 and 6, the second the better one."""
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    assert loop.run(train_config(run_dir, prepared, *OPTIONS), StopRequest()) == ("done", 6)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+# ---- list ----------------------------------------------------------------------------------------------------------
+
+
+def test_list_shows_what_the_manifests_say(run_dir, capsys):
+    losses = [line["loss"] for line in lines(run_dir, "eval")]
+    code, told = said(capsys, run_dir)
+    header, third, sixth = told.out.splitlines()
+    megabytes = f"{store_of(run_dir).manifest(3).num_bytes / 1e6:,.1f} MB"
+    assert code == 0
+    assert header.split("  ")[-1] == "state"
+    assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "whole"]
+    assert sixth.endswith("whole  (newest, best, LATEST)")
+    assert said(capsys, run_dir, "list") == (0, told)
+
+
+def test_list_tells_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
+    copy_step(run_dir, 3, 4, metric=None)
+    copy_step(run_dir, 3, 5, metric=9.0)
+    name = store_of(run_dir).put_aside(5, "damaged")
+    (step_folder(run_dir, 6) / "model.pt").write_bytes(b"short")
+    flip(step_folder(run_dir, 4) / "model.pt")  # only reading back shows it
+    (run_dir / "checkpoints/LATEST").write_text("step_00000099\n")
+    before = content(run_dir)
+    code, told = said(capsys, run_dir, "list")
+    _, third, fourth, sixth, hint, aside = told.out.splitlines()
+    assert code == 0
+    assert third.endswith("whole  (best)") and fourth.endswith("whole  (newest)")
+    assert re.search(r" 6 .* damaged: model.pt has 5 bytes, not \d+$", sixth)
+    assert "step 99" in hint and aside == f"put aside: {name}"
+    assert content(run_dir) == before
+
+
+def test_looking_and_tidying_need_no_torch(run_dir):
+    code = (
+        "import sys; from train.checkpoints.__main__ import main; run = sys.argv[1];"
+        "codes = [main([run]), main([run, 'verify']), main([run, 'prune', '--keep', '2', '--yes'])];"
+        "print(codes, [name for name in ('torch', 'boto3', 'transformers') if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(run_dir)], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.splitlines()[-1] == "[0, 0, 0] []", found.stderr
+
+
+# ---- verify --------------------------------------------------------------------------------------------------------
+
+
+def test_verify_names_the_damaged_file_and_the_step_that_a_start_takes(run_dir, capsys):
+    code, told = said(capsys, run_dir, "verify")
+    assert code == 0
+    assert [line.split()[1] for line in told.out.splitlines()[:2]] == ["whole,", "whole,"]
+    assert told.out.splitlines()[2] == "the next start goes on from step 6"
+    flip(step_folder(run_dir, 6) / "optimizer.pt")
+    before = content(run_dir)
+    code, told = said(capsys, run_dir, "verify")
+    assert code == 1
+    third, sixth, start = told.out.splitlines()
+    assert sixth == "step_00000006  damaged: optimizer.pt does not match its checksum"
+    assert third.startswith("step_00000003  whole") and start == "the next start goes on from step 3"
+    assert said(capsys, run_dir, "verify", "--step", 3)[0] == 0
+    assert said(capsys, run_dir, "verify", "--step", 6)[0] == 1
+    assert content(run_dir) == before  # a start would put it aside, looking does not
+
+
+def test_verify_says_when_the_next_start_refuses_or_begins_anew(run_dir, capsys):
+    for step in (3, 6):
+        flip(step_folder(run_dir, step) / "ranks.pt")
+    code, told = said(capsys, run_dir, "verify")
+    assert code == 1 and told.out.splitlines()[-1].startswith("the next start refuses")
+    for step in (3, 6):
+        store_of(run_dir).put_aside(step, "damaged")
+    code, told = said(capsys, run_dir, "verify")
+    assert code == 1 and told.out.splitlines() == ["the next start refuses: there are checkpoints, and none is valid"]
+    shutil.rmtree(run_dir / "checkpoints")
+    code, told = said(capsys, run_dir, "verify")
+    assert code == 0 and told.out.splitlines() == ["the next start begins anew: there is no checkpoint"]
+
+
+# ---- prune ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(run_dir):
+    """Steps 1, 2, 3, 6, 8 and 9; the best is 2, the newest is broken, and 1 as well."""
+    copy_step(run_dir, 3, 1)
+    copy_step(run_dir, 3, 2, metric=0.5)
+    copy_step(run_dir, 3, 8)
+    copy_step(run_dir, 3, 9)
+    flip(step_folder(run_dir, 9) / "model.pt")
+    (step_folder(run_dir, 1) / "model.pt").unlink()
+    return run_dir
+
+
+def test_prune_says_what_would_go_and_removes_nothing_unless_told(many, capsys):
+    before = content(many)
+    code, told = said(capsys, many, "prune", "--keep", 2)
+    assert code == 0
+    assert told.out.splitlines() == [
+        "step_00000001  stays: damaged: model.pt is missing",
+        "step_00000002  stays: the best",
+        "step_00000003  would go",
+        "step_00000006  stays: one of the last 2 that are valid",
+        "step_00000008  stays: one of the newest 2",
+        "step_00000009  stays: one of the newest 2",
+        "nothing was removed: --yes does it",
+    ]
+    assert content(many) == before
+    code, told = said(capsys, many, "prune", "--keep", 2, "--yes")
+    assert code == 0 and "step_00000003  removed" in told.out.splitlines()
+    assert store_of(many).steps() == [1, 2, 6, 8, 9]
+    assert said(capsys, many, "prune", "--keep", 9, "--yes")[0] == 0
+    assert store_of(many).steps() == [1, 2, 6, 8, 9]
+
+
+def test_prune_waits_for_nobody_who_lives(many, capsys):
+    with Lease(LocalFolder(many), LeaseConfig().ttl_s):
+        code, told = said(capsys, many, "prune", "--keep", 2, "--yes")
+        assert code == 2
+        assert told.err.count("\n") == 1 and "is in use by" in told.err
+        assert store_of(many).steps() == [1, 2, 3, 6, 8, 9]
+    assert said(capsys, many, "prune", "--keep", 2, "--yes")[0] == 0  # released
+    assert json.loads(max((many / "lease").iterdir()).read_text())["released"]
+
+
+# ---- export --------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path, capsys):
+    copy_step(run_dir, 3, 8, metric=None)
+    before = content(run_dir)
+    code, told = said(capsys, run_dir, "export", tmp_path / "out")
+    assert code == 0 and "step 6, the best (validation loss" in told.out
+    assert content(run_dir) == before
+    names = sorted(path.name for path in (run_dir / "export").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert {name: sha256_file(tmp_path / "out" / name) for name in names} == {
+        name: sha256_file(run_dir / "export" / name) for name in names
+    }
+
+
+def test_any_step_can_be_exported_also_where_the_data_has_moved(run_dir, prepared, tmp_path, capsys):
+    set_config(run_dir, f"path: {prepared}", "path: /gone")
+    code, told = said(capsys, run_dir, "export", tmp_path / "out", "--step", 3, "--data", prepared)
+    assert code == 0 and "step 3, as asked" in told.out
+    found = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
+    saved = torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True)
+    assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in found.items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
+
+
+def test_the_newest_valid_step_is_exported_where_none_was_evaluated(run_dir, capsys):
+    copy_step(run_dir, 3, 8)
+    for step in (3, 6, 8):
+        set_manifest(run_dir, step, metric=None)
+    flip(step_folder(run_dir, 8) / "model.pt")
+    store = store_of(run_dir)
+    assert command.chosen(store, None) == (6, "the newest that is valid (none was evaluated)")
+    assert "passed over: step 8: model.pt does not match its checksum" in capsys.readouterr().err
+
+
+def set_config(run_dir, before, now):
+    path = run_dir / "config.yaml"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, str(now)))
+
+
+def refusal(capsys, *arguments):
+    code, told = said(capsys, *arguments)
+    assert code == 2 and told.out == "" and told.err.count("\n") == 1
+    return told.err
+
+
+def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "there is no step 5" in refusal(capsys, run_dir, "export", out, "--step", 5)
+    assert "no manifest.json" in refusal(capsys, run_dir, "export", out, "--data", tmp_path)
+    identity = store_of(run_dir).manifest(3).identity
+    set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
+    assert "the run's data 0123456789ab:" in refusal(capsys, run_dir, "export", out, "--step", 3)
+    config = (run_dir / "config.yaml").read_text()
+    for before, now, words in (
+        ("hidden_size: 32", "hidden_size: 64", "model.hidden_size: 32 -> 64"),
+        ("hidden_size: 32", "hidden: 32", "model.hidden is not a setting"),
+        (f"path: {prepared}", f"path: {tmp_path / 'gone'}", "gone"),
+        ("kind: mlm", "kind: other", "other"),
+    ):
+        set_config(run_dir, before, now)
+        assert words in refusal(capsys, run_dir, "export", out)
+        (run_dir / "config.yaml").write_text(config)
+    (run_dir / "config.yaml").unlink()
+    assert "config.yaml is missing" in refusal(capsys, run_dir, "export", out)
+    assert not out.exists()
+
+
+def test_an_export_overwrites_nothing_and_a_damaged_step_is_refused(run_dir, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    assert "is not empty" in refusal(capsys, run_dir, "export", tmp_path / "out")
+    flip(step_folder(run_dir, 6) / "model.pt")
+    code, told = said(capsys, run_dir, "export", tmp_path / "new")
+    assert code == 1 and told.err == "error: step 6: model.pt does not match its checksum\n"
+    assert not (tmp_path / "new").exists()
+
+
+# ---- diff ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_bit_equal_to_its_copy(run_dir, capsys):
+    settings = {**store_of(run_dir).manifest(3).settings, "optim.lr": 1.0}
+    copy_step(run_dir, 3, 4, settings=settings, world_size=8)
+    code, told = said(capsys, run_dir, "diff", 3, 4)
+    assert code == 0
+    found = told.out.splitlines()
+    assert found[0] == "step 3 -> step 4" and found[-1] == "weights and moments are bit-equal"
+    assert "  optim.lr: 0.003 -> 1.0" in found and "  ranks: 1 -> 8" in found and "identity: the same" in found
+    assert sum("0 of" in line for line in found) == 2
+
+
+def change(run_dir, step, file, edit):
+    """Edit a file of a checkpoint and make its manifest true again."""
+    path = step_folder(run_dir, step) / file
+    state = torch.load(path, weights_only=True)
+    edit(state)
+    torch.save(state, path)
+    manifest = store_of(run_dir).manifest(step)
+    entry = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    set_manifest(run_dir, step, files={**manifest.files, file: entry})
+
+
+def test_what_differs_is_named_the_largest_first(run_dir, capsys):
+    copy_step(run_dir, 3, 4)
+    names = list(torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True))[:3]
+
+    def edit(state):
+        for factor, name in zip((1.001, 1.5, 1.01), names, strict=True):
+            state[name] = state[name] * factor
+
+    change(run_dir, 4, "model.pt", edit)
+    change(run_dir, 4, "optimizer.pt", lambda state: state["state"][0]["exp_avg"].view(-1)[0].add_(0.25))
+    code, told = said(capsys, run_dir, "diff", 3, 4, "--limit", 2)
+    assert code == 0
+    found = told.out.splitlines()
+    place = next(place for place, line in enumerate(found) if line.startswith("weights:"))
+    assert found[place].startswith("weights: 3 of ")
+    assert [line.split(":")[0].strip() for line in found[place + 1 : place + 3]] == [names[1], names[2]]
+    assert "relative 0.5," in found[place + 1] and found[place + 3] == "  and 1 more (--all)"
+    (moments,) = (line for line in found if line.startswith("  state."))
+    assert moments.startswith("  state.0.exp_avg: relative ") and moments.endswith("largest 0.25")
+    assert found[-1] == "weights and moments differ"
+    everything = said(capsys, run_dir, "diff", 3, 4, "--all")[1].out
+    assert names[0] in everything and everything.count(": equal") > 10
+
+
+def test_tensors_are_compared_bit_by_bit():
+    nan = torch.tensor([1.0, float("nan")])
+    assert difference("a", nan, nan.clone()).is_equal
+    zero = difference("a", torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert (zero.is_equal, zero.largest, zero.relative) == (False, 0.0, 0.0)
+    found = difference("a", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    assert (found.largest, found.relative) == (0.5, pytest.approx(0.1))
+    assert difference("a", torch.zeros(2), torch.ones(2)).relative == float("inf")
+    assert difference("a", torch.zeros(2), torch.zeros(2).half()).fault == "float32 [2] -> float16 [2]"
+    assert difference("a", torch.zeros(2), None).fault == "only in the first"
+    assert difference("a", torch.zeros(2), nan).order < difference("b", torch.ones(2), 9 * torch.ones(2)).order
+    assert difference("a", torch.tensor(3), torch.tensor(3)).is_equal
+
+
+# ---- what it refuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["verify"], ["prune", "--keep", "2"], ["export", "out"], ["diff", "1", "2"]]
+)
+def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys, arguments):
+    assert "is no run folder" in refusal(capsys, tmp_path, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_and_numbers_that_will_not_do_are_one_line(run_dir, capsys):
+    assert "there is no step 7" in refusal(capsys, run_dir, "diff", 3, 7)
+    assert "there is no step 7" in refusal(capsys, run_dir, "verify", "--step", 7)
+    assert "--keep 1 must be at least 2" in refusal(capsys, run_dir, "prune", "--keep", 1, "--yes")
+    assert store_of(run_dir).steps() == [3, 6]
+
+
+# ---- in S3 ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, capsys):
+    for path in run_dir.rglob("*"):
+        if path.is_file() and "step_" not in str(path):
+            bucket.put(f"run/{path.relative_to(run_dir)}", path.read_bytes())
+    for step in (3, 6):
+        manifest = dataclasses.replace(store_of(run_dir).manifest(step), folder="00000001-abcdefab")
+        for name in manifest.files:
+            content = (step_folder(run_dir, step) / name).read_bytes()
+            bucket.put(f"run/checkpoints/step_{step:08d}/{manifest.folder}/{name}", content)
+        bucket.put(f"run/checkpoints/step_{step:08d}/manifest.json", manifest.to_json())
+    flags = [
+        "--endpoint",
+        bucket.service.endpoint,
+        "--region",
+        "us-east-1",
+        "--path-style",
+        "--cache-dir",
+        tmp_path / "c",
+    ]
+    place = bucket.location("run")
+    keys = bucket.keys()
+    listed = said(capsys, place, *flags)
+    assert listed == said(capsys, place, "list", *flags) == said(capsys, run_dir)
+    assert said(capsys, place, "verify", *flags)[0] == 0
+    compared = said(capsys, place, "diff", 3, 6, *flags)
+    assert compared[1].out.endswith("weights and moments differ\n")
+    assert compared == said(capsys, run_dir, "diff", 3, 6)
+    bucket.put("run/checkpoints/step_00000006/00000001-abcdefab/model.pt", b"x" * manifest.files["model.pt"]["bytes"])
+    code, told = said(capsys, place, "verify", *flags)
+    assert code == 1 and "step_00000006  damaged: model.pt does not match" in told.out
+    assert bucket.keys() == keys
+    assert list((tmp_path / "c").iterdir()) == []  # what was fetched is gone
+    assert said(capsys, place, "prune", "--keep", 2, "--yes", *flags)[0] == 0
+    assert {key.split("/")[1] for key in set(bucket.keys()) - set(keys)} == {"lease"}

@@ -1,0 +1,276 @@
+"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: look into a run's checkpoints, on disk or
+in S3.
+
+Exit code 0: done, 1: a checkpoint is damaged, or S3 did not answer, 2: wrong arguments, or a job holds the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from train import cli, machine
+from train.checkpoints.manifest import LATEST, Damaged, Manifest, step_name
+from train.checkpoints.retention import ALWAYS_VALID, Retention, best
+from train.checkpoints.store import Store, open_store
+from train.config import InputError, LeaseConfig, S3Config, check
+from train.lease import Lease, LeaseLost
+from train.storage import Folder, LocalFolder, make_folder, open_folder
+
+COLUMNS = ("step", "size", "validation loss", "ranks", "backend", "lease", "state")
+
+
+@contextmanager
+def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
+    """The checkpoints of a run folder. What comes from S3 goes to a place of its own, where no job of this machine has
+    anything, and where the next step that is fetched takes the place of the last.
+    """
+    if isinstance(folder, LocalFolder):
+        yield open_store(folder, folder.path)
+        return
+    place = make_folder(Path(cache_dir) if cache_dir else machine.cache_root())
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=place) as scratch:
+        yield open_store(folder, Path(scratch))
+
+
+def fetch(store: Store, step: int) -> Path:
+    """A verified step on this machine. InputError if there is no such step, or no room for it."""
+    there = store.steps()
+    check(step in there, f"there is no step {step} in {store.location}; there are: {', '.join(map(str, there)) or '-'}")
+    try:
+        return store.fetch(step)
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another place") from error
+    except Damaged as error:
+        raise Damaged(f"step {step}: {error}") from error
+
+
+def newest_valid(store: Store) -> int | None:
+    """The newest step that is what its manifest says, read back; the rest stays as it is, unlike at a start."""
+    for step in reversed(store.steps()):
+        try:
+            store.let_go(fetch(store, step))
+        except Damaged as error:
+            print(f"passed over: {error}", file=sys.stderr)
+            continue
+        return step
+    return None
+
+
+# ---- list ----------------------------------------------------------------------------------------------------------
+
+
+def table(folder: Folder, store: Store) -> Iterator[str]:
+    """What the manifests say, and whether the files are there in their length."""
+    whole: dict[int, Manifest] = {}
+    rows: dict[int, list[str]] = {}
+    for step in store.steps():
+        try:
+            whole[step] = store.look(step)
+            rows[step] = [*row(whole[step]), "whole"]
+        except Damaged as error:
+            rows[step] = [str(step), *["-"] * (len(COLUMNS) - 2), f"damaged: {error}"]
+    hint = latest(folder)
+    for step in rows:
+        names = {"newest": max(whole, default=None), "best": best(whole), LATEST: hint}
+        marks = [name for name, marked in names.items() if marked == step]
+        rows[step][-1] += f"  ({', '.join(marks)})" if marks else ""
+    if rows:
+        yield from aligned([list(COLUMNS), *rows.values()])
+    else:
+        yield f"{store.location}: no checkpoint"
+    if hint is not None and hint not in rows:
+        yield f"{LATEST} says step {hint}, which is not there; nothing goes by it"
+    for name in store.aside():
+        yield f"put aside: {name}"
+
+
+def row(manifest: Manifest) -> list[str]:
+    loss = "-" if manifest.metric is None else f"{manifest.metric:.4f}"
+    numbers = [str(manifest.step), size(manifest), loss, str(manifest.world_size)]
+    return [*numbers, manifest.backend, str(manifest.fence)]
+
+
+def aligned(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells[:-1], widths[:-1], strict=True)]
+        yield "  ".join([*padded, cells[-1]])
+
+
+def size(manifest: Manifest) -> str:
+    return f"{manifest.num_bytes / 1e6:,.1f} MB"
+
+
+def latest(folder: Folder) -> int | None:
+    try:
+        name = folder.read(f"checkpoints/{LATEST}").decode().strip()
+    except FileNotFoundError:
+        return None
+    number = name.removeprefix("step_")
+    return int(number) if number.isdigit() else None
+
+
+# ---- verify and prune ----------------------------------------------------------------------------------------------
+
+
+def verify(store: Store, step: int | None) -> int:
+    """Read everything back. Prints a line for each step as it is done with; gives the exit code."""
+    steps = store.steps() if step is None else [step]
+    valid = []
+    for each in steps:
+        try:
+            store.let_go(fetch(store, each))
+        except Damaged as error:
+            print(f"{step_name(each)}  damaged: {str(error).removeprefix(f'step {each}: ')}", flush=True)
+        else:
+            print(f"{step_name(each)}  whole, {size(store.manifest(each))}", flush=True)
+            valid.append(each)
+    if step is not None:
+        return cli.DONE if valid else cli.FAILED
+    if valid:
+        print(f"the next start goes on from step {valid[-1]}")
+    elif steps or store.aside():
+        print("the next start refuses: there are checkpoints, and none is valid")
+        return cli.FAILED
+    else:
+        print("the next start begins anew: there is no checkpoint")
+    return cli.DONE if len(valid) == len(steps) else cli.FAILED
+
+
+def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
+    """Say which steps would go, or remove them, as the owner of the run folder."""
+    check(
+        keep >= ALWAYS_VALID, f"--keep {keep} must be at least {ALWAYS_VALID}: the last {ALWAYS_VALID} valid ones stay"
+    )
+    if not removes:
+        show(Retention(store, keep).reasons(), "would go")
+        print("nothing was removed: --yes does it")
+        return cli.DONE
+    with Lease(folder, LeaseConfig().ttl_s, on_wait=lambda text: print(text, file=sys.stderr)) as lease:
+        reasons = Retention(store, keep).reasons()
+        for step in [step for step, reason in reasons.items() if reason is None]:
+            lease.check()
+            store.remove(step)
+    show(reasons, "removed")
+    return cli.DONE
+
+
+def show(reasons: dict[int, str | None], word: str) -> None:
+    for step, reason in reasons.items():
+        print(f"{step_name(step)}  {word if reason is None else f'stays: {reason}'}")
+
+
+# ---- export and diff, which need torch -----------------------------------------------------------------------------
+
+
+def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
+    from train.checkpoints.export import export_step, read_config  # torch and transformers are for those who need them
+
+    target = Path(options.folder)
+    check(not target.exists() or not any(target.iterdir()), f"{target} is not empty; choose another folder")
+    cfg = read_config(folder)
+    cfg.data.path, cfg.data.cache_dir = options.data or cfg.data.path, options.cache_dir or cfg.data.cache_dir
+    cfg.s3 = s3 if s3 != S3Config() else cfg.s3
+    step, why = chosen(store, options.step)
+    path = fetch(store, step)
+    export_step(path, store.manifest(step), cfg, target)
+    store.let_go(path)
+    print(f"{target}: step {step}, {why}; AutoModelForMaskedLM.from_pretrained reads it")
+    return cli.DONE
+
+
+def chosen(store: Store, step: int | None) -> tuple[int, str]:
+    """The step to export and why: what was asked for, the best, or the newest that is valid."""
+    if step is not None:
+        return step, "as asked"
+    whole = {}
+    for each in store.steps():
+        try:
+            whole[each] = store.look(each)
+        except Damaged as error:
+            print(f"passed over: step {each}: {error}", file=sys.stderr)
+    found = best(whole)
+    if found is not None:
+        return found, f"the best (validation loss {whole[found].metric:.4f})"
+    newest = newest_valid(store)
+    if newest is None:
+        raise InputError(f"{store.location} holds no valid checkpoint; verify says what is wrong")
+    return newest, "the newest that is valid (none was evaluated)"
+
+
+def diff(folder: Folder, options: argparse.Namespace) -> int:
+    from train.checkpoints.compare import compare  # torch is for those who need it
+
+    with opened(folder, options.cache_dir) as first, opened(folder, options.cache_dir) as second:
+        paths = [fetch(store, step) for store, step in zip((first, second), options.steps, strict=True)]
+        manifests = [first.manifest(step) for step in options.steps]
+        for line in compare(manifests, paths, limit=None if options.all else options.limit):
+            print(line)
+    return cli.DONE
+
+
+# ---- command line --------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.checkpoints", description="Look into the checkpoints of a run."
+    )
+    parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
+    cli.add_s3_flags(parser)
+    commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export | diff", help="list")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+        cli.add_s3_flags(command)
+        return command
+
+    add("list", "what there is, by the manifests and the files' lengths (the default)")
+    add("verify", "read everything back, and say which step the next start takes").add_argument(
+        "--step", type=int, default=None, help="this one alone"
+    )
+    pruning = add("prune", f"remove old steps; never the best or the last {ALWAYS_VALID} that are valid")
+    pruning.add_argument("--keep", type=int, required=True, metavar="N", help="newest ones to keep")
+    pruning.add_argument("--yes", action="store_true", default=False, help="remove them; without, only say which")
+    exporting = add("export", "write a step as a Hugging Face folder, with the tokenizer")
+    exporting.add_argument("folder", metavar="FOLDER", help="to write, new or empty")
+    exporting.add_argument(
+        "--step", type=int, default=None, help="default: the best, or the newest if none was evaluated"
+    )
+    exporting.add_argument("--data", default=None, metavar="PLACE", help="of the prepared data, if it has moved")
+    comparing = add("diff", "what two steps differ in: settings, progress, tensors")
+    comparing.add_argument("steps", type=int, nargs=2, metavar="STEP")
+    comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors shown of each file (20)")
+    comparing.add_argument("--all", action="store_true", default=False, help="show all tensors")
+    return cli.run_flags(parser, arguments, look)
+
+
+def look(options: argparse.Namespace, s3: S3Config) -> int:
+    folder = open_folder(options.run, s3)
+    found = folder.names_here() & {"environment.json", "checkpoints"}
+    check(bool(found), f"{options.run} is no run folder: it has no environment.json; give the run_dir of a run")
+    try:
+        if options.command == "diff":
+            return diff(folder, options)
+        with opened(folder, options.cache_dir) as store:
+            if options.command == "verify":
+                return verify(store, options.step)
+            if options.command == "prune":
+                return prune(folder, store, options.keep, removes=options.yes)
+            if options.command == "export":
+                return export(folder, store, options, s3)
+            for line in table(folder, store):
+                print(line)
+    except (Damaged, LeaseLost) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return cli.FAILED
+    return cli.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

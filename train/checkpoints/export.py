@@ -1,0 +1,56 @@
+"""A step of a run as a Hugging Face folder, as the run's own end would write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from train import cli
+from train.backend.ddp import DDP
+from train.checkpoints.loader import read
+from train.checkpoints.manifest import Manifest
+from train.config import BackendConfig, InputError, MLMConfig, TrainConfig, XLAConfig, check, flat
+from train.run_folder import differences
+from train.storage import Folder, make_folder
+from train.tasks import build_task
+
+TASKS = {"mlm": MLMConfig}
+
+
+def read_config(folder: Folder) -> TrainConfig:
+    """The configuration that a run was last started with. InputError if there is none that this version reads."""
+    place = f"{folder.location}/config.yaml"
+    try:
+        found = OmegaConf.create(yaml.safe_load(folder.read("config.yaml")))
+        schema = OmegaConf.structured(TrainConfig)
+        schema.task = TASKS[found.task.kind]
+        schema.backend = XLAConfig if "layers" in found.backend else BackendConfig
+        config = OmegaConf.to_object(OmegaConf.merge(schema, found))
+    except FileNotFoundError as error:
+        raise InputError(f"{place} is missing: the model's sizes are in there") from error
+    except (yaml.YAMLError, OmegaConfBaseException, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{place} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path) -> None:
+    """Write the weights in `source`, a step that was verified, to `target`. InputError if the data is no longer to be
+    had, or if data or configuration are not those of the checkpoint.
+    """
+    known = {key: value for key, value in manifest.identity.items() if key.startswith(("model.", "task."))}
+    now = flat(cfg)
+    changed = differences(known, {key: now.get(key) for key in known})
+    check(not changed, f"config.yaml is not of the run that wrote step {manifest.step}: {', '.join(changed)}")
+    task, data = build_task(cfg), manifest.identity["data"]
+    check(
+        task.data_id == data,
+        f"{cfg.data.path} has the id {task.data_id[:12]}, the run's data {data[:12]}: its tokenizer may be another; "
+        "--data names the right place",
+    )
+    model = task.build_model()
+    model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
+    task.export(model, make_folder(target))
