@@ -1,6 +1,7 @@
 """Whole runs under faults: ranks and launchers killed or stuck, two jobs at once, gradients that are no numbers."""
 
 import json
+import math
 import signal
 import subprocess
 import time
@@ -77,13 +78,12 @@ def undisturbed(tmp_path_factory, prepared):
 # Slows every step, so that a test can hit one.
 SLOW = """
 import sys, time
-from train import loop
-from train.parallel import data
-before = data.DataParallel.forward_backward
+from train.tasks.mlm import MaskedLMTask
+before = MaskedLMTask.loss
 def slower(self, *arguments):
     time.sleep(0.05)
     return before(self, *arguments)
-data.DataParallel.forward_backward = slower
+MaskedLMTask.loss = slower
 from train.__main__ import main
 sys.exit(main())
 """
@@ -170,8 +170,10 @@ def test_a_second_job_on_the_same_folder_is_refused(slow, tmp_path, prepared):
 def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_path, prepared):
     """For torchrun an exit code of 75 is a failure, to be tried again."""
     run_dir = tmp_path / "run"
-    process = start(train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=3, script=slow)
-    until(lambda: steps_logged(run_dir) or process.poll() is not None)
+    slow.write_text(SLOW.replace("0.05", "0.05 * int(os.environ['RANK'])").replace("import sys", "import os, sys"))
+    options = [*LONG, "max_steps=100000", "straggler.windows=2"]
+    process = start(train_overrides(run_dir, prepared, *options), ranks=2, restarts=3, script=slow)
+    until(lambda: len(steps_logged(run_dir)) >= 5 or process.poll() is not None)
     (run_dir / "STOP").touch()
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)
@@ -179,6 +181,8 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     assert output.count("not started again: it stopped") == 3
     assert not (run_dir / "STOP").exists()  # obeyed
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
+    assert "rank 1 on" in lines(run_dir, "fault")[0]["reason"]  # this one is slow
+    assert "holds the others up" in lines(run_dir, "fault")[0]["reason"]
 
 
 # ---- in this process ------------------------------------------------------------------------------------------------
@@ -231,6 +235,35 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(tmp_path, prepa
     clean = {line["step"]: line["loss"] for line in lines(tmp_path / "clean", "train")}
     assert [trained[step] for step in (1, 2, 3)] == [clean[step] for step in (1, 2, 3)]
     assert all(trained[step] != clean[step] for step in (4, 5, 6))
+
+
+def test_a_checkpoint_of_a_bad_moment_is_as_good_as_another(tmp_path, prepared, monkeypatch):
+    """Saved after skipped steps, whose loss is no number: the weights are sound."""
+    with monkeypatch.context() as patch:
+        spoil(patch, lambda call: call in (3, 4, 5))
+        options = ["max_steps=8", "max_epochs=9", "checkpoint.every=5", "log_every=6", "eval_every=null"]
+        assert train(tmp_path / "run", prepared, *options) == ("done", 8)
+    assert "back to step 5" in lines(tmp_path / "run", "fault")[-1]["reason"]
+    assert lines(tmp_path / "run", "train")[-1]["loss"] is not None
+    assert LocalStore(tmp_path / "run/checkpoints").manifest(8).progress["skipped"] == 3
+
+
+def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeypatch):
+    """A rate that blows the weights up, once: the gradients after it are no numbers."""
+    before, blown = loop.learning_rate, []
+
+    def blow_up_once(step, **settings):
+        if step == 3 and not blown:
+            return blown.append(step) or 1e38
+        return before(step, **settings)
+
+    monkeypatch.setattr(loop, "learning_rate", blow_up_once)
+    options = ["backend=xla", "model.num_layers=1", "max_steps=8", "max_epochs=9", "eval_every=null", "export=false"]
+    assert train(tmp_path / "run", prepared, *options) == ("done", 8)
+    assert "back to step 3" in lines(tmp_path / "run", "fault")[-1]["reason"]
+    summary = lines(tmp_path / "run", "summary")[0]
+    assert (summary["rollbacks"], summary["graphs"]) == (1, 2)  # to train and to evaluate
+    assert math.isfinite(lines(tmp_path / "run", "eval")[-1]["loss"])
 
 
 def test_a_run_that_keeps_coming_back_ends(tmp_path, prepared, monkeypatch):

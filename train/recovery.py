@@ -182,6 +182,7 @@ class Recovery:
         self.last_rollback = progress.step
         progress.examples, progress.rollbacks, progress.skipped = now.examples, now.rollbacks + 1, now.skipped
         self.backend.reset_skips()
+        self.backend.settle()
         self.recorder.go_back(progress)
         self._put_back_window(loaded)
         self.recorder.alarm(

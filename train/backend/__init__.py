@@ -125,6 +125,9 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> State: ...
 
+    def settle(self) -> None:
+        """Weights and optimizer were put back while it trains: bring them to the device before the next step begins."""
+
     def in_turn(self) -> AbstractContextManager[None]:
         """A few ranks of a machine at a time inside, so that its memory does not hold a checkpoint for each."""
 

@@ -39,6 +39,11 @@ class GraphBudget:
     def used(self) -> int:
         return 0 if self.base is None else self.compiled() - self.base
 
+    def forgive(self, number: int) -> None:
+        """Not to count so many of those compiled: they were part of no step."""
+        if self.base is not None:
+            self.base += number
+
     def check(self) -> None:
         """Raises RuntimeError (or warns, once a graph) if there are more graphs than allowed, with the likely cause."""
         used = self.used

@@ -116,6 +116,8 @@ class Hosts:
         for buffer, copy in zip(buffers, self.read(tensors), strict=True):
             buffer.copy_(copy)
 
+    def settle(self) -> None: ...
+
     def load(self, path: Path) -> State:
         state: State = torch.load(path, map_location="cpu", weights_only=True)
         return state

@@ -155,12 +155,16 @@ class XLA(Hosts):
                 world_size=self.world_size,
             )
         self._clear(parameters)
-        seed = xm.get_rng_state()  # every cut moves it on; a resumed run goes on from the saved one
-        torch_xla.sync()
-        xm.set_rng_state(seed)
+        self.settle()
         # A resumed run may have a rate too small to show in bf16 weights: only a new one has to change at once.
         self.first_step_of = [] if any(copy.any() for copy in self.read(moments)) else smallest
         return optimizer
+
+    def settle(self) -> None:
+        before, seed = self.budget.used, xm.get_rng_state()
+        torch_xla.sync()
+        xm.set_rng_state(seed)  # every cut moves it on; a resumed run goes on from the saved one
+        self.budget.forgive(self.budget.used - before)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):

@@ -1,0 +1,408 @@
+"""Checkpoints in S3: killed, disturbed, damaged and taken over, there is a whole one or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import botocore.endpoint
+import pytest
+from running import ROOT
+from services.fault_proxy import Fault, line_of
+
+from train import lease, s3
+from train.checkpoints.loader import newest_valid
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid
+from train.checkpoints.retention import Retention
+from train.checkpoints.store_s3 import S3Store
+from train.config import InputError, Unreachable
+from train.lease import LeaseLost, name_of
+from train.storage import open_folder, sha256_bytes
+
+DEADLINE_S = 60.0
+NAMES = ("model.pt", "optimizer.pt", "ranks.pt")
+PART_BYTES = 5 * 2**20  # the least that S3 takes
+FOLDER = r"00000001-[0-9a-f]{8}"
+SAVES = """
+import os, sys
+from pathlib import Path
+from train import s3
+from train.checkpoints.manifest import Manifest
+from train.checkpoints.store_s3 import S3Store
+from train.config import S3Config
+from train.storage import open_folder, sha256_file
+
+def save(location, local):
+    folder = open_folder(location, S3Config(endpoint=endpoint, region="us-east-1", path_style=True))
+    store, files = S3Store(folder, Path(local)), {}
+    scratch = store.scratch(6, 0)
+    for name, num_bytes in (("model.pt", part_bytes + 1), ("optimizer.pt", 2000), ("ranks.pt", 100)):
+        (scratch / name).write_bytes(b"6" * num_bytes)
+        files[name] = {"bytes": num_bytes, "sha256": sha256_file(scratch / name)}
+    store.commit(scratch, Manifest(6, 1, {}, {}, {}, 1, "ddp", None, files=files))
+    os.write(1, b"committed")
+
+endpoint, local, part_bytes, *locations = sys.argv[1:]
+part_bytes = s3.TRANSFER.multipart_threshold = s3.TRANSFER.multipart_chunksize = int(part_bytes)
+for location in locations:
+    if os.fork() == 0:
+        save(location, f"{local}/{location[-6:]}")
+        os._exit(0)
+for _ in locations:
+    os.wait()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Nobody waits for those that boto3 makes between its tries."""
+    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=lambda _: None))
+
+
+@pytest.fixture
+def store(bucket, tmp_path):
+    return store_of(bucket, tmp_path)
+
+
+def store_of(bucket, tmp_path, prefix="run"):
+    return S3Store(open_folder(bucket.location(prefix), bucket.config()), tmp_path / "staging")
+
+
+def content_of(step, name):
+    return f"{name} of step {step}".encode() * 1000
+
+
+def save(store, step, *, fence=1, metric=None):
+    scratch, files = store.scratch(step, 0), {}
+    for name in NAMES:
+        content = content_of(step, name)
+        (scratch / name).write_bytes(content)
+        files[name] = {"bytes": len(content), "sha256": sha256_bytes(content)}
+    store.commit(scratch, Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files))
+
+
+def assert_loads(store, step):
+    """This step and no newer one, each file as it was saved."""
+    manifest, _ = newest_valid(store)
+    assert manifest.step == step
+    for name in NAMES:
+        assert (store.place(manifest) / name).read_bytes() == content_of(step, name)
+    store.let_go(store.place(manifest))
+
+
+def files_of(bucket, step, prefix="run"):
+    top = f"{prefix}/checkpoints/step_{step:08d}/"
+    return [key.removeprefix(top) for key in bucket.keys(top)]
+
+
+def is_whole(names):
+    return len(names) == 4 and names[3] == "manifest.json" and all(re.match(FOLDER, name) for name in names[:3])
+
+
+def eventually(found):
+    until_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until_s:
+        if found():
+            return
+        time.sleep(0.02)
+    raise AssertionError("nothing came")
+
+
+# ---- a save ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_comes_last_and_only_if_there_is_none(bucket, store):
+    conditions = {}
+
+    def see(request, **_):
+        conditions[request.url.rpartition("/")[2]] = request.headers.get("If-None-Match")
+
+    store.folder.client.meta.events.register("before-send.s3", see)
+    save(store, 6)
+    sent = [line_of(request) for request in bucket.proxy.requests("^PUT")]
+    place = f"^PUT /{bucket.name}/run/checkpoints/step_00000006"
+    assert [bool(re.match(f"{place}/{FOLDER}/", line)) for line in sent] == [True, True, True, False]
+    assert re.match(f"{place}/manifest.json", sent[3])
+    assert conditions.pop("manifest.json") == b"*"
+    assert {conditions[name] for name in NAMES} == {None}
+    assert is_whole(files_of(bucket, 6))
+    assert_loads(store, 6)
+    assert [path.name for path in store.local.rglob("*.pt")] == []
+
+
+def test_a_save_killed_before_any_of_its_requests_leaves_the_checkpoint_before_it(bucket, tmp_path):
+    """A file in parts among it. All kills at once, each in a folder of its own."""
+    assert start(bucket, tmp_path, ["count"]).communicate()[0] == "committed"
+    num_requests = len(bucket.proxy.requests())
+    assert num_requests == 8  # begin, two parts, end; two files, the lease, the manifest
+    stores = {f"kill-{number}": store_of(bucket, tmp_path, f"kill-{number}") for number in range(num_requests)}
+    for each in stores.values():
+        save(each, 3)
+    places = [f"/{prefix}/|prefix={prefix}%" for prefix in stores]
+    bucket.proxy.set(*(Fault("delay", match=place, skip=number) for number, place in enumerate(places)))
+    process = start(bucket, tmp_path, list(stores))
+    eventually(lambda: all(any(seen.fault for seen in bucket.proxy.requests(place)) for place in places))
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.communicate()[0] == ""
+    bucket.proxy.set()
+    for number, (prefix, each) in enumerate(stores.items()):
+        assert len(files_of(bucket, 6, prefix)) == max(0, min(number - 3, 3))
+        assert each.steps() == [3]
+        assert_loads(each, 3)
+        each.collect_garbage()
+        assert files_of(bucket, 6, prefix) == []
+        assert is_whole(files_of(bucket, 3, prefix))
+
+
+def start(bucket, tmp_path, prefixes):
+    """Saves in processes of their own, which are one group."""
+    arguments = [bucket.service.endpoint, str(tmp_path), str(PART_BYTES), *map(bucket.location, prefixes)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SAVES, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("status", match="^PUT .*model.pt", times=5),
+        Fault("status", match="lease", times=5),
+        Fault("status", match="^PUT .*manifest.json", times=5),
+        Fault("lose", match="^PUT .*model.pt", times=2),
+        Fault("lose", match="^PUT .*manifest.json", times=2),
+        Fault("delay", match="^PUT .*(model.pt|manifest.json)", times=2),
+    ],
+    ids=lambda fault: f"{fault.do} {fault.match}",
+)
+def test_a_disturbed_save_is_committed_once(bucket, tmp_path, monkeypatch, fault):
+    """The answer to the manifest's creation is lost too: what is found then is not taken for another job's."""
+    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.3)
+    store = store_of(bucket, tmp_path)
+    bucket.proxy.set(fault)
+    save(store, 6)
+    assert sum(seen.fault == fault.do for seen in bucket.proxy.requests()) == fault.times
+    bucket.proxy.set()
+    assert is_whole(files_of(bucket, 6))
+    assert_loads(store, 6)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (Fault("status"), Unreachable, "S3 answers 503 SlowDown, 7 times"),
+        (Fault("status", code=403, error="AccessDenied"), InputError, "no permission to write it"),
+        (Fault("status", code=403, error="ExpiredToken"), InputError, "the AWS credentials have expired"),
+    ],
+    ids=["outage", "no permission", "expired"],
+)
+def test_a_save_that_cannot_be_says_so_and_the_next_one_succeeds(bucket, store, fault, error, words):
+    save(store, 3)
+    fault.match = "^PUT .*optimizer.pt"
+    bucket.proxy.set(fault)
+    with pytest.raises(error, match=f"^s3://.*/step_00000006/.*/optimizer.pt: {words}"):
+        save(store, 6)
+    bucket.proxy.set()
+    assert_loads(store, 3)
+    save(store, 6)
+    assert_loads(store, 6)
+    store.collect_garbage()
+    assert is_whole(files_of(bucket, 6))
+
+
+def test_a_step_that_is_saved_again_replaces_the_older_one_which_stays(bucket, store):
+    """Stopped before each request: a whole checkpoint is found, and what is put aside keeps its files."""
+    save(store, 3)
+    for number in range(20):
+        save(store, 6, fence=1)
+        bucket.proxy.set(Fault("status", skip=number, code=501, error="Stopped"))
+        try:
+            save(store, 6, fence=2)
+        except InputError:
+            bucket.proxy.set()
+            manifest, _ = newest_valid(store)
+            assert manifest.step in (3, 6)
+        else:
+            break
+        finally:
+            bucket.proxy.set()
+            store.collect_garbage()
+    assert number > 8
+    assert store.manifest(6).fence == 2
+    assert_loads(store, 6)
+    for name in store.aside():
+        kept = Manifest.from_json(bucket.get(f"run/checkpoints/{name}"))
+        assert all(store.folder.size(store.key(6, f"{kept.folder}/{part}")) for part in NAMES)
+    assert any("manifest.replaced-" in name for name in store.aside())
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.pt", "manifest.json"])
+def test_a_bit_that_flips_on_the_way_is_read_again(bucket, store, name):
+    save(store, 3)
+    save(store, 6)
+    bucket.proxy.set(Fault("flip", match=f"^GET .*step_00000006/.*{name}", after=150, times=2))
+    assert_loads(store, 6)
+    assert [seen.fault for seen in bucket.proxy.requests(f"^GET .*{name}")][:2] == ["flip", "flip"]
+    assert store.aside() == []
+
+
+def damage(bucket, step, name, how):
+    key = next(key for key in bucket.keys("run/") if f"step_{step:08d}/" in key and key.endswith(name))
+    content = bytearray(bucket.get(key))
+    if how == "missing":
+        bucket.client.delete_object(Bucket=bucket.name, Key=key)
+        return
+    content[150] ^= 1
+    bucket.put(key, bytes(content) if how == "bit" else bytes(content[:-1]))
+
+
+@pytest.mark.parametrize("how", ["bit", "short", "missing"])
+@pytest.mark.parametrize("name", ["model.pt", "ranks.pt", "manifest.json"])
+def test_what_is_damaged_in_the_bucket_is_put_aside_for_an_older_one(bucket, store, name, how):
+    save(store, 3)
+    save(store, 6)
+    damage(bucket, 6, name, how)
+    manifest, faults = newest_valid(store)
+    assert manifest.step == 3
+    if (name, how) == ("manifest.json", "missing"):  # it was never committed
+        assert faults == store.aside() == []
+        store.collect_garbage()
+        assert files_of(bucket, 6) == []
+        return
+    assert len(faults) == 1 and "checkpoint of step 6 is damaged" in faults[0] and name in faults[0]
+    kept = files_of(bucket, 6)
+    store.collect_garbage()
+    assert files_of(bucket, 6) == kept and len(kept) == (3 if how == "missing" else 4)
+    assert store.steps() == [3] and len(store.aside()) == 1
+    save(store, 6)
+    assert_loads(store, 6)
+
+
+def test_putting_aside_that_stops_half_way_is_done_again(bucket, store):
+    """Two manifests then name the files of one step."""
+    save(store, 3)
+    save(store, 6)
+    damage(bucket, 6, "model.pt", "bit")
+    bucket.proxy.set(Fault("status", match="^DELETE", code=501, error="Stopped"))
+    with pytest.raises(InputError, match="Stopped"):
+        newest_valid(store)
+    assert store.steps() == [3, 6] and len(store.aside()) == 1
+    bucket.proxy.set()
+    assert newest_valid(store)[0].step == 3
+    assert store.steps() == [3] and len(store.aside()) == 2
+    store.collect_garbage()
+    assert len(files_of(bucket, 6)) == 3 + 2
+
+
+def test_without_any_valid_one_nothing_is_touched(bucket, store):
+    save(store, 3)
+    damage(bucket, 3, "model.pt", "bit")
+    for _ in range(2):
+        with pytest.raises(NoneValid, match="none of the checkpoints in s3://.*model.pt does not match its checksum"):
+            newest_valid(store)
+    assert is_whole(files_of(bucket, 3))
+    store.put_aside(3, "damaged")
+    with pytest.raises(NoneValid, match="all were put aside"):
+        newest_valid(store)
+
+
+@pytest.mark.parametrize("place", [{"folder": "../../.."}, {"files": {"../../x": {"bytes": 1, "sha256": ""}}}], ids=str)
+def test_a_planted_manifest_does_not_reach_other_folders_of_the_machine(bucket, store, place):
+    bucket.put(
+        "run/checkpoints/step_00000006/manifest.json",
+        Manifest(**{**vars(Manifest(6, 1, {}, {}, {}, 1, "ddp", None, folder="a")), **place}).to_json(),
+    )
+    with pytest.raises(Damaged, match="names files that no checkpoint has"):
+        store.fetch(6)
+
+
+# ---- two owners -----------------------------------------------------------------------------------------------------
+
+
+def test_an_owner_that_slept_through_its_replacement_commits_nothing(bucket, store, monkeypatch):
+    """Between its last file and the manifest."""
+    save(store, 3)
+    upload = store.folder.upload
+
+    def upload_slowly(name, path):
+        upload(name, path)
+        store.folder.write(name_of(2), b"the next owner's")
+
+    with monkeypatch.context() as slow:
+        slow.setattr(store.folder, "upload", upload_slowly)
+        with pytest.raises(LeaseLost, match="has a newer owner, by lease/00000002.json: nothing is committed"):
+            save(store, 6, fence=1)
+    assert store.steps() == [3]
+    save(store, 6, fence=2)
+    assert_loads(store, 6)
+    store.collect_garbage()
+    assert len(files_of(bucket, 6)) == 4
+
+
+def test_a_step_that_the_next_owner_has_committed_is_not_replaced(bucket, store, monkeypatch):
+    """It went to sleep even later, after it had looked."""
+    create = store.folder.create
+
+    def create_late(name, content):
+        monkeypatch.setattr(store.folder, "create", create)
+        store.folder.write(name_of(2), b"the next owner's")
+        save(store, 6, fence=2)
+        return create(name, content)
+
+    monkeypatch.setattr(store.folder, "create", create_late)
+    with pytest.raises(LeaseLost, match="has a newer owner"):
+        save(store, 6, fence=1)
+    assert store.manifest(6).fence == 2 and store.aside() == []
+
+
+def test_the_lease_of_the_run_is_its_own_fence(store):
+    with lease.Lease(store.folder, 600.0) as owner:
+        save(store, 6, fence=owner.number)
+    assert_loads(store, 6)
+
+
+# ---- what may go ----------------------------------------------------------------------------------------------------
+
+
+def test_removal_begins_with_the_manifest(bucket, store):
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    bucket.proxy.set()
+    assert Retention(store, 2).prune() == [1, 2]
+    removed = [seen.path for seen in bucket.proxy.requests("^DELETE")]
+    assert len(removed) == 8
+    assert removed[0].endswith("step_00000001/manifest.json") and removed[4].endswith("step_00000002/manifest.json")
+    assert files_of(bucket, 1) == files_of(bucket, 2) == []
+    bucket.proxy.set(Fault("status", match="^DELETE", skip=1, code=501, error="Stopped"))
+    save(store, 5)
+    with pytest.raises(InputError, match="Stopped"):
+        Retention(store, 2).prune()
+    assert store.steps() == [4, 5] and len(files_of(bucket, 3)) == 3
+    bucket.proxy.set()
+    store.collect_garbage()
+    assert files_of(bucket, 3) == []
+
+
+def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
+    save(store, 3)
+    save(store, 6)
+    store.fetch(3)
+    store.fetch(6)
+    store.scratch(9, 0)
+    assert len(list(store.local.glob("fetched/*"))) == 1
+    store.collect_garbage()
+    assert os.listdir(store.local) == []
+
+
+def test_a_checkpoint_larger_than_the_free_disk_is_said_before_it_is_fetched(store, monkeypatch):
+    save(store, 6)
+    monkeypatch.setattr("train.checkpoints.store.shutil.disk_usage", lambda _: SimpleNamespace(free=1))
+    with pytest.raises(OSError, match=r"No space left on device: .* GB are needed, 1e-09 GB free"):
+        store.fetch(6)
