@@ -31,7 +31,7 @@ demo: setup
 	@$(BIN)/python -m train.report $(RUN_DIR)
 
 test: setup
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 $(TEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

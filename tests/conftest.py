@@ -28,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # in a worker: the process that gathers their results judges
+        return
     if session.config.getoption("--require-services") and reporter.stats.get("skipped"):
         reporter.write_line(f"\n{len(reporter.stats['skipped'])} skipped, which --require-services forbids", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -8,6 +8,8 @@ import random
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,11 @@ def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in a run's metrics.jsonl."""
     found = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line for line in found if line["kind"] == kind]
+
+
+def eventually(found: Callable[[], object], deadline_s: float = 60.0) -> None:
+    """Wait until something is so."""
+    until_s = time.monotonic() + deadline_s
+    while not found():
+        assert time.monotonic() < until_s, "nothing came"
+        time.sleep(0.02)

@@ -7,12 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import botocore.endpoint
 import pytest
-from running import ROOT
+from running import ROOT, eventually
 from services.fault_proxy import Fault, line_of
 
 from train import lease, s3
@@ -24,7 +23,6 @@ from train.config import InputError, Unreachable
 from train.lease import LeaseLost, name_of
 from train.storage import open_folder, sha256_bytes
 
-DEADLINE_S = 60.0
 NAMES = ("model.pt", "optimizer.pt", "ranks.pt")
 PART_BYTES = 5 * 2**20  # the least that S3 takes
 FOLDER = r"00000001-[0-9a-f]{8}"
@@ -102,15 +100,6 @@ def files_of(bucket, step, prefix="run"):
 
 def is_whole(names):
     return len(names) == 4 and names[3] == "manifest.json" and all(re.match(FOLDER, name) for name in names[:3])
-
-
-def eventually(found):
-    until_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < until_s:
-        if found():
-            return
-        time.sleep(0.02)
-    raise AssertionError("nothing came")
 
 
 # ---- a save ---------------------------------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import botocore.endpoint
 import pytest
-from running import ROOT, command, lines, run, train_config, train_overrides
+from running import ROOT, command, eventually, lines, run, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
 from train import __main__, lease, loop
@@ -79,15 +78,6 @@ def store_of(bucket, tmp_path):
 def everything_but_leases(bucket):
     found = bucket.keys()
     return {key: bucket.get(key) for key in found if "/lease/" not in key}
-
-
-def eventually(found):
-    until_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < until_s:
-        if found():
-            return
-        time.sleep(0.02)
-    raise AssertionError("nothing came")
 
 
 # ---- as on disk -----------------------------------------------------------------------------------------------------

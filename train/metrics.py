@@ -127,7 +127,7 @@ class Recorder:
             local = [engine.take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
             window.work_s += self.backend.take_work_s()
             norm = float(self.backend.read([grad_norm])[0])
-            skipped, self.skips_in_a_row = self.backend.skipped()
+            skipped, self.skips_in_a_row = (0, 0) if self.cfg.collect_graphs else self.backend.skipped()
             works = [window.work_s if rank == self.backend.rank else 0.0 for rank in range(self.backend.world_size)]
             found = self.backend.sum([*local, *works, *self.monitor.read().values()])
             loss_sum_all, wait_s, works, readings = (

@@ -34,6 +34,7 @@ class Neuron(DDP):
 
     def __init__(self, cfg: BackendConfig) -> None:
         Hosts.__init__(self)
+        self.events = []  # work is timed on the host
         check_machine(cfg)
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
