@@ -161,8 +161,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step(prepared, tmp_
     found = [(tmp_path / "run" / "log" / f"exit_rank_000{rank}.json").read_text() for rank in (0, 1)]
     steps = {text.split('"step": ')[1].split(",")[0] for text in found}
     assert len(steps) == 1, found
-    assert any("SIGUSR1" in text for text in found)
-    assert any("another rank was asked to stop" in text for text in found)
+    assert all("SIGUSR1" in text for text in found)  # of the one that was asked, on both
     assert lines(tmp_path / "run", "checkpoint"), stderr
 
 

@@ -59,7 +59,7 @@ def losses(run_dir):
 
 
 def weights(run_dir):
-    return torch.load(run_dir / "checkpoints/step_00000006/state.pt", weights_only=True)["model"]
+    return torch.load(run_dir / "checkpoints/step_00000006/model.pt", weights_only=True)
 
 
 # ---- the same run as DDP -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     opened = []
-    monkeypatch.setattr(dist, "init_process_group", lambda names, **_: opened.append(names))
+    monkeypatch.setattr(neuron, "join", lambda names, _: opened.append(names))
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
     with pytest.raises(RuntimeError, match="the process group 2, and ones summed over the ranks give 1"):

@@ -196,8 +196,9 @@ class Recovery:
         """Until the last save is committed. Raises SavesFail on all ranks if it failed."""
         self.saver.wait(self.life.watch.beat)
         saves = self._tell_of_saves()
-        failed = [saved for saved in saves if saved.failure is not None and not saved.num_bytes]
-        failure = f"saving step {failed[-1].step}: {failed[-1].failure}; {self.saver.newest_text}" if failed else None
+        failure = None
+        if saves and saves[-1].failure is not None and not saves[-1].num_bytes:  # of earlier ones there was an alarm
+            failure = f"saving step {saves[-1].step}: {saves[-1].failure}; {self.saver.newest_text}"
         failure = self.backend.share(failure)[0]
         if failure is not None:
             raise SavesFail(failure)
