@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos [--steps 900] [--every-s 20] [--ranks 2] [--seed 0]
 
-A small ALBERT on the demo's data, some ranks under torchrun. Every 20 s on average (drawn anew each time, from 10 to 30)
-one of these happens, in turn, at a random moment:
+A small ALBERT on the demo's data, some ranks under torchrun. Every 20 s on average (drawn anew each time, from 10 to
+30) one of these happens, in turn, at a random moment:
 
     rank       SIGKILL of a rank
     torchrun   SIGKILL of torchrun; the ranks save and leave, and the same command starts again (as a launcher would)

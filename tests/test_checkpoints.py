@@ -11,7 +11,7 @@ from running import lines, train_config
 from train import loop
 from train.backend.ddp import DDP
 from train.checkpoints.loader import newest_valid
-from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Untrusted, check_files
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import Retention
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, InputError
@@ -105,13 +105,21 @@ def test_each_damage_to_each_file_is_seen(run_dir, how, name):
         store_of(run_dir).fetch(6)
 
 
-@pytest.mark.parametrize("how", ["bit", "missing", "manifest", "manifest's bit", "older format", "no manifest"])
+@pytest.mark.parametrize("how", ["bit", "missing", "manifest", "manifest's bit", "no manifest"])
 def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run_dir, prepared, how):
     damage_state(run_dir, 6, how)
     assert train(run_dir, prepared) == ("done", 6)
     check_files(step_folder(run_dir, 6), store_of(run_dir).manifest(6))
     assert len(aside(run_dir, "damaged")) == 1
     assert "checkpoint of step 6 is damaged" in lines(run_dir, "fault")[-1]["reason"]
+
+
+def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
+    damage_state(run_dir, 6, "older format")
+    with pytest.raises(OtherVersion, match="of step 6 is of format 1, this version reads 2"):
+        train(run_dir, prepared)
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+    assert json.loads((run_dir / "outcome.json").read_text())["goes_on"] is False
 
 
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 import subprocess
 import time
@@ -118,6 +119,21 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, sl
     assert outcome(run_dir)["outcome"] == "done"
 
 
+def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "run")
+    for name in ("model", "optimizer"):  # of the last two
+        path = run_dir / f"checkpoints/step_{60 if name == 'model' else 55:08d}/{name}.pt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    found = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert "step 60 is damaged (model.pt does not match" in found.stderr
+    assert "step 55 is damaged (optimizer.pt does not match" in found.stderr
+    assert_same_weights(run_dir, undisturbed, 60)
+    assert len(LocalStore(run_dir / "checkpoints").aside()) == 2
+
+
 def test_without_torchrun_the_ranks_save_and_leave(slow, tmp_path, prepared):
     """SIGKILL of torchrun: nobody is left on the devices, and nothing is lost."""
     run_dir = tmp_path / "run"
@@ -130,7 +146,7 @@ def test_without_torchrun_the_ranks_save_and_leave(slow, tmp_path, prepared):
     _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive
     ended = outcome(run_dir)
-    assert (ended["outcome"], ended["reason"]) == ("stopped", "SIGTERM")
+    assert (ended["outcome"], ended["kind"]) == ("stopped", "SIGTERM")
     assert 3 <= ended["checkpoint"] == ended["step"] < 60
     process.communicate()
 
@@ -177,7 +193,7 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     (run_dir / "STOP").touch()
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)
-    assert (ended["outcome"], ended["reason"]) == ("stopped", "the file STOP in the run folder"), output
+    assert (ended["outcome"], ended["kind"]) == ("stopped", "the file STOP in the run folder"), output
     assert output.count("not started again: it stopped") == 3
     assert not (run_dir / "STOP").exists()  # obeyed
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
@@ -271,7 +287,46 @@ def test_a_run_that_keeps_coming_back_ends(tmp_path, prepared, monkeypatch):
     with pytest.raises(FloatingPointError, match="after 2 rollbacks"):
         train(tmp_path / "run", prepared, "max_steps=50", "max_epochs=9", "eval_every=null")
     ended = outcome(tmp_path / "run")
-    assert (ended["kind"], ended["goes_on"], ended["checkpoint"]) == ("not_finite", False, 3)
+    assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
+    assert 3 <= ended["checkpoint"] < 10
+
+
+def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(tmp_path, prepared, monkeypatch):
+    """Else it would come back for ever."""
+
+    class Killed(BaseException):
+        pass
+
+    for life, expected in enumerate((1, 2)):
+        options = ["max_steps=50", "max_epochs=9", "eval_every=null", "checkpoint.every=3"]
+        with monkeypatch.context() as patch:
+            calls = spoil(patch, lambda call, first=3 * (1 - life): first <= call < first + 3)
+            before = loop.learning_rate
+
+            def kill(step, *, before=before, calls=calls, last=8 - 3 * life, **settings):
+                if len(calls) == last:  # two steps after the rollback
+                    raise Killed
+                return before(step, **settings)
+
+            patch.setattr(loop, "learning_rate", kill)
+            with pytest.raises(Killed):
+                train(tmp_path / "run", prepared, *options)
+        steps = LocalStore(tmp_path / "run/checkpoints").steps()
+        assert LocalStore(tmp_path / "run/checkpoints").manifest(steps[-1]).progress["rollbacks"] == expected
+
+
+def test_early_stopping_counts_on_over_an_interruption(tmp_path, prepared):
+    """A rate at which nothing is learnt: each evaluation is worse by the measure of min_delta."""
+    options = [
+        "eval_every=1",
+        "early_stop.patience=4",
+        "early_stop.min_delta=9",
+        "max_epochs=9",
+        "checkpoint.every=100",
+    ]
+    assert train(tmp_path / "whole", prepared, *options, "max_steps=20") == ("early_stop", 5)
+    assert train(tmp_path / "parts", prepared, *options, "max_steps=3") == ("done", 3)
+    assert train(tmp_path / "parts", prepared, *options, "max_steps=20") == ("early_stop", 5)
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to(tmp_path, prepared, monkeypatch):

@@ -31,6 +31,13 @@ def test_a_life_that_ended_without_a_word_has_lost_what_came_after_its_checkpoin
     assert "killed without a word" in found.reason and "step 20 or later" in found.reason
 
 
+def test_a_damaged_line_is_no_reason_not_to_go_on(metrics):
+    path = metrics(trained(10), rest='{"kind": "train", "st\x00\n[1]\n{"kind": "train"}\n')
+    with path.open("a") as file:
+        file.write(json.dumps({**trained(12), "time_unix_s": 105.0}) + "\n")
+    assert goodput.lost(path, {}, None, 10).steps == 2
+
+
 def test_the_lease_knows_of_steps_that_no_line_tells(metrics):
     path = metrics(trained(10))
     assert goodput.lost(path, {}, {"step": 17, "released": False}, 10).steps == 7

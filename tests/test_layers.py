@@ -12,7 +12,15 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 ROWS = [
     ["train.config"],
     ["train.s3"],
-    ["train.storage", "train.machine", "train.monitor_neuron", "train.host_memory", "train.outcome"],
+    [
+        "train.storage",
+        "train.machine",
+        "train.monitor_neuron",
+        "train.host_memory",
+        "train.board",
+        "train.lines",
+        "train.outcome",
+    ],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],
     ["train.goodput", "train.notices", "train.stragglers", "train.together", "train.watchdog_process"],
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 import signal
 import subprocess
 import threading
@@ -471,6 +472,7 @@ def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, p
     files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
     assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
     outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["outcome"], outcome["reason"], outcome["goes_on"]) == ("stopped", notice, True)
+    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("stopped", notice, True)
+    assert outcome["reason"] == f"{notice}, at rank 0 on {platform.node()}"
     assert outcome["checkpoint"] == outcome["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
     assert len(imds.seen(TOKEN, "PUT")) == 1  # one process of a machine asks

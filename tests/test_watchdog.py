@@ -272,11 +272,10 @@ def watch(log: Path, torchrun: None) -> Iterator[Callable[..., WatchdogProcess]]
     counter = log.parent / "memory.events"
     counter.write_text("oom 0\noom_kill 3\n")
 
-    def watch(*, has_other_machines: bool = False) -> WatchdogProcess:
+    def watch(*, has_other_machines: bool = False, previous: str = "") -> WatchdogProcess:
         started = read_process(os.getpid()).started
-        orders = Orders(
-            str(private_folder(log, 3)), str(log), 3, started, has_other_machines, True, step_s=100, start_s=1000
-        )
+        places = str(private_folder(log, 3)), str(log)
+        orders = Orders(*places, 3, started, has_other_machines, True, previous, step_s=100, start_s=1000)
         return WatchdogProcess(orders, oom_counter=counter)
 
     yield watch
@@ -342,6 +341,12 @@ def test_a_lost_peer_is_explained_by_what_became_of_it(start: Start, log: Path, 
         watch().write_outcome("killed", "killed: rank 1", SimpleNamespace(step=7))
         assert json.loads(path.read_text()).get("reason") == (None if stays else "killed: rank 1")
         assert json.loads(path.read_text())["checkpoint"] == 5
+
+
+@pytest.mark.parametrize(("previous", "goes_on"), [("", True), ("killed", True), ("out_of_host_memory", False)])
+def test_what_ran_out_of_memory_twice_is_not_started_again(start: Start, log: Path, watch, previous, goes_on):
+    watch(previous=previous).write_outcome("out_of_host_memory", "the kernel", SimpleNamespace(step=7))
+    assert json.loads((log.parent / "outcome.json").read_text())["goes_on"] is goes_on
 
 
 def test_time_in_which_the_watchdog_did_not_run_does_not_count(start: Start, watch):

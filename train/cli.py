@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.config import (
     CorpusConfig,
+    Failure,
     FilesCorpusConfig,
     HFCorpusConfig,
     InputError,
@@ -150,9 +151,9 @@ def run(schema: type[Config], action: Callable[[Config], int]) -> int:
         if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
             print(f"error: {error}", file=sys.stderr)
         return REFUSED
-    except Unreachable as error:
+    except Failure as error:
         if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":
-            print(f"error: {error}; try again later", file=sys.stderr)
+            print(f"error: {error}{hint_of(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
@@ -185,6 +186,10 @@ def run_flags(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, 
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
-    except Unreachable as error:
-        print(f"error: {error}; try again later", file=sys.stderr)
+    except Failure as error:
+        print(f"error: {error}{hint_of(error)}", file=sys.stderr)
         return FAILED
+
+
+def hint_of(error: Failure) -> str:
+    return "; try again later" if isinstance(error, Unreachable) else ""

@@ -72,7 +72,11 @@ def is_recovery(line: dict[str, Any]) -> bool:
 
 
 def read(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Lines of metrics.jsonl; a last one that is cut off is left out."""
-    for line in metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ():
-        if line.endswith(b"\n"):
-            yield json.loads(line)
+    """Lines of metrics.jsonl. What is no line, cut off at the end or damaged, is left out: no reason not to go on."""
+    for text in metrics.read_bytes().splitlines() if metrics.is_file() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and {"kind", "step", "time_unix_s"} <= line.keys():
+            yield line

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.backend.memory import peak_device_bytes
-from train.checkpoints.manifest import NoneValid, Untrusted
+from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import InputError, Plan, TrainConfig, launched_rank
 from train.host_memory import own_peak_bytes
 from train.lease import Lease, LeaseLost
 from train.notices import Notices
-from train.outcome import Outcome, launch
+from train.outcome import OUT_OF_MEMORY, Outcome, launch, may_go_on
 from train.preempt import StopRequest
 from train.run_folder import RunFolder, set_up_logging
 from train.storage import make_folder
@@ -27,8 +27,6 @@ from train.watchdog import Watchdog
 logger = logging.getLogger("train")
 STOP_FILE = "STOP"
 ENDS = ("done", "early_stop")
-OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
-FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "not_finite")
 HOST_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
 
 
@@ -43,6 +41,7 @@ class Life:
     began_s: float = field(default_factory=time.monotonic)
     is_ours: bool = False  # the run folder; ranks other than 0 know once they have joined
     checkpoint: int | None = None  # the newest that is committed, on rank 0
+    asked: str = ""  # who asked it to stop
     lease: Lease | None = None  # rank 0's
     watch: Watchdog = field(init=False)
     notices: Notices | None = None  # of local rank 0
@@ -68,7 +67,12 @@ def begin(life: Life) -> Iterator[Life]:
         folder.open()
         set_up_logging(folder.log)
         life.watch = Watchdog(
-            cfg.watchdog, folder.log, rank=launched_rank(), local_rank=local_rank, local_world_size=local_world_size
+            cfg.watchdog,
+            folder.log,
+            rank=launched_rank(),
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            previous=folder.previous.get("kind", ""),
         )
         stack.enter_context(life.watch)
         if local_rank == 0:
@@ -90,7 +94,8 @@ def leave_word(life: Life, reason: str, step: int) -> None:
     folder.exit_file(reason, step)
     if launched_rank() == 0:
         ended = "done" if reason in ENDS else "stopped"
-        word = Outcome(ended, reason, reason, step, life.checkpoint, goes_on=ended == "stopped", launch=launch())
+        asked, goes_on = life.asked or reason, ended == "stopped"
+        word = Outcome(ended, reason, asked, step, life.checkpoint, goes_on=goes_on, launch=launch())
         folder.mirror()
         folder.outcome(word)
         if folder.folder.size(STOP_FILE) is not None:
@@ -110,8 +115,7 @@ def leave_word_of(error: BaseException, life: Life) -> None:
         outcome, reason = "stopped", f"left at once on a second signal ({life.stop.signal} came first)"
     else:
         outcome, reason = "failed", f"failed: {reason}"
-    again = kind in OUT_OF_MEMORY and life.folder.previous.get("kind") == kind
-    goes_on = kind not in FOR_GOOD and not again
+    goes_on = may_go_on(kind, life.folder.previous.get("kind", ""))
     life.folder.exit_file(reason, None)
     life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on, launch=launch()))
 
@@ -122,6 +126,7 @@ def kind_of(error: BaseException) -> str:
         (InputError, "refused"),
         (NoneValid, "no_valid_checkpoint"),
         (Untrusted, "untrusted_checkpoint"),
+        (OtherVersion, "other_version"),
         (FloatingPointError, "not_finite"),
         (LeaseLost, "lease_lost"),
         (SavesFail, "saves_fail"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import time
 from dataclasses import asdict
 
@@ -36,6 +37,7 @@ from train.together import TOGETHER, raise_together, together
 from train.watchdog import Watchdog
 
 logger = logging.getLogger("train")
+MOST_NAMED = 3  # ranks that were asked to stop
 
 
 def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
@@ -59,6 +61,7 @@ def open_and_fit(life: Life) -> tuple[str, int]:
     life.watch.phase("join", is_start=True)
     backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
     life.is_ours = True  # rank 0 owns the folder, or it would not have joined
+    life.folder.previous = backend.share(life.folder.previous)[0]
     refused: Exception | None = None
     try:
         if cfg.data.verify:
@@ -142,17 +145,27 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
                 watch.phase("save", step=progress.step)
                 recovery.save(validation_loss, is_last=ends)
             if stopping:
-                reason = next(found for found in backend.share(life.stop.reason) if found is not None)
+                reason = who_asked(life, backend)
                 break
         recovery.finish()
         if not stopping and is_over(cfg, progress):
             reason = "early_stop"
         if recorder.steps_done and not cfg.collect_graphs:  # a finished run that is started again has nothing to add
             recorder.summary(reason, {**task.facts, **recovery.facts()})
+    watch.phase("export", is_start=True)  # the others wait for rank 0
     if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
         task.export(model, folder.export)
         folder.mirror_export()
     return reason, progress.step
+
+
+def who_asked(life: Life, backend: Backend) -> str:
+    """Why the run stops, the same on all ranks; the log tells which of them were asked."""
+    answers = enumerate(backend.share((life.stop.reason, platform.node())))
+    asked = [(rank, reason, host) for rank, (reason, host) in answers if reason is not None]
+    life.asked = "; ".join(f"{reason}, at rank {rank} on {host}" for rank, reason, host in asked[:MOST_NAMED])
+    logger.info("stopping: %s", life.asked)
+    return asked[0][1]
 
 
 def describe(plan: Plan, backend: Backend) -> str:

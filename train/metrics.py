@@ -11,11 +11,13 @@ import math
 import platform
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from train.board import Board
 from train.config import InstanceConfig, Plan, TrainConfig
+from train.lines import LineFile
 from train.monitor import Monitor, Sample
 from train.run_folder import RunFolder
 from train.stragglers import Stragglers
@@ -74,15 +76,13 @@ class Recorder:
         return self.steps_done < COMPILED_STEPS
 
     def __enter__(self) -> Recorder:
-        self.file: TextIO | None = None
-        self.board: Any = None
+        self.file: LineFile | None = None
+        self.board: Board | None = None
         if self.backend.rank == 0:
             self.folder.mend_last_line()
-            self.file = self.folder.metrics.open("a", buffering=1)  # a whole line at a time
+            self.file = LineFile(self.folder.metrics)
             if self.cfg.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(str(self.folder.tensorboard), purge_step=self.start_step + 1)
+                self.board = Board(self.folder.tensorboard, first_step=self.start_step + 1)
         self.bar = tqdm(
             total=self.plan.total_steps,
             initial=self.start_step,
@@ -281,11 +281,9 @@ class Recorder:
         """One line of metrics.jsonl, and its numbers to TensorBoard. Other ranks than 0 write nothing."""
         if self.file is not None:
             known = {key: value if finite(value) else None for key, value in values.items()}
-            self.file.write(json.dumps({"kind": kind, "time_unix_s": round(time.time(), 3), **known}) + "\n")
+            self.file.write(json.dumps({"kind": kind, "time_unix_s": round(time.time(), 3), **known}))
         if self.board is not None and kind in ("train", "eval"):
-            for name, value in values.items():
-                if name not in ("step", "examples", "epoch"):
-                    self.board.add_scalar(f"{kind}/{name}", value, values["step"])
+            self.board.add(kind, values)
 
 
 def finite(value: Any) -> bool:

@@ -88,6 +88,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         for name, value in saved["state"][index].items():
             if value.ndim == 0:
                 own[name].fill_(value.item())  # copied, XLA lets all parameters share one step count at first
+            elif own[name].device.type == "cpu":
+                own[name].copy_(value)  # a value that was read from a file may be the file
             else:
                 own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NAME = "outcome.json"
+FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite")
+OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,13 @@ class Outcome:
     goes_on: bool  # whether the same command has a chance to go on
     launch: list[str]  # of which torchrun
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
+
+
+def may_go_on(kind: str, previous: str) -> bool:
+    """Whether a failure of this kind, after one of the kind `previous`, leaves the same command a chance. Memory may
+    run out because of a neighbour: once more, but no more.
+    """
+    return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)
 
 
 class Over(RuntimeError):

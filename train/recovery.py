@@ -49,6 +49,7 @@ class Recovery:
             may_commit=lease.check if lease else nothing,
             after_commit=life.folder.mirror,
         )
+        self.told_of_watchdog = False
         self.last_rollback: int | None = None  # the step that the run went back to
 
     # ---- at the start --------------------------------------------------------------------------------------------
@@ -118,6 +119,9 @@ class Recovery:
             logger.warning(text)
             self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
             self.lost = None
+        if self.life.watch.is_dead and not self.told_of_watchdog:
+            self.told_of_watchdog = True
+            self.recorder.alarm("the watchdog process of this machine is gone: a rank that is stuck stays so")
         self._tell_of_saves()
         return self.saver.failure or self.life.failure
 
@@ -131,10 +135,13 @@ class Recovery:
         return saves
 
     def is_due(self, num_asked: float) -> bool:
-        """Whether to save after this step, which is not the last. `num_asked`: ranks that were asked to save soon."""
+        """Whether to save after this step, which is not the last. `num_asked`: ranks that were asked to save soon. The
+        first step after a rollback is saved too: that it was done, and past which data, must not be forgotten.
+        """
         progress, cfg = self.recorder.progress, self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
-        return progress.step % cfg.every == 0 or num_asked > 0 or is_best
+        is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
+        return progress.step % cfg.every == 0 or num_asked > 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
         if self.cfg.collect_graphs:
@@ -173,8 +180,10 @@ class Recovery:
             raise FloatingPointError(f"{text}; with backend.zero1 only a new start goes back to the last checkpoint")
         if self.backend.rank == 0 and self.last_rollback is not None:
             steps = self.store.steps()
-            if self.last_rollback == steps[-1] and len(steps) > 1:
-                self.store.put_aside(steps[-1], "rolled-back")
+            since = [step for step in steps if step in (self.last_rollback, self.last_rollback + 1)]
+            if since and since[-1] == steps[-1] and len(since) < len(steps):
+                for step in since:
+                    self.store.put_aside(step, "rolled-back")
         loaded = self._load()
         if not loaded.ranks:
             raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; lower optim.lr?")

@@ -261,12 +261,20 @@ def set_up_logging(folder: Path) -> None:
     root = logging.getLogger("train")
     root.setLevel(logging.INFO)
     root.propagate = False
-    file = logging.FileHandler(folder / f"rank_{launched_rank():04d}.txt")
+    file = LogFile(folder / f"rank_{launched_rank():04d}.txt")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     terminal = TerminalHandler(sys.stderr)
     terminal.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [file, terminal]
+
+
+class LogFile(logging.FileHandler):
+    """On a full disk lines are lost here, and still on the terminal: no traceback for each of them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class TerminalHandler(logging.StreamHandler):

@@ -245,6 +245,10 @@ class S3Folder:
                 f"{place}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
                 "bucket's); aws sts get-caller-identity shows who asks"
             )
+        if code == "RequestTimeTooSkewed":
+            return InputError(
+                f"{place}: this machine's clock is wrong, S3 does not accept its signature; set it (chrony)"
+            )
         if status in TEMPORARY or code == "RequestTimeout":
             return Unreachable(f"{place}: S3 answers {status} {code}, {answer.get('RetryAttempts', 0) + 1} times")
         return InputError(f"{place}: S3 answers {status} {code}: {one_line(told.get('Message', ''))}")

@@ -64,6 +64,7 @@ class Orders:
     first_started: int  # clock ticks, of local rank 0: no other rank of this life is older
     has_other_machines: bool
     has_launcher: bool  # torchrun
+    previous: str  # kind of the failure that ended the last life
     step_s: float
     start_s: float
 
@@ -71,7 +72,17 @@ class Orders:
 class Watchdog:
     """A rank's heartbeats, used as a context. Enter it after `RunFolder.claim`, which takes away older exit files."""
 
-    def __init__(self, cfg: WatchdogConfig, log: Path, *, rank: int, local_rank: int, local_world_size: int) -> None:
+    def __init__(
+        self,
+        cfg: WatchdogConfig,
+        log: Path,
+        *,
+        rank: int,
+        local_rank: int,
+        local_world_size: int,
+        previous: str = "",  # how the last life failed
+    ) -> None:
+        self.previous = previous
         self.cfg, self.log, self.rank = cfg, log.absolute(), rank
         self.local_rank, self.local_world_size = local_rank, local_world_size
         self.slot = Slot()  # nobody's, before and after: heartbeats cost the same and say nothing
@@ -106,6 +117,11 @@ class Watchdog:
         self.slot.is_start, self.slot.step = int(is_start), number
         self.slot.phase = name.encode()[:PHASE_BYTES]
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process that local rank 0 started is gone: nobody looks on any more."""
+        return self.process is not None and self.process.poll() is not None
+
     def beat(self) -> None:
         """It still comes forward: a micro batch, a batch of an evaluation, a file of a checkpoint."""
         self.slot.marks += 1
@@ -127,6 +143,7 @@ class Watchdog:
             log=str(self.log),
             num_ranks=self.local_world_size,
             first_started=self.slot.started,
+            previous=self.previous,
             has_launcher="TORCHELASTIC_RUN_ID" in os.environ,
             has_other_machines=launched_world_size() > self.local_world_size,
             step_s=self.cfg.step_s,

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
-from train.outcome import NAME, Outcome, launch
+from train.outcome import NAME, Outcome, launch, may_go_on
 from train.preempt import leave_signals_to_the_parent
 from train.storage import LocalFolder, canonical_json
 from train.watchdog import (
@@ -240,7 +240,8 @@ class WatchdogProcess:
         is this machine's copy.
         """
         folder = LocalFolder(self.log.parent)
-        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=True, launch=launch())
+        goes_on = may_go_on(kind, self.orders.previous)
+        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on, launch=launch())
         if not folder.create(NAME, canonical_json(asdict(outcome))):
             found = json.loads(folder.read(NAME))
             if found["kind"] in LOST_PEER:

@@ -119,7 +119,8 @@ class Hosts:
     def settle(self) -> None: ...
 
     def load(self, path: Path) -> State:
-        state: State = torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped: ranks of a machine share the file's pages, and none of them copies what it only reads.
+        state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return state
 
     def close(self) -> None:

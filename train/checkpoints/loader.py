@@ -14,6 +14,7 @@ from torch import nn
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Untrusted
 from train.checkpoints.progress import Progress
 from train.checkpoints.store import Store
+from train.config import Failure
 from train.optim import load_state
 from train.run_folder import check_same_run, differences
 from train.together import together
@@ -80,8 +81,7 @@ def load(
     changed = differences(manifest.settings, settings)
     if changed:
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
-    brings = backend.local_rank == 0 and backend.rank != 0  # where machines do not share a disk
-    together(backend, lambda: store.fetch(manifest.step) if brings else None)
+    together(backend, lambda: bring(store, manifest.step, backend))
     path = store.place(manifest)
     with backend.in_turn():
         model.load_state_dict(read(path / "model.pt", backend))
@@ -93,7 +93,20 @@ def load(
     if backend.local_rank == 0:
         store.let_go(path)
     logger.info("going on from the checkpoint of step %d", manifest.step)
-    return Loaded(Progress(**manifest.progress), faults, ranks)
+    plain = [{name: value for name, value in own.items() if name != "rng"} for own in ranks]  # the file may go
+    return Loaded(Progress(**manifest.progress), faults, plain)
+
+
+def bring(store: Store, step: int, backend: Backend) -> None:
+    """To machines that do not share rank 0's disk."""
+    if backend.local_rank == 0 and backend.rank != 0:
+        try:
+            store.fetch(step)
+        except Damaged as error:
+            raise Failure(
+                f"checkpoint of step {step} is whole for rank 0 and damaged for rank {backend.rank} ({error}); the "
+                "same command tries again"
+            ) from error
 
 
 def read(path: Path, backend: Backend) -> State:

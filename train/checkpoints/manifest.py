@@ -27,6 +27,10 @@ class Untrusted(Failure):
     """A checkpoint holds more than tensors and plain containers."""
 
 
+class OtherVersion(Failure):
+    """A checkpoint is of a format that this version does not read. It is left as it is."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     step: int
@@ -51,12 +55,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """Raises Damaged unless it is whole and of this format."""
+        """Raises Damaged unless it is whole, OtherVersion if its format is another."""
         try:
             found = json.loads(content)
             told = found.pop("sha256", None)
-            if found.get("format") != FORMAT:
-                raise Damaged(f"{FILE} is of format {found.get('format')}, this version reads {FORMAT}")
+            if isinstance(found.get("format"), int) and found["format"] != FORMAT:
+                raise OtherVersion(
+                    f"the checkpoint of step {found.get('step')} is of format {found['format']}, this version reads "
+                    f"{FORMAT}; go on with the version that wrote it, or choose another run_dir"
+                )
             if told != sha256_json(found):
                 raise Damaged(f"{FILE} does not match its own checksum")
             del found["format"]

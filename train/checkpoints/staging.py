@@ -85,10 +85,9 @@ def put_back(value: Any, tensors: list[Tensor]) -> Any:
 def first_not_finite(state: State) -> str | None:
     """The name of a floating tensor that holds NaN or infinity, in `model` or in the optimizer's moments."""
     for name, tensor in named(state):
-        if tensor.is_floating_point() and tensor.numel():
-            largest = torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
-            if not torch.isfinite(largest):
-                return name
+        is_number = tensor.is_floating_point() and tensor.numel()
+        if is_number and not all(map(torch.isfinite, torch.aminmax(tensor))):  # many times faster than a norm
+            return name
     return None
 
 

@@ -1,0 +1,91 @@
+"""Lines on a disk that is full for a while: what it refuses waits, and nothing is there by half."""
+
+import contextlib
+import json
+import resource
+
+import pytest
+from running import lines, train_config
+from torch.utils.tensorboard import SummaryWriter
+
+from train import loop
+from train.board import Board
+from train.lines import LineFile
+from train.preempt import StopRequest
+
+
+@contextlib.contextmanager
+def files_may_hold(num_bytes):
+    """No file of this process may grow beyond it: a write is cut off there, the next one refused (setrlimit(2))."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+
+
+def test_what_is_refused_comes_later_in_order(tmp_path):
+    path = tmp_path / "lines"
+    file = LineFile(path)
+    file.write("first")
+    with files_may_hold(9):
+        file.write("second")
+        file.write("third")
+        assert path.read_bytes() == b"first\nsec"  # the disk took so much
+    file.write("fourth")
+    file.close()
+    assert path.read_text().split() == ["first", "second", "third", "fourth"]
+
+
+def test_a_line_that_never_got_through_leaves_nothing(tmp_path):
+    path = tmp_path / "lines"
+    file = LineFile(path)
+    file.write("first")
+    with files_may_hold(9):
+        file.write("second")
+        file.close()
+    assert path.read_text() == "first\n"
+    again = LineFile(path)
+    again.write("second")
+    again.close()
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_a_full_disk_costs_a_run_nothing_but_time(tmp_path, prepared, monkeypatch):
+    """From the third step to the sixth no file may grow: no line, no log, no checkpoint."""
+    options = ["max_steps=9", "eval_every=null", "checkpoint.every=1", "checkpoint.max_failures=99", "tensorboard=true"]
+    cfg = train_config(tmp_path / "calm", prepared, *options, "max_epochs=9")
+    loop.run(cfg, StopRequest())
+    before, limit = loop.learning_rate, contextlib.ExitStack()
+
+    def fill_and_free(step, **settings):
+        if step == 2:
+            limit.enter_context(files_may_hold((tmp_path / "run/metrics.jsonl").stat().st_size + 100))
+        if step == 6:
+            limit.close()
+        return before(step, **settings)
+
+    # Output that pytest catches goes to files as well.
+    monkeypatch.setattr("tqdm.tqdm.write", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "learning_rate", fill_and_free)
+    with limit:
+        found = loop.run(train_config(tmp_path / "run", prepared, *options, "max_epochs=9"), StopRequest())
+    assert found == ("done", 9)
+    losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("calm", "run")]
+    assert losses[0] == losses[1] and len(losses[0]) == 9
+    assert any("checkpoint of step" in line["reason"] for line in lines(tmp_path / "run", "fault"))
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["checkpoint"] == 9
+
+
+@pytest.mark.parametrize("when", ["add", "close"])
+def test_tensorboard_gives_up_without_the_run(tmp_path, monkeypatch, when):
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    board = Board(tmp_path, first_step=1)
+    monkeypatch.setattr(SummaryWriter, {"add": "add_scalar", "close": "close"}[when], refuse)
+    board.add("train", {"step": 1, "loss": 1.0})
+    board.close()
+    board.add("train", {"step": 2, "loss": 1.0})
+    assert board.writer is None
