@@ -237,11 +237,11 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
             meter.begin()
             super().begin_step()
 
-        def end_step(self, step: int, reads: bool, **values: Any) -> None:
-            super().end_step(step, reads, **values)
+        def end_step(self, reads: bool, **values: Any) -> None:
+            super().end_step(reads, **values)
             meter.end()
             counts.append(values["count"])
-            if step <= 2:  # between two steps, in nobody's time: the loss so far
+            if self.progress.step <= 2:  # between two steps, in nobody's time: the loss so far
                 sums.extend(xm._maybe_convert_to_cpu([engines[0].loss_sum]))
 
     def build_engine(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from running import lines, train_config
 
 from train import loop
 from train.backend.ddp import DDP
+from train.checkpoints import manifest as manifests
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import Retention
@@ -138,6 +139,43 @@ def test_what_was_put_aside_is_no_reason_to_start_over(run_dir, prepared):
         store_of(run_dir).put_aside(step, "damaged")
     with pytest.raises(NoneValid, match="all were put aside"):
         train(run_dir, prepared)
+
+
+def test_checkpoints_that_have_vanished_are_no_reason_to_start_over(run_dir, prepared):
+    """A disk that is not mounted, a rule that deletes."""
+    shutil.rmtree(run_dir / "checkpoints")
+    with pytest.raises(NoneValid, match="metrics.jsonl says that step 6 was saved"):
+        train(run_dir, prepared)
+
+
+def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, prepared, monkeypatch):
+    def stale(*_):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "sha256_file", stale)
+        with pytest.raises(OSError, match="Stale"):
+            train(run_dir, prepared)
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+
+
+def test_a_refusal_replaces_the_word_of_the_life_before(run_dir, prepared):
+    with pytest.raises(InputError):
+        train(run_dir, prepared / "nowhere")
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["outcome"], outcome["goes_on"]) == ("refused", False)
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path, prepared):
+    stop = StopRequest()
+    stop.ask("the test")
+    options = ["eval_every=1", "max_epochs=9"]
+    assert loop.run(train_config(tmp_path / "parts", prepared, *options), stop) == ("the test", 1)
+    assert not lines(tmp_path / "parts", "eval")
+    train(tmp_path / "parts", prepared, *options)
+    train(tmp_path / "whole", prepared, *options)
+    found = [[(line["step"], line["loss"]) for line in lines(tmp_path / name, "eval")] for name in ("parts", "whole")]
+    assert found[0] == found[1] and len(found[0]) == 6
 
 
 def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):

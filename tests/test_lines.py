@@ -8,6 +8,7 @@ import pytest
 from running import lines, train_config
 from torch.utils.tensorboard import SummaryWriter
 
+from train import lines as module
 from train import loop
 from train.board import Board
 from train.lines import LineFile
@@ -25,7 +26,16 @@ def files_may_hold(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
 
-def test_what_is_refused_comes_later_in_order(tmp_path):
+@pytest.fixture
+def told(monkeypatch):
+    """What the log is told. It does not go to pytest's own files, which may not grow either."""
+    found = []
+    for level in ("warning", "error"):
+        monkeypatch.setattr(module.logger, level, lambda text, *values: found.append(text % values))
+    return found
+
+
+def test_what_is_refused_comes_later_in_order(tmp_path, told):
     path = tmp_path / "lines"
     file = LineFile(path)
     file.write("first")
@@ -36,9 +46,10 @@ def test_what_is_refused_comes_later_in_order(tmp_path):
     file.write("fourth")
     file.close()
     assert path.read_text().split() == ["first", "second", "third", "fourth"]
+    assert told == [f"{path}: File too large; its lines wait in memory"]
 
 
-def test_a_line_that_never_got_through_leaves_nothing(tmp_path):
+def test_a_line_that_never_got_through_leaves_nothing(tmp_path, told):
     path = tmp_path / "lines"
     file = LineFile(path)
     file.write("first")
@@ -46,6 +57,7 @@ def test_a_line_that_never_got_through_leaves_nothing(tmp_path):
         file.write("second")
         file.close()
     assert path.read_text() == "first\n"
+    assert told[-1] == f"{path}: 1 lines could not be written"
     again = LineFile(path)
     again.write("second")
     again.close()
@@ -68,6 +80,7 @@ def test_a_full_disk_costs_a_run_nothing_but_time(tmp_path, prepared, monkeypatc
 
     # Output that pytest catches goes to files as well.
     monkeypatch.setattr("tqdm.tqdm.write", lambda *_, **__: None)
+    monkeypatch.setattr(module.logger, "propagate", False)
     monkeypatch.setattr(loop, "learning_rate", fill_and_free)
     with limit:
         found = loop.run(train_config(tmp_path / "run", prepared, *options, "max_epochs=9"), StopRequest())

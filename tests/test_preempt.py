@@ -7,6 +7,7 @@ import logging
 import platform
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -456,6 +457,29 @@ def test_threads_end_with_the_watch(imds, stop):
         assert watchers() and all(thread.daemon for thread in watchers())
         more_rounds(imds)
     assert watchers() == []
+
+
+STUCK = """
+import ctypes
+from train import preempt
+preempt.REPEAT_S, preempt.GRACE_S = 0.1, 0.1
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with preempt.StopRequest():
+    print("here", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # for ever, as a collective whose peer is gone; signals do not interrupt it
+"""
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_a_call():
+    """Its main thread does not come to Python's handlers."""
+    process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"here\n"
+    process.terminate()
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(timeout=DEADLINE_S) == 128 + signal.SIGTERM
 
 
 def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, prepared):

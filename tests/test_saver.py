@@ -520,6 +520,7 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     asked.reason = "SIGTERM"
     loop.run(train_config(run_dir, prepared, *options), asked)
     shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "metrics.jsonl").unlink()  # which tells that there was one
     (run_dir / "checkpoints").write_text("in the way")
     found = run(train_overrides(run_dir, prepared, *options), ranks=2)
     assert found.returncode == 1

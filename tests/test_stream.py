@@ -326,7 +326,7 @@ def test_a_manifest_or_tokenizer_that_was_changed(bucket, refused, shards, tmp_p
 
 def test_another_data_set_under_a_run_is_refused(bucket, refused, shards, prepared, tmp_path):
     train_from(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=3")
-    assert "is of a run with data=" in refused(upload(bucket, prepared, "other"), f"run_dir={tmp_path}/run")
+    assert "is of another run (data: " in refused(upload(bucket, prepared, "other"), f"run_dir={tmp_path}/run")
 
 
 def test_ranks_that_read_different_data_are_refused(corpus, tmp_path):

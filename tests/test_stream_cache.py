@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from running import ROOT, command, lines, run, train_config
@@ -210,7 +209,7 @@ def test_what_a_killed_run_left_counts_as_room(bucket, shards, tmp_path, monkeyp
         (folder / shard.file).rename(cache.kept(folder / shard.file))
     (folder / f".{manifest.shards[0].file}.part-999999999-dead").write_bytes(b"x" * 1000)
     total = sum(shard.bytes for shard in manifest.shards)
-    monkeypatch.setattr(cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=total // 2, f_frsize=1))
+    monkeypatch.setattr(cache, "free_bytes", lambda _: total // 2)
     bucket.proxy.set()
     train_from(bucket, tmp_path / "second", location, here)
     assert not bucket.proxy.requests("^GET .*safetensors")

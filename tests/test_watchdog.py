@@ -275,7 +275,9 @@ def watch(log: Path, torchrun: None) -> Iterator[Callable[..., WatchdogProcess]]
     def watch(*, has_other_machines: bool = False, previous: str = "") -> WatchdogProcess:
         started = read_process(os.getpid()).started
         places = str(private_folder(log, 3)), str(log)
-        orders = Orders(*places, 3, started, has_other_machines, True, previous, step_s=100, start_s=1000)
+        orders = Orders(
+            *places, 3, started, has_other_machines, True, str(log.parent), {}, previous, step_s=100, start_s=1000
+        )
         return WatchdogProcess(orders, oom_counter=counter)
 
     yield watch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
 from train import cli
@@ -28,7 +29,9 @@ def train_once(cfg: TrainConfig) -> int:
     except Over as over:
         if launched_rank() == 0:
             print(over, file=sys.stderr)
-        return cli.STOPPED if over.was_stopped else cli.FAILED
+        if os.environ.get("LOCAL_RANK") == "0":
+            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would start it again and again
+        return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over.outcome, cli.FAILED)
 
     from train import loop  # torch takes seconds to import: what is refused is refused before
     from train.life import ENDS

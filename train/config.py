@@ -306,7 +306,7 @@ class WatchdogConfig:
     """A process per node that ends a rank which no longer comes forward, so that torchrun can start it again."""
 
     enabled: bool = True
-    step_s: float = 600.0  # without a heartbeat (micro batch, batch of an evaluation), and a rank counts as stuck
+    step_s: float = 480.0  # without a heartbeat (micro batch, batch of an evaluation), and a rank counts as stuck
     start_s: float = 7200.0  # the same until the first step is done: joining, loading, compiling
 
     def __post_init__(self) -> None:
@@ -386,6 +386,10 @@ class TrainConfig:
             "backend.zero1=true splits tensors, and LAMB needs the norms of whole ones; use optim=adamw",
         )
         timeout_s = self.backend.timeout_s or DEFAULT_TIMEOUT_S
+        check(
+            self.checkpoint.max_wait_s < timeout_s,
+            f"checkpoint.max_wait_s={self.checkpoint.max_wait_s:g} must be below backend.timeout_s={timeout_s:g}",
+        )
         check(
             self.data.deadline_s < timeout_s or not self.data.path.startswith("s3://"),
             f"data.deadline_s={self.data.deadline_s:g} must be below backend.timeout_s={timeout_s:g}: a missing "

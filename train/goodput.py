@@ -25,7 +25,7 @@ def lost(metrics: Path, outcome: dict[str, Any], beaten: dict[str, Any] | None, 
     ones may have left no trace.
     """
     lines = list(read(metrics))
-    if not lines or outcome.get("outcome") in ("done", "stopped"):
+    if not lines or (outcome.get("outcome") in ("done", "stopped") and outcome.get("kind") != "left_at_once"):
         return None
     ends = [place for place, line in enumerate(lines) if is_recovery(line) or line["kind"] == "summary"]
     begin = max(ends, default=-1)
@@ -64,6 +64,11 @@ def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: fl
     """
     best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)
     return max(save_s, min(best_s, max_loss_s))
+
+
+def newest_saved(metrics: Path) -> int | None:
+    """The last step that was committed, if any."""
+    return max((line["step"] for line in read(metrics) if line["kind"] == "checkpoint"), default=None)
 
 
 def is_recovery(line: dict[str, Any]) -> bool:

@@ -10,14 +10,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from train import machine
 from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.config import InputError, Plan, TrainConfig, launched_rank
-from train.host_memory import own_peak_bytes
+from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.lease import Lease, LeaseLost
 from train.notices import Notices
-from train.outcome import OUT_OF_MEMORY, Outcome, launch, may_go_on
+from train.outcome import NAME, OUT_OF_MEMORY, Outcome, launch, may_go_on
 from train.preempt import StopRequest
 from train.run_folder import RunFolder, set_up_logging
 from train.storage import make_folder
@@ -27,6 +28,9 @@ from train.watchdog import Watchdog
 logger = logging.getLogger("train")
 STOP_FILE = "STOP"
 ENDS = ("done", "early_stop")
+KILLED_LOADER = "killed by signal: Killed"
+OOM_COUNTER = find_oom_counter()
+OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 HOST_MEMORY_WORDS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
 
 
@@ -38,7 +42,7 @@ class Life:
     folder: RunFolder
     identity: dict[str, Any]
     stop: StopRequest
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     is_ours: bool = False  # the run folder; ranks other than 0 know once they have joined
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # who asked it to stop
@@ -49,6 +53,11 @@ class Life:
     @property
     def failure(self) -> LeaseLost | None:
         return LeaseLost(self.lease.lost) if self.lease is not None and self.lease.lost else None
+
+
+def started_ago_s() -> float:
+    """Of the run's command: torchrun's, whose restarts are the same start."""
+    return machine.age_s(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
 
 
 @contextmanager
@@ -64,28 +73,45 @@ def begin(life: Life) -> Iterator[Life]:
         if launched_rank() == 0:
             life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
             life.is_ours = True
-        folder.open()
-        set_up_logging(folder.log)
-        life.watch = Watchdog(
-            cfg.watchdog,
-            folder.log,
-            rank=launched_rank(),
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            previous=folder.previous.get("kind", ""),
-        )
-        stack.enter_context(life.watch)
-        if local_rank == 0:
-            stop_file: Callable[[], bool] = lambda: folder.folder.size(STOP_FILE) is not None  # noqa: E731
-            life.notices = Notices(
-                cfg.preempt, life.stop, stop_file=stop_file, max_run_s=cfg.max_run_s, began_s=life.began_s
-            )
-            stack.enter_context(life.notices)
         try:
+            folder.open()
+            set_up_logging(folder.log)
+            life.watch = Watchdog(
+                cfg.watchdog,
+                folder.log,
+                rank=launched_rank(),
+                local_rank=local_rank,
+                local_world_size=local_world_size,
+                folder=folder.location,
+                s3=cfg.s3,
+                previous=folder.previous.get("kind", ""),
+            )
+            stack.enter_context(life.watch)
+            if local_rank == 0:
+                stop_file: Callable[[], bool] = lambda: folder.folder.size(STOP_FILE) is not None  # noqa: E731
+                life.notices = Notices(
+                    cfg.preempt, life.stop, stop_file=stop_file, max_run_s=cfg.max_run_s, began_s=life.began_s
+                )
+                stack.enter_context(life.notices)
             yield life
         except BaseException as error:
             leave_word_of(error, life)
             raise
+
+
+@contextmanager
+def refusals(cfg: TrainConfig) -> Iterator[None]:
+    """What is refused before the run folder is taken replaces an earlier life's word, which may say: goes on."""
+    try:
+        yield
+    except InputError as error:
+        folder = RunFolder(cfg.run_dir, cfg.s3)
+        if launched_rank() == 0 and folder.last_outcome():
+            folder.folder.remove(NAME)
+            folder.outcome(
+                Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False, launch=launch())
+            )
+        raise
 
 
 def leave_word(life: Life, reason: str, step: int) -> None:
@@ -136,9 +162,14 @@ def kind_of(error: BaseException) -> str:
     found = next((name for kind, name in table if isinstance(error, kind)), type(error).__name__)
     if found == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
         return "out_of_device_memory"
-    if any(words in str(error) for words in HOST_MEMORY_WORDS):
+    if any(words in str(error) for words in HOST_MEMORY_WORDS) or lost_a_loader(error):
         return "out_of_host_memory"
     return found
+
+
+def lost_a_loader(error: BaseException) -> bool:
+    """Whether the kernel killed a loader process for want of memory, by torch's words and the kernel's counter."""
+    return KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
 
 
 def out_of_memory(kind: str, error: BaseException) -> str:

@@ -24,7 +24,7 @@ from train.config import (
 from train.data.batches import Batches, failure_of
 from train.data.order import EvalOrder
 from train.feed import as_own_failure, check_same_data, train_batches, train_order
-from train.life import Life, begin, leave_word
+from train.life import ENDS, Life, begin, leave_word, refusals
 from train.metrics import Recorder
 from train.monitor import open_monitor
 from train.optim import build_optimizer, learning_rate, set_learning_rate
@@ -33,7 +33,7 @@ from train.preempt import StopRequest
 from train.recovery import Recovery
 from train.run_folder import RunFolder, identity_of
 from train.tasks import Task, build_task
-from train.together import TOGETHER, raise_together, together
+from train.together import TOGETHER, meanwhile, raise_together, together
 from train.watchdog import Watchdog
 
 logger = logging.getLogger("train")
@@ -46,10 +46,11 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or what asked
     for it) and the step.
     """
-    check_launch(cfg, os.environ)
-    task = build_task(cfg)
-    plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
-    identity = identity_of(cfg, plan, task.data_id)
+    with refusals(cfg):
+        check_launch(cfg, os.environ)
+        task = build_task(cfg)
+        plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
+        identity = identity_of(cfg, plan, task.data_id)
     with begin(Life(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop)) as life:
         reason, step = open_and_fit(life)
         leave_word(life, reason, step)
@@ -113,6 +114,9 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
         recovery,
     ):
         recovery.begin(recorder)
+        if progress.owes_evaluation:
+            progress.owes_evaluation = False
+            evaluate(life, backend, engine, recorder)
         while progress.step < plan.total_steps and not is_over(cfg, progress):
             watch.phase("data", step=progress.step, is_start=recorder.is_first)
             recorder.begin_step()
@@ -139,7 +143,8 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
             if recorder.skips_in_a_row >= cfg.nonfinite.max_skips:
                 progress = recovery.roll_back()
                 continue
-            validation_loss = evaluate(life, backend, engine, recorder) if evaluates else None
+            progress.owes_evaluation = evaluates and stopping
+            validation_loss = evaluate(life, backend, engine, recorder) if evaluates and not stopping else None
             ends = stopping or progress.step == plan.total_steps or is_over(cfg, progress)
             if ends or recovery.is_due(num_saves):
                 watch.phase("save", step=progress.step)
@@ -153,9 +158,8 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
         if recorder.steps_done and not cfg.collect_graphs:  # a finished run that is started again has nothing to add
             recorder.summary(reason, {**task.facts, **recovery.facts()})
     watch.phase("export", is_start=True)  # the others wait for rank 0
-    if cfg.export and reason in ("done", "early_stop") and backend.rank == 0:
-        task.export(model, folder.export)
-        folder.mirror_export()
+    if cfg.export and reason in ENDS:
+        meanwhile(backend, lambda: export(task, model, folder), watch.beat)
     return reason, progress.step
 
 
@@ -174,6 +178,11 @@ def describe(plan: Plan, backend: Backend) -> str:
         f"{backend.name} on {backend.device_name}, {backend.precision}: {machines} x {backend.local_world_size} ranks, "
         f"{plan.global_batch_size} sequences a step ({plan.micro_batch_size} x {plan.accumulation} a rank)"
     )
+
+
+def export(task: Task, model: nn.Module, folder: RunFolder) -> None:
+    task.export(model, folder.export)
+    folder.mirror_export()
 
 
 def beating(loss: LossFunction, watch: Watchdog) -> LossFunction:

@@ -264,6 +264,15 @@ def instance_stores(
     return found
 
 
+def age_s(pid: int) -> float:
+    """How long a process of this machine has been running. Linux; elsewhere 0."""
+    stat, uptime = Path(f"/proc/{pid}/stat"), Path("/proc/uptime")
+    if not stat.is_file():
+        return 0.0
+    started_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return max(0.0, float(uptime.read_text().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK"))
+
+
 def cache_root() -> Path:
     """Where large files of this machine go that may be lost: its NVMe disk, or the user's cache."""
     stores = instance_stores()

@@ -36,7 +36,7 @@ class Over(RuntimeError):
 
     def __init__(self, outcome: dict[str, Any]) -> None:
         super().__init__(f"not started again: it {outcome['outcome']} ({outcome['reason']})")
-        self.was_stopped = outcome["outcome"] == "stopped"
+        self.outcome = str(outcome["outcome"])
 
 
 def is_restart() -> bool:
@@ -44,8 +44,12 @@ def is_restart() -> bool:
 
 
 def check_restart(outcome: dict[str, Any]) -> None:
-    """Raises Over if the last outcome, empty if there is none, is of this torchrun, and for good."""
-    if outcome and outcome["launch"] == launch() and not (outcome["goes_on"] and outcome["outcome"] == "failed"):
+    """Raises Over if the last outcome, empty if there is none, is of this torchrun, and for good. Who gets a SIGTERM
+    and is started again was ended by torchrun itself, for ranks elsewhere: had it been meant, torchrun would be gone.
+    """
+    if not outcome or outcome["launch"] != launch() or outcome["kind"] == "SIGTERM":
+        return
+    if not (outcome["goes_on"] and outcome["outcome"] == "failed"):
         raise Over(outcome)
 
 

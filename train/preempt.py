@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 import threading
 import time
 from types import FrameType
 
+GRACE_S = 5.0  # from a second signal on, for the main thread to leave by itself
 REPEAT_S = 2.0  # torchrun passes on the Ctrl-C that the terminal sent already: the same request within this time
 
 
 class StopRequest:
-    """Catches SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 while it is open; the second signal leaves at once.
+    """Catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP while it is open; the second
+    signal leaves at once. So it does in a call that waits for other ranks, where Python's handlers do not come to
+    their turn: there a thread ends the process.
 
     Other threads ask by `ask` and `ask_save`. A signal after their word is a first one: EC2, Slurm and torchrun send
     SIGTERM to what they gave notice to, and the run must not leave without the checkpoint that it stops for.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.reason: str | None = None  # leave at the next step, with a checkpoint
@@ -28,12 +33,34 @@ class StopRequest:
         self.lock = threading.RLock()  # not a Lock: a signal may interrupt this very thread while it holds it
 
     def __enter__(self) -> StopRequest:
-        self.before = {number: signal.signal(number, self.handle) for number in self.SIGNALS}
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in self.SIGNALS if number != signal.SIGHUP or not ignored]
+        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        self.ears, self.mouth = socket.socketpair()
+        self.mouth.setblocking(False)
+        self.fd_before = signal.set_wakeup_fd(self.mouth.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self.listen, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.fd_before)
+        self.mouth.close()  # which ends the thread
+
+    def listen(self) -> None:
+        """The kernel's handler writes each signal's number, whatever the main thread does."""
+        first_s: float | None = None
+        with self.ears:
+            while found := self.ears.recv(1):
+                now_s = time.monotonic()
+                if found[0] not in self.before:
+                    continue
+                if first_s is not None and now_s - first_s > REPEAT_S:
+                    time.sleep(GRACE_S)
+                    if self.mouth.fileno() >= 0:
+                        os._exit(128 + found[0])
+                first_s = first_s or now_s
 
     def ask(self, reason: str) -> None:
         """Have the run leave at the next step. The first reason stays. From any thread."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from train import goodput
 from train.checkpoints.loader import Loaded, load
+from train.checkpoints.manifest import NoneValid
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import open_store
@@ -58,6 +59,8 @@ class Recovery:
         """Put back the newest valid checkpoint, if there is one."""
         together(self.backend, self.store.collect_garbage if self.backend.rank == 0 else lambda: None)
         self.loaded = self._load()
+        begun = self.backend.rank == 0 and not self.loaded.ranks and goodput.newest_saved(self.life.folder.metrics)
+        together(self.backend, lambda: check_not_lost(begun, self.store.location))
         self.saver.newest = self.life.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
         return self.loaded.progress
 
@@ -70,6 +73,7 @@ class Recovery:
             identity=self.life.identity,
             settings=self.settings,
             force=self.cfg.resume.force,
+            beat=self.life.watch.beat,
         )
 
     def begin(self, recorder: Recorder) -> None:
@@ -232,6 +236,14 @@ class Recovery:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """What is being saved is worth waiting for, unless the run is to leave at once."""
         self.saver.close(waits=kind is not SystemExit)
+
+
+def check_not_lost(step: int | bool | None, location: str) -> None:
+    if step:
+        raise NoneValid(
+            f"metrics.jsonl says that step {step} was saved, and there is no checkpoint in {location}: is a disk not "
+            "mounted? Bring it back, or choose another run_dir to start over"
+        )
 
 
 nothing: Callable[[], None] = lambda: None  # noqa: E731

@@ -49,7 +49,8 @@ class RunFolder:
     def __init__(self, location: str, s3: S3Config | None = None) -> None:
         self.location = location
         if is_s3(location):
-            self.path = machine.cache_root() / "runs" / sha256_bytes(location.rstrip("/").encode())[:16]
+            name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
+            self.path = machine.cache_root() / "runs" / name
             self.folder = open_folder(location, s3 or S3Config())
         else:
             self.path = local_path(location)
@@ -88,8 +89,7 @@ class RunFolder:
         if launched_rank() != 0:
             return
         self.previous = self.last_outcome()
-        for folder in (self.folder, LocalFolder(self.path)):
-            folder.remove(NAME)
+        self.folder.remove(NAME)
         for name in MIRRORED if self.is_remote else ():
             self.bring_here(name)
 
@@ -118,7 +118,7 @@ class RunFolder:
         """When the run was begun, lives ago maybe."""
         if self.first_unix_s is None:
             before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
-            self.first_unix_s = float(before.get("first_started_unix_s", time.time()))
+            self.first_unix_s = float(before.get("first_started_unix_s", time.time() - machine.age_s(os.getpid())))
         return self.first_unix_s
 
     def mirror(self) -> None:
@@ -178,14 +178,12 @@ class RunFolder:
             logger.error("no word of the end in %s: %s", self.location, error)
 
     def last_outcome(self) -> dict[str, Any]:
-        """How the last life ended; empty if it left no word. The watchdog leaves its own on its machine."""
-        for folder in (self.folder, LocalFolder(self.path)):
-            try:
-                found: dict[str, Any] = json.loads(folder.read(NAME))
-            except FileNotFoundError:
-                continue
-            return found
-        return {}
+        """How the last life ended; empty if it left no word."""
+        try:
+            found: dict[str, Any] = json.loads(self.folder.read(NAME))
+        except FileNotFoundError:
+            return {}
+        return found
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from train.config import Failure, InputError
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from train.backend import Backend
 
 Result = TypeVar("Result")
+POLL_S = 0.05
 TOGETHER = (InputError, Failure, FloatingPointError)  # raised on all ranks alike
 
 
@@ -29,3 +32,15 @@ def together(backend: Backend, action: Callable[[], Result]) -> Result:
 def raise_together(backend: Backend, failure: Exception | None) -> None:
     """All ranks call it; the first failure among theirs is raised on all."""
     raise next(found for found in backend.share(failure) if found is not None)
+
+
+def meanwhile(backend: Backend, action: Callable[[], Result], beat: Callable[[], None]) -> Result | None:
+    """Rank 0 acts, the others wait for it, however long it takes: longer maybe than a collective may. None elsewhere;
+    what is raised is raised on all.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(action if backend.rank == 0 else lambda: None)
+        while backend.sum([not future.done()])[0]:
+            beat()
+            time.sleep(POLL_S)
+        return together(backend, future.result)

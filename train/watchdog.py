@@ -22,9 +22,10 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import train
-from train.config import WatchdogConfig, check, launched_world_size
+from train.config import S3Config, WatchdogConfig, check, launched_world_size
 
 ABSENT, ALIVE, LEFT = 0, 1, 2  # states of a rank
 PHASE_BYTES = 64
@@ -64,6 +65,8 @@ class Orders:
     first_started: int  # clock ticks, of local rank 0: no other rank of this life is older
     has_other_machines: bool
     has_launcher: bool  # torchrun
+    run_dir: str
+    s3: dict[str, Any]
     previous: str  # kind of the failure that ended the last life
     step_s: float
     start_s: float
@@ -80,9 +83,11 @@ class Watchdog:
         rank: int,
         local_rank: int,
         local_world_size: int,
+        folder: str = "",  # the run's, as the user writes it
+        s3: S3Config | None = None,
         previous: str = "",  # how the last life failed
     ) -> None:
-        self.previous = previous
+        self.folder, self.s3, self.previous = folder or str(log.parent), s3 or S3Config(), previous
         self.cfg, self.log, self.rank = cfg, log.absolute(), rank
         self.local_rank, self.local_world_size = local_rank, local_world_size
         self.slot = Slot()  # nobody's, before and after: heartbeats cost the same and say nothing
@@ -143,6 +148,8 @@ class Watchdog:
             log=str(self.log),
             num_ranks=self.local_world_size,
             first_started=self.slot.started,
+            run_dir=self.folder,
+            s3=asdict(self.s3),
             previous=self.previous,
             has_launcher="TORCHELASTIC_RUN_ID" in os.environ,
             has_other_machines=launched_world_size() > self.local_world_size,

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from train.config import S3Config
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
 from train.outcome import NAME, Outcome, launch, may_go_on
 from train.preempt import leave_signals_to_the_parent
-from train.storage import LocalFolder, canonical_json
+from train.storage import LocalFolder, canonical_json, open_folder
 from train.watchdog import (
     ABSENT,
     ALIVE,
@@ -39,6 +40,7 @@ from train.watchdog import (
 
 PERIOD_S = 0.25  # between two looks, or a tenth of the limits
 MAX_GAP_S = 5.0  # a longer one says that this process did not run: the machine or the job was suspended, ranks as well
+WAITING = ("join", "load", "agree")  # phases that wait for other ranks, or have nothing to lose
 ORPHAN_S = 30.0  # without a heartbeat: torchrun's SIGTERM does not reach a rank in a call that waits for others
 DUMP_S = 2.0  # for a rank to dump its stacks
 WORD_S = 10.0  # for the log, which may be on a network file system that hangs; the ranks' end does not wait for it
@@ -166,7 +168,7 @@ class WatchdogProcess:
 
     def limit_s(self, rank: Rank) -> float:
         limit_s = self.orders.start_s if rank.is_start else self.orders.step_s
-        return min(limit_s, ORPHAN_S) if rank.is_orphan else limit_s
+        return min(limit_s, ORPHAN_S) if rank.is_orphan and rank.phase in WAITING else limit_s
 
     def report_stuck(self, stuck: Rank) -> None:
         limit = f"watchdog.{'start_s' if stuck.is_start else 'step_s'}={self.limit_s(stuck):g}"
@@ -236,10 +238,8 @@ class WatchdogProcess:
                 say(reason)
 
     def write_outcome(self, kind: str, reason: str, rank: Rank) -> None:
-        """How the run ended, unless a rank knew better: those that lost a peer only know that. Of a run folder in S3 it
-        is this machine's copy.
-        """
-        folder = LocalFolder(self.log.parent)
+        """How the run ended, unless a rank knew better: those that lost a peer only know that."""
+        folder = open_folder(self.orders.run_dir, S3Config(**self.orders.s3))
         goes_on = may_go_on(kind, self.orders.previous)
         outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on, launch=launch())
         if not folder.create(NAME, canonical_json(asdict(outcome))):

@@ -28,11 +28,12 @@ LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 
 
 
 def join(names: str, timeout_s: float) -> None:
-    """Meet the other ranks, each restart of a launcher at a place of its own in its store: one with a fixed address
-    (torchrun's default) keeps the store, and ranks would call the ports of their predecessors.
+    """Meet the other ranks, each restart of a launcher at a place of its own in its store: torchrun keeps the store,
+    and ranks would call the ports of their predecessors. On several machines not: each torchrun counts for itself.
     """
     store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(names, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from train.checkpoints.store import Store
 from train.config import Failure
 from train.optim import load_state
 from train.run_folder import check_same_run, differences
-from train.together import together
+from train.together import meanwhile, together
 
 if TYPE_CHECKING:
     from train.backend import Backend, State
@@ -68,13 +69,13 @@ def load(
     identity: dict[str, Any],
     settings: dict[str, Any],
     force: bool,
+    beat: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Put back weights, optimizer and random numbers from the newest valid checkpoint; all ranks call it.
 
     Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
     """
-    found = together(backend, lambda: newest_valid(store) if backend.rank == 0 else (None, []))
-    manifest, faults = backend.share(found)[0]
+    manifest, faults = backend.share(meanwhile(backend, lambda: newest_valid(store), beat) or (None, []))[0]
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, place=f"{store.location} at step {manifest.step}", force=force)

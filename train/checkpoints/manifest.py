@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -100,6 +101,8 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             if sha256_file(folder / name) != entry["sha256"]:
                 raise Damaged(f"{name} does not match its checksum")
     except OSError as error:
+        if error.errno != errno.EIO:  # of a disk that has lost the data; others, as a stale NFS handle, may pass
+            raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error
 
 

@@ -14,6 +14,7 @@ class Progress:
     best_loss: float | None = None  # of the evaluations so far
     best_step: int | None = None
     evals_since_best: int = 0
+    owes_evaluation: bool = False  # of this step: the run was asked to stop, and had no time for it
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
     productive_s: float = 0.0  # in steps that were not lost

@@ -82,7 +82,7 @@ class LocalStore:
     def manifest(self, step: int) -> Manifest:
         try:
             manifest = Manifest.from_json((self.path / step_name(step) / FILE).read_bytes())
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:  # others are the disk's trouble, and may pass
             raise Damaged(f"{FILE}: {error.strerror}") from error
         if manifest.step != step:
             raise Damaged(f"{FILE} is of step {manifest.step}")

@@ -1,0 +1,563 @@
+"""What a save costs the training: ours beside torch.save and torch.distributed.checkpoint's async_save.
+
+    python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
+
+The same weights and AdamW moments, on a real disk, while a loop of matrix products goes on beside, on one thread as
+under torchrun. Every side of every round is a process of its own, forked from the one that made the state; rounds
+interleave the sides, back and forth. Tables hold least / **median** / greatest of the rounds. Of each save:
+
+    stall           the call blocks the loop. The first one has to touch new memory, unless that was done beforehand
+    durable         from the call until the files are synced and the checkpoint is there
+    training lost   the stall, and what the steps beside were slowed by until then
+    CPU             of all threads but the loop's: what a save takes, whoever else uses the machine
+    steps beside    in that time, of those that the loop takes alone, right before and right after
+    slowest step    beside, of a step alone (0: none): a thread that keeps Python's lock shows here
+    memory          host memory at its peak, above that of the state itself, of the state's bytes; sampled
+
+"torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; "buffers
+kept" hands it a stager that lives from save to save, which is the best that it can do. Every checkpoint has a folder
+of its own, the one before is removed. Files are dropped from the page cache before they are loaded; ours includes the
+checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from train.backend.ddp import DDP
+from train.checkpoints import loader
+from train.checkpoints.manifest import step_name
+from train.checkpoints.progress import Progress
+from train.checkpoints.saver import Facts, Saver, num_bytes_of
+from train.checkpoints.store import LocalStore
+from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
+from train.models.encoder import build_masked_lm
+from train.optim import build_optimizer, load_state
+
+MODELS = {
+    "albert_xxlarge": ModelConfig(embedding_size=128, hidden_size=4096, intermediate_size=16384, num_heads=64),
+    "bert_large": ModelConfig(
+        architecture="bert", hidden_size=1024, intermediate_size=4096, num_layers=24, num_heads=16
+    ),
+    "tiny": ModelConfig(embedding_size=16, hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2),
+}
+VOCAB_SIZE, SEQ_LEN = 30000, 512
+PROBE_BYTES = 2**29  # of memory, touched for the first time and again
+SAMPLE_S = 0.05  # between looks at the memory of a side
+NO_FACTS = Facts(fence=1, identity={}, settings={}, versions={})
+
+
+# ---- the state -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    backend: DDP
+
+    def content(self) -> dict[str, Any]:
+        """What every side saves."""
+        return {"model": self.model.state_dict(), "optimizer": self.backend.optimizer_state(self.optimizer)}
+
+    @property
+    def mark(self) -> nn.Parameter:
+        """A small weight, whose value tells of which moment a checkpoint is."""
+        return min(self.model.parameters(), key=torch.numel)
+
+    def set_mark(self, value: float) -> None:
+        with torch.no_grad():
+            self.mark.fill_(value)
+
+
+def build_state(name: str) -> State:
+    model = build_masked_lm(MODELS[name], vocab_size=VOCAB_SIZE, pad_id=0, seq_len=SEQ_LEN)
+    optimizer = build_optimizer(OptimConfig(), model.parameters())
+    for moments in optimizer.state.values():
+        moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not there yet
+        moments["exp_avg_sq"].fill_(1e-6)
+    return State(model, optimizer, DDP(BackendConfig(device="cpu")))
+
+
+def num_bytes(state: State) -> int:
+    """Weights that are tied count once."""
+    return sum(weight.nbytes for weight in state.model.parameters()) + num_bytes_of(state.content()["optimizer"])
+
+
+# ---- the sides -----------------------------------------------------------------------------------------------------
+
+
+def done() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(None)
+    return future
+
+
+class TorchSave:
+    label = "torch.save, synced"
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self.state, self.folder = state, folder
+
+    def prepare(self) -> Future[Any]:
+        """Whatever can be done before the first save, beside the first steps."""
+        return done()
+
+    def place(self, number: int) -> Path:
+        return self.folder / str(number)
+
+    def save(self, number: int) -> Future[Any]:
+        """Blocks the training; the future is done when the checkpoint is there."""
+        self.place(number).mkdir(parents=True)
+        with (self.place(number) / "state.pt").open("wb") as file:
+            torch.save(self.state.content(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return done()
+
+    def load(self, number: int) -> None:
+        saved = torch.load(self.place(number) / "state.pt", map_location="cpu", weights_only=True)
+        self.state.model.load_state_dict(saved["model"])
+        load_state(self.state.optimizer, saved["optimizer"])
+
+    def close(self) -> None: ...
+
+
+class Ours(TorchSave):
+    label = "**ours**"
+
+    def __init__(self, state: State, folder: Path) -> None:
+        super().__init__(state, folder)
+        self.store = LocalStore(folder)
+
+    def prepare(self) -> Future[Any]:
+        cfg = CheckpointConfig(keep=0)  # the benchmark removes them
+        self.saver = Saver(
+            cfg, self.store, self.state.backend, NO_FACTS, may_commit=lambda: None, after_commit=lambda: None
+        )
+        self.saver.warm(self.state.model, self.state.optimizer)
+        return self.saver.warming
+
+    def place(self, number: int) -> Path:
+        return self.folder / step_name(number)
+
+    def save(self, number: int) -> Future[Any]:
+        self.check()
+        self.saver.save(Progress(step=number), self.state.model, self.state.optimizer, {}, metric=None)
+        assert self.saver.flight is not None
+        return self.saver.flight
+
+    def check(self) -> None:
+        for saved in self.saver.take():
+            if saved.failure:
+                raise RuntimeError(saved.failure)
+
+    def load(self, number: int) -> None:
+        state = self.state
+        loader.load(self.store, state.model, state.optimizer, state.backend, identity={}, settings={}, force=False)
+
+    def verify(self, number: int) -> None:
+        self.store.fetch(number)
+
+    def close(self) -> None:
+        self.saver.close(waits=True)
+        self.check()
+
+
+class AsyncSave(TorchSave):
+    label = "async_save, thread"
+    kind = AsyncCheckpointerType.THREAD
+    staging: StagingOptions | None = None  # None: its own default, a new stager for each save
+
+    def prepare(self) -> Future[Any]:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"  # of the group that its saving process makes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        dist.init_process_group("gloo", init_method=f"file://{self.folder.resolve()}/group", rank=0, world_size=1)
+        self.stager = DefaultStager(self.staging) if self.staging else None
+        return done()
+
+    def save(self, number: int) -> Future[Any]:
+        future = dcp.async_save(
+            self.state.content(),
+            checkpoint_id=self.place(number),
+            async_checkpointer_type=self.kind,
+            async_stager=self.stager,
+        )
+        assert isinstance(future, Future)
+        return future
+
+    def load(self, number: int) -> None:
+        content = self.state.content()
+        dcp.load(content, checkpoint_id=self.place(number), no_dist=True)  # into the tensors that are there
+
+    def close(self) -> None:
+        if self.stager is not None:
+            self.stager.close()
+        dist.destroy_process_group()
+
+
+class AsyncSaveKept(AsyncSave):
+    label = "async_save, thread, buffers kept"
+    staging = StagingOptions(False, False, False, False)
+
+
+class AsyncSaveProcess(AsyncSave):
+    label = "async_save, process, shared buffers kept"
+    kind = AsyncCheckpointerType.PROCESS
+    staging = StagingOptions(False, True, False, False)
+
+
+SIDES: dict[str, type[TorchSave]] = {
+    "torch.save": TorchSave,
+    "ours": Ours,
+    "async": AsyncSave,
+    "async_kept": AsyncSaveKept,
+    "async_process": AsyncSaveProcess,
+}
+LOADED = ("torch.save", "ours", "async")
+
+
+# ---- saving, in a process of its own -------------------------------------------------------------------------------
+
+
+@dataclass
+class Save:
+    stall_s: float
+    beside_s: float  # from then on, until the checkpoint is there
+    steps_s: list[float]  # of the loop in that time
+    alone_s: float = 0.0  # a step before and after it, on average
+    cpu_s: float = 0.0  # of all threads and processes but the loop's, with the stall
+
+    @property
+    def durable_s(self) -> float:
+        return self.stall_s + self.beside_s
+
+    @property
+    def lost_s(self) -> float:
+        return self.durable_s - len(self.steps_s) * self.alone_s
+
+    @property
+    def share(self) -> float:
+        """Steps beside, of those that the loop does alone."""
+        return len(self.steps_s) * self.alone_s / self.beside_s if self.steps_s else 0.0
+
+    @property
+    def slowest(self) -> float:
+        return max(self.steps_s, default=0.0) / self.alone_s
+
+
+@dataclass
+class Round:
+    """What one side came to in a process."""
+
+    prepare: Save
+    saves: list[Save]
+    memory: float = 0.0  # above the state's, of its bytes
+
+    def later(self, measure: Callable[[Save], float]) -> float:
+        return statistics.median(measure(save) for save in self.saves[1:] or self.saves)
+
+
+class Loop:
+    """Steps of some milliseconds, each of several kernels, as a training's."""
+
+    def __init__(self) -> None:
+        self.matrix = torch.eye(256)
+
+    def until(self, is_over: Callable[[], bool]) -> list[float]:
+        """Seconds of each step taken."""
+        times = [time.monotonic()]
+        while not is_over():
+            for _ in range(8):
+                self.matrix @ self.matrix
+            times.append(time.monotonic())
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def alone_s(self, seconds: float) -> float:
+        end_s = time.monotonic() + seconds
+        return statistics.mean(self.until(lambda: time.monotonic() > end_s))
+
+    def go_on(self, call: Callable[[], Future[Any]]) -> Save:
+        """What `call` blocks, and the steps taken until its future is done."""
+        cpu_s, began_s = process_cpu_s(), time.monotonic()
+        future = call()
+        called_s, loop_cpu_s = time.monotonic(), time.thread_time()
+        steps_s = self.until(future.done)
+        ended_s, loop_cpu_s = time.monotonic(), time.thread_time() - loop_cpu_s
+        future.result()
+        spent_s = process_cpu_s() - cpu_s - loop_cpu_s
+        return Save(called_s - began_s, ended_s - called_s, steps_s, cpu_s=spent_s)
+
+
+def process_cpu_s() -> float:
+    """Of this process and its children."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(one.user + one.system for one in times)
+
+
+def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
+    """Number the checkpoints from 0; the last one stays."""
+    loop = Loop()
+    loop.until(lambda: True)
+
+    def save(number: int) -> Future[Any]:
+        future = side.save(number)
+        side.state.set_mark(-1)  # the training goes on: it must not reach the checkpoint
+        return future
+
+    alone = [loop.alone_s(alone_s)]
+    found = [loop.go_on(side.prepare)]
+    for number in range(saves):
+        alone.append(loop.alone_s(alone_s))
+        side.state.set_mark(number)
+        found.append(loop.go_on(partial(save, number)))
+        if number:
+            shutil.rmtree(side.place(number - 1))
+    alone.append(loop.alone_s(alone_s))
+    side.close()
+    for one, around in zip(found, itertools.pairwise(alone), strict=True):
+        one.alone_s = statistics.mean(around)
+    return Round(found[0], found[1:])
+
+
+def touch_rates() -> tuple[float, float]:
+    """GB/s of a copy to new memory, and to memory that was used before."""
+    source, target = torch.ones(PROBE_BYTES // 4), torch.empty(PROBE_BYTES // 4)
+    rates = []
+    for _ in range(2):
+        began_s = time.monotonic()
+        target.copy_(source)
+        rates.append(PROBE_BYTES / (time.monotonic() - began_s) / 1e9)
+    return rates[0], rates[1]
+
+
+def own_memory(process: psutil.Process) -> int:
+    """Bytes of it and its children, without files; memory that they share counts once."""
+    anonymous, shared = 0, 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            lines = Path(f"/proc/{one.pid}/status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended since
+            continue
+        sizes = {
+            key: int(value.split()[0]) * 1024
+            for key, _, value in (line.partition(":") for line in lines)
+            if key in ("RssAnon", "RssShmem")
+        }
+        anonymous += sizes.get("RssAnon", 0)
+        shared = max(shared, sizes.get("RssShmem", 0))
+    return anonymous + shared
+
+
+def in_a_fork(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What `work` gives in a process that shares all memory so far, and the bytes that it took more at its peak."""
+
+    def answer(pipe: Connection) -> None:
+        pipe.send(None)
+        pipe.send(work())
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=answer, args=(theirs,))
+    child.start()
+    theirs.close()
+    try:
+        ours.recv()
+        process = psutil.Process(child.pid)
+        before = peak = own_memory(process)
+        while not ours.poll(SAMPLE_S):
+            peak = max(peak, own_memory(process))
+        return ours.recv(), peak - before
+    except EOFError as error:
+        raise RuntimeError("a side failed, see above") from error
+    finally:
+        child.join()
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
+    drop_from_cache(side.place(number))
+    began_s = time.monotonic()
+    how(number)
+    return time.monotonic() - began_s
+
+
+def measure_load(side: TorchSave, number: int) -> float:
+    """Seconds; RuntimeError unless the state is that of the save."""
+    side.state.set_mark(-1)
+    seconds = load_s(side, number, side.load)
+    if not bool((side.state.mark == number).all()):
+        raise RuntimeError(f"{side.label} gave back another state than it was given")
+    return seconds
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Results:
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+    loads_s: dict[str, list[float]] = field(default_factory=dict)
+    touches: list[tuple[float, float]] = field(default_factory=list)
+
+
+def spread(values: Iterable[float], digits: int = 3) -> str:
+    """Least / **median** / greatest; nothing of nothing."""
+    found = list(values)
+    if not found:
+        return ""
+    least, middle, greatest = (f"{choose(found):.{digits}g}" for choose in (min, statistics.median, max))
+    return f"**{middle}**" if least == greatest else f"{least} / **{middle}** / {greatest}"
+
+
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def ratio(found: list[Round], base: list[Round], measure: Callable[[Save], float]) -> str:
+    return spread(one.later(measure) / other.later(measure) for one, other in zip(found, base, strict=False))
+
+
+def save_table(rounds: dict[str, list[Round]]) -> str:
+    head = ["", "stall, first save, s", "stall, later, s", "of torch.save's", "durable, s", "of torch.save's"]
+    head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step", "memory, of the state's"]
+    lines = [row(head), "|---" * len(head) + "|"]
+    base = rounds.get("torch.save", [])
+    for name, found in rounds.items():
+        cells = (
+            SIDES[name].label,
+            spread(one.saves[0].stall_s for one in found),
+            spread(one.later(lambda save: save.stall_s) for one in found),
+            ratio(found, base, lambda save: save.stall_s),
+            spread(one.later(lambda save: save.durable_s) for one in found),
+            ratio(found, base, lambda save: save.durable_s),
+            ratio(found, base, lambda save: save.lost_s),
+            spread(one.later(lambda save: save.cpu_s) for one in found),
+            spread(one.later(lambda save: save.share) for one in found),
+            spread((one.later(lambda save: save.slowest) for one in found), 2),
+            spread((one.memory for one in found), 2),
+        )
+        lines.append(row(cells))
+    return "\n".join(lines)
+
+
+def load_table(results: Results) -> str:
+    lines = [row(("", "load, s", "of torch.load's")), "|---|---|---|"]
+    base = results.loads_s.get(TorchSave.label, [])
+    for label, seconds in results.loads_s.items():
+        ratios = [one / other for one, other in zip(seconds, base, strict=False)]
+        lines.append(row((label, spread(seconds), spread(ratios))))
+    return "\n".join(lines)
+
+
+def file_system(path: Path) -> str:
+    """Type and device of the disk that holds `path`."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(part.mountpoint)]
+    mount = max(mounts, key=lambda part: len(part.mountpoint))
+    return f"{mount.fstype} on {mount.device}"
+
+
+def heading(name: str, state: State, folder: Path) -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    parameters = sum(weight.numel() for weight in state.model.parameters())
+    return (
+        f"{name}: {parameters / 1e6:.0f} million parameters with moments, {num_bytes(state) / 1e9:.2f} GB; "
+        f"{file_system(folder)}; {os.cpu_count()} virtual cores of {names[0] if names else platform.machine()}, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, load before {os.getloadavg()[0]:.1f}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}."
+    )
+
+
+def run(options: argparse.Namespace, state: State, folder: Path) -> Results:
+    results, size = Results(), num_bytes(state)
+    for number in range(options.rounds):
+        results.touches.append(in_a_fork(touch_rates)[0])
+        for name in options.sides if number % 2 == 0 else reversed(options.sides):
+            side = SIDES[name](state, folder / name)
+            shutil.rmtree(side.folder, ignore_errors=True)
+            found, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
+            found.memory = memory / size
+            results.rounds.setdefault(name, []).append(found)
+            print(f"round {number} {name}: {summary(found)}", file=sys.stderr)
+            if name not in LOADED:
+                shutil.rmtree(side.folder)
+    sides = [SIDES[name](state, folder / name) for name in LOADED if name in options.sides]
+    for _ in range(options.rounds):
+        for side in sides:
+            results.loads_s.setdefault(side.label, []).append(measure_load(side, options.saves - 1))
+            if isinstance(side, Ours):
+                seconds = load_s(side, options.saves - 1, side.verify)
+                results.loads_s.setdefault("of which its checksums", []).append(seconds)
+    return results
+
+
+def summary(found: Round) -> str:
+    saves = [f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}" for save in found.saves]
+    return f"{'; '.join(saves)}; memory {found.memory:.2f}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=2, help="of each side and round; the first is told apart")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
+    parser.add_argument("--alone-s", type=float, default=1.5, help="seconds of the loop alone, before each save")
+    parser.add_argument("--folder", type=Path, default=Path(), help="a temporary one is made in it, on its disk")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    torch.set_num_threads(1)  # as under torchrun; and a fork would miss the threads of a pool
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
+        state = build_state(options.model)
+        told = heading(options.model, state, Path(name))
+        results = run(options, state, Path(name))
+    fresh, again = (spread(rates) for rates in zip(*results.touches, strict=True))
+    notes = [f"Copies to memory: new {fresh} GB/s, used before {again} GB/s."]
+    if "ours" in results.rounds:
+        prepared = [found.prepare for found in results.rounds["ours"]]
+        notes.append(
+            f"Ours makes its memory beside the first steps: {spread(one.durable_s for one in prepared)} s, in which "
+            f"the loop takes {spread(one.share for one in prepared)} of its steps."
+        )
+    print("\n\n".join((told, " ".join(notes), save_table(results.rounds), load_table(results))))
+
+
+if __name__ == "__main__":
+    main()
