@@ -44,6 +44,8 @@ bench: setup
 	@$(BIN)/python -m benchmarks.xla --rounds 2 --steps 20
 	@$(BIN)/python -m benchmarks.data
 	@$(BIN)/python -m benchmarks.prepare
+	@$(BIN)/python -m benchmarks.checkpoint --rounds 1
+	@$(BIN)/python -m benchmarks.chaos
 
 clean:
 	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache

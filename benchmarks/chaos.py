@@ -1,6 +1,6 @@
 """A run under random faults against one that nothing disturbs: the same weights in the end? What did the faults cost?
 
-    python -m benchmarks.chaos [--steps 900] [--every-s 20] [--ranks 2] [--seed 0]
+    python -m benchmarks.chaos [--steps 3000] [--every-s 20] [--ranks 2] [--seed 0]
 
 A small ALBERT on the demo's data, some ranks under torchrun. Every 20 s on average (drawn anew each time, from 10 to
 30) one of these happens, in turn, at a random moment:
@@ -168,7 +168,7 @@ def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every-s", type=float, default=20.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

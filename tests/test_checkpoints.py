@@ -166,18 +166,6 @@ def test_a_refusal_replaces_the_word_of_the_life_before(run_dir, prepared):
     assert (outcome["outcome"], outcome["goes_on"]) == ("refused", False)
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path, prepared):
-    stop = StopRequest()
-    stop.ask("the test")
-    options = ["eval_every=1", "max_epochs=9"]
-    assert loop.run(train_config(tmp_path / "parts", prepared, *options), stop) == ("the test", 1)
-    assert not lines(tmp_path / "parts", "eval")
-    train(tmp_path / "parts", prepared, *options)
-    train(tmp_path / "whole", prepared, *options)
-    found = [[(line["step"], line["loss"]) for line in lines(tmp_path / name, "eval")] for name in ("parts", "whole")]
-    assert found[0] == found[1] and len(found[0]) == 6
-
-
 def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
     class Bomb:
         def __reduce__(self):

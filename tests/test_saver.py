@@ -121,7 +121,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     for tensor, before, now in zip(tensors(*other), wanted, tensors(*trained), strict=True):
         assert torch.equal(tensor, before) and not torch.equal(tensor, now)
     assert (loaded.progress.step, loaded.progress.window, store.manifest(3).metric) == (3, {"steps": 2}, 2.5)
-    assert torch.equal(loaded.ranks[0]["rng"]["cpu"], random) and loaded.ranks[0]["loss_sum"] == 1.5
+    assert loaded.ranks == [{"loss_sum": 1.5}]  # the random numbers are put back already
     assert torch.equal(torch.get_rng_state(), random)
 
 
