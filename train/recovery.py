@@ -182,12 +182,7 @@ class Recovery:
             )
         if self.optimizer is not self.built:
             raise FloatingPointError(f"{text}; with backend.zero1 only a new start goes back to the last checkpoint")
-        if self.backend.rank == 0 and self.last_rollback is not None:
-            steps = self.store.steps()
-            since = [step for step in steps if step in (self.last_rollback, self.last_rollback + 1)]
-            if since and since[-1] == steps[-1] and len(since) < len(steps):
-                for step in since:
-                    self.store.put_aside(step, "rolled-back")
+        together(self.backend, self._put_aside_what_failed if self.backend.rank == 0 else lambda: None)
         loaded = self._load()
         if not loaded.ranks:
             raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; lower optim.lr?")
@@ -202,6 +197,14 @@ class Recovery:
             f"{text}: back to step {progress.step}, and on with other data (rollback {progress.rollbacks} of {limit})"
         )
         return progress
+
+    def _put_aside_what_failed(self) -> None:
+        """What the last rollback went back to, if the run has come no further and older ones are left."""
+        last, steps = self.last_rollback, self.store.steps()
+        since = [step for step in steps if last is not None and step in (last, last + 1)]
+        if since and since[-1] == steps[-1] and len(since) < len(steps):
+            for step in since:
+                self.store.put_aside(step, "rolled-back")
 
     # ---- at the end ----------------------------------------------------------------------------------------------
 
