@@ -112,7 +112,8 @@ def test_a_run_in_s3_is_the_same_as_on_disk_and_all_of_it_is_there(bucket, prepa
 def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(bucket, prepared, on_disk, on_machine, tmp_path):
     """Killed before the manifest of step 6: the other one goes on from step 3, and the story is whole."""
     bucket.proxy.set(Fault("delay", match="^PUT .*step_00000006/manifest.json"))
-    arguments = train_overrides(bucket.location("run"), prepared, *bucket.overrides())
+    options = [*bucket.overrides(), "watchdog.enabled=false"]  # which vanishes with the machine
+    arguments = train_overrides(bucket.location("run"), prepared, *options)
     process = subprocess.Popen(command(arguments), cwd=ROOT, stderr=subprocess.DEVNULL)
     eventually(lambda: any(seen.fault for seen in bucket.proxy.requests("manifest")) or process.poll() is not None)
     process.send_signal(signal.SIGKILL)
