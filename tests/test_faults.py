@@ -12,10 +12,11 @@ import pytest
 import torch
 from running import ROOT, command, lines, run, train_config, train_overrides
 
-from train import loop
+from train import life, loop
 from train.checkpoints.store import LocalStore
 from train.preempt import StopRequest
 from train.tasks.mlm import MaskedLMTask
+from train.watchdog import Watchdog
 
 PATIENCE_S = 120.0  # never waited for unless a test fails
 LONG = ["max_steps=60", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
@@ -80,6 +81,7 @@ def undisturbed(tmp_path_factory, prepared):
 SLOW = """
 import sys, time
 from train.tasks.mlm import MaskedLMTask
+from train.watchdog import Watchdog
 before = MaskedLMTask.loss
 def slower(self, *arguments):
     time.sleep(0.05)
@@ -298,13 +300,13 @@ def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(tmp_path, pr
     class Killed(BaseException):
         pass
 
-    for life, expected in enumerate((1, 2)):
+    for past, expected in enumerate((1, 2)):
         options = ["max_steps=50", "max_epochs=9", "eval_every=null", "checkpoint.every=3"]
         with monkeypatch.context() as patch:
-            calls = spoil(patch, lambda call, first=3 * (1 - life): first <= call < first + 3)
+            calls = spoil(patch, lambda call, first=3 * (1 - past): first <= call < first + 3)
             before = loop.learning_rate
 
-            def kill(step, *, before=before, calls=calls, last=8 - 3 * life, **settings):
+            def kill(step, *, before=before, calls=calls, last=8 - 3 * past, **settings):
                 if len(calls) == last:  # two steps after the rollback
                     raise Killed
                 return before(step, **settings)
@@ -356,6 +358,28 @@ def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(tmp_path, prep
         ended = outcome(tmp_path / "run")
         assert (ended["kind"], ended["goes_on"]) == (kind, goes_on)
         assert "peak" in ended["reason"] and "micro_batch_size" in ended["reason"], ended
+
+
+def test_a_loader_that_the_kernel_killed_is_a_lack_of_memory(monkeypatch):
+    """What torch says of it fits other kills too: the kernel's counter decides."""
+    error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    for kills, kind in ((0, "RuntimeError"), (1, "out_of_host_memory")):
+        monkeypatch.setattr(life, "count_oom_kills", lambda _, kills=kills: life.OOM_KILLS_BEFORE + kills)
+        assert life.kind_of(error) == kind
+
+
+def test_a_watchdog_that_is_gone_is_told_once(tmp_path, prepared, monkeypatch):
+    before = Watchdog.start_process
+
+    def start_and_kill(self, folder):
+        before(self, folder)
+        self.process.kill()
+        self.process.wait()
+
+    monkeypatch.setattr(Watchdog, "start_process", start_and_kill)
+    assert train(tmp_path / "run", prepared) == ("done", 6)
+    told = [line["reason"] for line in lines(tmp_path / "run", "fault")]
+    assert len(told) == 1 and "the watchdog process of this machine is gone" in told[0]
 
 
 def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path, prepared, monkeypatch):

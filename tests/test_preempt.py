@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import signal
 import subprocess
@@ -457,6 +458,17 @@ def test_threads_end_with_the_watch(imds, stop):
         assert watchers() and all(thread.daemon for thread in watchers())
         more_rounds(imds)
     assert watchers() == []
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_closes_asks_to_stop_unless_nohup_says_otherwise(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason == (None if ignored else "SIGHUP")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 STUCK = """

@@ -324,6 +324,12 @@ def test_half_a_minute_is_waited_each_time(bucket, monkeypatch, pauses, fault):
         assert 25 < sum(pauses) < 40
 
 
+def test_a_clock_that_is_wrong_is_named(bucket):
+    bucket.proxy.set(Fault("status", code=403, error="RequestTimeTooSkewed"))
+    with pytest.raises(InputError, match="whose clock is wrong"):
+        in_s3(bucket).read("a")
+
+
 def test_a_request_that_took_too_long_for_s3_may_be_tried_later(bucket):
     bucket.proxy.set(Fault("status", code=400, error="RequestTimeout"))
     with pytest.raises(Unreachable, match=f"S3 answers 400 RequestTimeout, {s3.ATTEMPTS} times"):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Failure, InputError
+from train.machine import read_process
 from train.storage import Folder, canonical_json
 
 logger = logging.getLogger("train")
@@ -255,11 +256,8 @@ def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def process_status(pid: int) -> tuple[str, int] | None:
     """State and start, in clock ticks after the boot (proc(5)); None if there is none to see."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return fields[0].decode(), int(fields[19])
+    process = read_process(pid)
+    return None if process is None else (process.state, process.started)
 
 
 def is_alive(owner: dict[str, Any]) -> bool | None:

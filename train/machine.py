@@ -264,13 +264,30 @@ def instance_stores(
     return found
 
 
+@dataclass(frozen=True)
+class Process:
+    state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
+    parent: int
+    started: int  # clock ticks after the boot; with the pid, it tells one process from all others
+
+
+def read_process(pid: int) -> Process | None:
+    """From /proc; None if there is no such process to see."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold anything
+    return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
+
+
 def age_s(pid: int) -> float:
     """How long a process of this machine has been running. Linux; elsewhere 0."""
-    stat, uptime = Path(f"/proc/{pid}/stat"), Path("/proc/uptime")
-    if not stat.is_file():
+    process = read_process(pid)
+    if process is None:
         return 0.0
-    started_ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    return max(0.0, float(uptime.read_text().split()[0]) - started_ticks / os.sysconf("SC_CLK_TCK"))
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return max(0.0, uptime_s - process.started / os.sysconf("SC_CLK_TCK"))
 
 
 def cache_root() -> Path:

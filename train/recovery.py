@@ -59,10 +59,18 @@ class Recovery:
         """Put back the newest valid checkpoint, if there is one."""
         together(self.backend, self.store.collect_garbage if self.backend.rank == 0 else lambda: None)
         self.loaded = self._load()
-        begun = self.backend.rank == 0 and not self.loaded.ranks and goodput.newest_saved(self.life.folder.metrics)
-        together(self.backend, lambda: check_not_lost(begun, self.store.location))
+        is_new = self.backend.rank == 0 and not self.loaded.ranks
+        together(self.backend, self._check_nothing_vanished if is_new else lambda: None)
         self.saver.newest = self.life.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
         return self.loaded.progress
+
+    def _check_nothing_vanished(self) -> None:
+        step = goodput.newest_saved(self.life.folder.metrics)
+        if step is not None:
+            raise NoneValid(
+                f"metrics.jsonl says that step {step} was saved, and there is no checkpoint in {self.store.location}: "
+                "is a disk not mounted? Bring it back, or choose another run_dir to start over"
+            )
 
     def _load(self) -> Loaded:
         return load(
@@ -239,14 +247,6 @@ class Recovery:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """What is being saved is worth waiting for, unless the run is to leave at once."""
         self.saver.close(waits=kind is not SystemExit)
-
-
-def check_not_lost(step: int | bool | None, location: str) -> None:
-    if step:
-        raise NoneValid(
-            f"metrics.jsonl says that step {step} was saved, and there is no checkpoint in {location}: is a disk not "
-            "mounted? Bring it back, or choose another run_dir to start over"
-        )
 
 
 nothing: Callable[[], None] = lambda: None  # noqa: E731

@@ -26,6 +26,7 @@ from typing import Any
 
 import train
 from train.config import S3Config, WatchdogConfig, check, launched_world_size
+from train.machine import read_process
 
 ABSENT, ALIVE, LEFT = 0, 1, 2  # states of a rank
 PHASE_BYTES = 64
@@ -223,23 +224,6 @@ def stacks_path(folder: Path, local_rank: int) -> Path:
 def stacks_signal() -> int:
     """Nobody's, unlike those of `train.preempt`. Real-time signals are Linux's."""
     return signal.SIGRTMIN + 2
-
-
-@dataclass(frozen=True)
-class Process:
-    state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
-    parent: int
-    started: int  # clock ticks after the machine; with the pid, it tells one process from all others
-
-
-def read_process(pid: int) -> Process | None:
-    """From /proc; None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold anything
-    return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
 
 
 def die_with_launcher() -> None:

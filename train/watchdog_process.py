@@ -22,6 +22,7 @@ from pathlib import Path
 
 from train.config import S3Config
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
+from train.machine import Process, read_process
 from train.outcome import NAME, Outcome, launch, may_go_on
 from train.preempt import leave_signals_to_the_parent
 from train.storage import LocalFolder, canonical_json, open_folder
@@ -29,10 +30,8 @@ from train.watchdog import (
     ABSENT,
     ALIVE,
     Orders,
-    Process,
     Slot,
     open_slots,
-    read_process,
     remove_leftovers,
     stacks_path,
     stacks_signal,
