@@ -326,7 +326,7 @@ def test_half_a_minute_is_waited_each_time(bucket, monkeypatch, pauses, fault):
 
 def test_a_clock_that_is_wrong_is_named(bucket):
     bucket.proxy.set(Fault("status", code=403, error="RequestTimeTooSkewed"))
-    with pytest.raises(InputError, match="whose clock is wrong"):
+    with pytest.raises(InputError, match="this machine.s clock is wrong"):
         in_s3(bucket).read("a")
 
 
