@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.config import DataConfig, InputError, TrainConfig, Unreachable
+from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
 from train.data import cache
 from train.data.cache import Room, cache_dir, limit_bytes
 from train.data.fetcher import Need
@@ -81,28 +81,28 @@ def test_all_is_wanted_where_all_fits_the_first_windows_first():
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setattr(cache.machine, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir(DataConfig(path="")) == tmp_path / "baretrain"
+    assert cache_dir(ShardsConfig(path="")) == tmp_path / "baretrain"
     monkeypatch.setattr(cache.machine, "instance_stores", lambda: [tmp_path / "nvme"])
-    assert cache_dir(DataConfig(path="")) == tmp_path / "nvme" / "baretrain"
-    assert cache_dir(DataConfig(path="", cache_dir=str(tmp_path / "mine"))) == tmp_path / "mine"
+    assert cache_dir(ShardsConfig(path="")) == tmp_path / "nvme" / "baretrain"
+    assert cache_dir(ShardsConfig(path="", cache_dir=str(tmp_path / "mine"))) == tmp_path / "mine"
 
 
 def test_what_the_disk_has_not_is_not_promised(monkeypatch, tmp_path):
     manifest = manifest_of(3)
     monkeypatch.setattr(cache.os, "statvfs", lambda _: SimpleNamespace(f_bavail=100, f_frsize=MB))
-    assert limit_bytes(DataConfig(path=""), tmp_path, manifest) == 90 * MB
-    assert limit_bytes(DataConfig(path="", cache_gb=0.05), tmp_path, manifest) == 50 * MB
+    assert limit_bytes(ShardsConfig(path=""), tmp_path, manifest) == 90 * MB
+    assert limit_bytes(ShardsConfig(path="", cache_gb=0.05), tmp_path, manifest) == 50 * MB
     with pytest.raises(InputError, match="has 0.1 GB free, the shards would take 0.202 GB; free some"):
-        limit_bytes(DataConfig(path="", cache_gb=0.3), tmp_path, manifest)
+        limit_bytes(ShardsConfig(path="", cache_gb=0.3), tmp_path, manifest)
     (tmp_path / "train-00000.safetensors").write_text("")  # what is there already needs no more room
-    assert limit_bytes(DataConfig(path="", cache_gb=0.15), tmp_path, manifest) == 150 * MB
+    assert limit_bytes(ShardsConfig(path="", cache_gb=0.15), tmp_path, manifest) == 150 * MB
 
 
 def test_times_that_cannot_be_kept_are_refused():
     with pytest.raises(InputError, match=r"data.deadline_s=700 must be below backend.timeout_s=600"):
-        TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=DataConfig(path="s3://b", deadline_s=700))
+        TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=ShardsConfig(path="s3://b", deadline_s=700))
     with pytest.raises(InputError, match=r"data.attempt_s=60 is longer than data.deadline_s=30"):
-        DataConfig(path="", deadline_s=30)
+        ShardsConfig(path="", deadline_s=30)
 
 
 # ---- readers -------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train.config import (
+    ClassifyConfig,
     CorpusConfig,
     Failure,
     FilesCorpusConfig,
@@ -29,7 +30,10 @@ from train.config import (
     InputError,
     MLMConfig,
     PrepareConfig,
+    QAConfig,
+    RecordsConfig,
     S3Config,
+    ShardsConfig,
     TrainConfig,
     Unreachable,
     XLAConfig,
@@ -38,6 +42,17 @@ from train.config import (
 )
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+
+CHOSEN = (  # schemas that a group's option decides on
+    MLMConfig,
+    ClassifyConfig,
+    QAConfig,
+    ShardsConfig,
+    RecordsConfig,
+    XLAConfig,
+    FilesCorpusConfig,
+    HFCorpusConfig,
+)
 
 Config = TypeVar("Config", TrainConfig, PrepareConfig)
 Flagged = Callable[[argparse.Namespace, S3Config], int]
@@ -50,6 +65,10 @@ def register_schemas() -> None:
     store.store(name="prepare_schema", node=PrepareConfig)
     for group, name, node in (
         ("task", "mlm_schema", MLMConfig),
+        ("task", "classify_schema", ClassifyConfig),
+        ("task", "qa_schema", QAConfig),
+        ("data", "shards_schema", ShardsConfig),
+        ("data", "records_schema", RecordsConfig),
         ("backend", "xla_schema", XLAConfig),
         ("corpus", "plain_schema", CorpusConfig),
         ("corpus", "files_schema", FilesCorpusConfig),
@@ -132,7 +151,7 @@ def known_keys(schema: type) -> list[str]:
             names += [inner.name for inner in fields(item.default_factory)]
     return [
         *names,
-        *(item.name for kind in (MLMConfig, XLAConfig, FilesCorpusConfig, HFCorpusConfig) for item in fields(kind)),
+        *(item.name for kind in CHOSEN for item in fields(kind)),
     ]
 
 

@@ -71,10 +71,49 @@ class MLMConfig(TaskConfig):
 
 
 @dataclass(kw_only=True)
+class ClassifyConfig(TaskConfig):
+    """One label for a text or a pair of texts."""
+
+    kind: str = "classify"
+    class_weights: list[float] | None = None  # of the labels in their order: how much an error counts; None: the same
+    balanced: bool = False  # class weights from the training data: rows / (labels * rows of the label)
+    label_smoothing: float = 0.0  # share of the target that is spread over all labels
+
+    def __post_init__(self) -> None:
+        check(0 <= self.label_smoothing < 1, f"task.label_smoothing={self.label_smoothing} must lie in [0, 1)")
+        weights = self.class_weights
+        check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
+        check(not (self.balanced and weights), "task.balanced=true makes the weights: leave task.class_weights out")
+
+
+@dataclass(kw_only=True)
+class QAConfig(TaskConfig):
+    """The span of a context that answers a question (SQuAD). Long contexts are read in windows that overlap."""
+
+    kind: str = "qa"
+    stride: int = 128  # tokens that two windows of a context share
+    max_question_tokens: int = 64  # longer questions are cut, and counted
+    max_answer_tokens: int = 30  # of an answer that is given
+    n_best: int = 20  # answers kept for each question
+    unanswerable: bool = False  # SQuAD v2: a question may have no answer
+    null_threshold: float | None = None  # v2: no answer where its score is above the best span's by more than this;
+    # None: the threshold that is best on the validation data, which is reported
+
+    def __post_init__(self) -> None:
+        check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")
+        check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """A Hugging Face encoder: made from sizes, or read from a checkpoint."""
 
     pretrained: str | None = None  # Hub id or folder; its configuration and weights are used, sizes below must agree
+    init_from: str | None = None  # the same, or a run of ours (its run_dir, in S3 too): weights, sizes, tokenizer
+    tokenizer: str | None = None  # Hub id, folder or run, for classify and qa; None: that of the weights
+    freeze_embeddings: bool = False  # they stay as they are
+    freeze_layers: int = 0  # so many layers from the bottom stay as they are, and the embeddings with them
+    new_head: bool = False  # a checkpoint's head for other labels is left out, instead of refused
     architecture: str = "albert"  # `model_type` of transformers, for a model made from sizes
     vocab_size: int | None = None  # None: that of the tokenizer that prepared the data
     max_positions: int | None = None  # longest sequence; None here and below: the architecture's own default
@@ -89,6 +128,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         check_positive("model.", self, "vocab_size", "max_positions", *sizes)
+        check(
+            self.pretrained is None or self.init_from is None,
+            f"model.pretrained={self.pretrained} and model.init_from={self.init_from}: the weights come from one place",
+        )
+        check(self.freeze_layers >= 0, f"model.freeze_layers={self.freeze_layers} must be 0 or more")
         for name in ("hidden_dropout", "attention_dropout"):
             value = getattr(self, name)
             check(value is None or 0 <= value < 1, f"model.{name}={value} must lie in [0, 1)")
@@ -115,13 +159,25 @@ class S3Config:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    path: str = MISSING  # folder or s3://bucket/prefix that `python -m train.prepare output=...` wrote
+    """What all data has in common. It is shards (pretraining) or records (labelled examples)."""
+
+    path: str = MISSING
     num_workers: int = 1  # loader processes per rank; 0 prepares batches in the training process
     prefetch: int = 4  # micro batches each worker keeps ready
-    verify: bool = True  # compare every local shard with its checksum before training (once per node)
+    verify: bool = True  # compare what is on this machine with its checksums before training (once per node)
+    cache_dir: str | None = None  # where data is kept for training; None: an NVMe instance store, or ~/.cache/baretrain
+
+    def __post_init__(self) -> None:
+        check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
+        check_positive("data.", self, "prefetch")
+
+
+@dataclass(kw_only=True)
+class ShardsConfig(DataConfig):
+    """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare output=...` wrote."""
+
     window_shards: int | None = None  # shards whose sequences are shuffled together; None: all that the cache holds,
     # growing from 2 in the first epoch, so that training starts early; from the number of shards on: all at once
-    cache_dir: str | None = None  # where shards from S3 are kept; None: an NVMe instance store, or ~/.cache/baretrain
     cache_gb: float | None = None  # 1e9 bytes that they may take; None: 90 % of what is free
     downloads: int = 4  # shards fetched at once, by one process per node
     attempt_s: float = 60.0  # a download that takes longer is given up for another one, with a new client
@@ -129,13 +185,74 @@ class DataConfig:
     refetches: int = 3  # downloads of a shard whose checksum is wrong
 
     def __post_init__(self) -> None:
-        check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
+        super().__post_init__()
         numbers = ("window_shards", "cache_gb", "downloads", "attempt_s", "deadline_s", "refetches")
-        check_positive("data.", self, "prefetch", *numbers)
+        check_positive("data.", self, *numbers)
         check(
             self.attempt_s <= self.deadline_s,
             f"data.attempt_s={self.attempt_s:g} is longer than data.deadline_s={self.deadline_s:g}; lower it",
         )
+
+
+@dataclass(kw_only=True)
+class ColumnsConfig:
+    """Which columns of the data hold what. A dot leads into an object: answers.text."""
+
+    id: str | None = None  # goes into the predictions; None: the row's number
+    text: str = "text"
+    text_pair: str | None = None  # the second text of a pair
+    label: str = "label"
+    question: str = "question"  # these for question answering
+    context: str = "context"
+    answers: str = "answers"
+
+
+@dataclass(kw_only=True)
+class RecordsConfig(DataConfig):
+    """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
+
+    format: str = "auto"  # csv | jsonl | parquet | squad | hub | saved (datasets' save_to_disk, raw or prepared) | auto
+    name: str | None = None  # configuration of a Hub data set
+    revision: str | None = None  # of a Hub data set: a commit, so that it stays the same
+    train: str | None = None  # file, glob below path, or split; None: path itself, or the split "train"
+    validation: str | None = None  # the same; None: validation_fraction of the training rows
+    more_validation: dict[str, str] = field(default_factory=dict)  # further ones, named: {mismatched: dev_mm.tsv}
+    validation_fraction: float = 0.1  # rows held out where there is no validation, chosen by a hash of their text
+    max_train_examples: int | None = None  # so many, drawn with the run's seed; None: all
+    max_validation_examples: int | None = None  # the same, of each validation
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those found, sorted
+    label_map: dict[str, str | None] = field(default_factory=dict)  # value in the data: label; null leaves the row out
+    lengths: list[int] = field(default_factory=list)  # tokens that batches are padded to, rising: one graph each;
+    # empty: seq_len alone
+    delimiter: str = ","  # of CSV, these too
+    quote: str | None = '"'  # None: quotes are text
+    escape: str | None = None  # as \\: the character after it is text; None: a doubled quote is a quote
+    header: bool = True  # the first line names the columns; without it they are 0, 1, ...
+    encoding: str = "utf-8"
+    max_bad_rows: int = 0  # rows that cannot be read, or whose label or answer is wrong: left out, counted and named up
+    # to here, refused beyond
+    save_to: str | None = None  # also keep what was prepared there, a folder or s3://..., for data.path of other runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        formats = ("auto", "csv", "jsonl", "parquet", "squad", "hub", "saved")
+        check_choice("data.format", self.format, formats)
+        check_positive("data.", self, "max_train_examples", "max_validation_examples")
+        check(self.max_bad_rows >= 0, f"data.max_bad_rows={self.max_bad_rows} must be 0 or more")
+        fraction = self.validation_fraction
+        check(0 < fraction < 1, f"data.validation_fraction={fraction} must lie between 0 and 1")
+        rising = all(0 < a < b for a, b in zip([1, *self.lengths], self.lengths, strict=False))
+        check(rising, f"data.lengths={self.lengths} must be rising numbers of tokens, as [32,64,128]")
+        for name in ("delimiter", "quote", "escape"):
+            value = getattr(self, name)
+            check(value is None or len(value) == 1, f"data.{name}={value} must be one character")
+        reserved = sorted({"train", "validation"} & set(self.more_validation))
+        check(not reserved, f"data.more_validation names {', '.join(reserved)}; choose other names")
+        twice = sorted({label for label in self.labels if self.labels.count(label) > 1})
+        check(not twice, f"data.labels names {', '.join(twice)} twice")
+        unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
+        check(not (self.labels and unknown), f"data.label_map leads to {', '.join(unknown)}, not one of data.labels")
 
 
 @dataclass(kw_only=True)
@@ -144,6 +261,7 @@ class OptimConfig:
     lr: float = 1e-3  # peak, at reference_batch_size when lr_scaling is not none
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
+    head_lr: float | None = None  # peak for the task's head, which begins with random weights; None: lr
     weight_decay: float = 0.01  # not applied to biases and normalisation weights
     max_grad_norm: float | None = 1.0  # clip by the global norm; None: no clipping
     schedule: str = "linear"  # after the warm-up: linear | cosine | polynomial | constant
@@ -158,7 +276,7 @@ class OptimConfig:
         check_choice("optim.name", self.name, ("adamw", "lamb"))
         check_choice("optim.schedule", self.schedule, ("linear", "cosine", "polynomial", "constant"))
         check_choice("optim.lr_scaling", self.lr_scaling, ("none", "linear", "sqrt"))
-        check_positive("optim.", self, "lr", "eps", "max_grad_norm", "power", "reference_batch_size")
+        check_positive("optim.", self, "lr", "head_lr", "eps", "max_grad_norm", "power", "reference_batch_size")
         check(self.weight_decay >= 0, f"optim.weight_decay={self.weight_decay} must be 0 or more")
         valid = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         check(valid, f"optim.betas={list(self.betas)} must be two numbers in [0, 1)")
@@ -336,9 +454,29 @@ class StragglerConfig:
 
 
 @dataclass(kw_only=True)
+class BestConfig:
+    """Which evaluation counts as the best: for early_stop, checkpoint.best and the checkpoint that always stays."""
+
+    metric: str = "loss"  # of the eval lines of metrics.jsonl
+    export: bool = False  # export the best checkpoint at the end, not the last one; checkpoint.best=true goes with it
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric.endswith(("loss", "perplexity"))
+
+
+@dataclass(kw_only=True)
+class HubConfig:
+    """Where a finished run goes on the Hugging Face Hub; the token is where `hf auth login` or HF_TOKEN put it."""
+
+    push_to: str | None = None  # user/name: model, tokenizer, card and TensorBoard files; None: nowhere
+    private: bool = True
+
+
+@dataclass(kw_only=True)
 class EarlyStopConfig:
-    patience: int | None = None  # evaluations without a better loss before the run ends; None: off
-    min_delta: float = 0.0  # by how much the validation loss must fall to count as better
+    patience: int | None = None  # evaluations that are not better before the run ends; None: off
+    min_delta: float = 0.0  # by how much best.metric must be better to count
 
     def __post_init__(self) -> None:
         check_positive("early_stop.", self, "patience")
@@ -360,19 +498,22 @@ class TrainConfig:
     log_every: int = 10  # steps between lines in metrics.jsonl and on the console
     eval_every: int | None = 500  # steps between evaluations; None: only at the end
     eval_examples: int | None = None  # validation sequences used; None: all
+    eval_batch_size: int | None = None  # sequences per rank and batch of an evaluation; None: micro_batch_size
     collect_graphs: bool = False  # train.precompile's short run: each graph once, no number judged, nothing saved
     export: bool = True  # write run_dir/export for plain transformers at the end
     tensorboard: bool = True
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = MISSING
     s3: S3Config = field(default_factory=S3Config)
     optim: OptimConfig = field(default_factory=OptimConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    best: BestConfig = field(default_factory=BestConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     preempt: PreemptConfig = field(default_factory=PreemptConfig)
@@ -390,14 +531,29 @@ class TrainConfig:
             self.checkpoint.max_wait_s < timeout_s,
             f"checkpoint.max_wait_s={self.checkpoint.max_wait_s:g} must be below backend.timeout_s={timeout_s:g}",
         )
-        check(
-            self.data.deadline_s < timeout_s or not self.data.path.startswith("s3://"),
-            f"data.deadline_s={self.data.deadline_s:g} must be below backend.timeout_s={timeout_s:g}: a missing "
-            "shard is to be named before the other ranks give up waiting",
-        )
+        if isinstance(self.data, ShardsConfig) and self.data.path.startswith("s3://"):
+            check(
+                self.data.deadline_s < timeout_s,
+                f"data.deadline_s={self.data.deadline_s:g} must be below backend.timeout_s={timeout_s:g}: a missing "
+                "shard is to be named before the other ranks give up waiting",
+            )
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
-        check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples", "max_run_s")
+        check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples", "eval_batch_size", "max_run_s")
         check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
+        reads_records = isinstance(self.data, RecordsConfig)
+        check(
+            reads_records == isinstance(self.task, ClassifyConfig | QAConfig),
+            f"task={self.task.kind} learns from {'shards' if reads_records else 'records'}, data is of the other kind; "
+            "choose data=shards for mlm, data=csv, tweets, squad, ... for classify and qa",
+        )
+        check(
+            not self.best.export or self.checkpoint.best,
+            "best.export=true needs the best checkpoint: set checkpoint.best=true",
+        )
+        check(
+            self.hub.push_to is None or self.export,
+            f"hub.push_to={self.hub.push_to} pushes what export=true writes; set export=true",
+        )
         check(
             not (self.max_examples is self.max_steps is self.max_epochs is None),
             "the run has no length: set max_steps, max_examples or max_epochs",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from train import cli
-from train.config import DataConfig, InputError, S3Config, check
+from train.config import InputError, S3Config, ShardsConfig, check
 from train.data.packing import Rows
 from train.data.preparation import rows_of_shard
 from train.data.prepared import PreparedData
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def convert(options: argparse.Namespace, s3: S3Config) -> int:
     if options.direction == "to-arrow":
-        data = PreparedData(DataConfig(path=options.source, cache_dir=options.cache_dir), s3)
+        data = PreparedData(ShardsConfig(path=options.source, cache_dir=options.cache_dir), s3)
         to_arrow(data, Path(options.output))
         print(f"{options.output}: datasets.load_from_disk reads it")
         return cli.DONE

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from train.checkpoints.progress import Progress
-from train.config import InputError, Plan, TrainConfig, check
+from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches import Batch, Batches, InGroups
 from train.data.order import ShardSampler, Windows
 from train.tasks import Task
@@ -34,9 +34,10 @@ def train_order(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, prog
         progress.window_shards = min(backend.share(mine.shards))  # disks differ
         progress.windows_grow = bool(backend.broadcast(mine.grow))
     windows = Windows(progress.window_shards, progress.windows_grow)
+    wanted = cfg.data.window_shards if isinstance(cfg.data, ShardsConfig) else None
     check(
-        cfg.data.window_shards is None or mine == windows,
-        f"data.window_shards={cfg.data.window_shards}, but this run shuffles {windows.shards} together"
+        wanted is None or mine == windows,
+        f"data.window_shards={wanted}, but this run shuffles {windows.shards} together"
         f"{', growing to them at first' if windows.grow else ''}; leave it out "
         "or choose another run_dir",
     )

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train import cli
-from train.config import DataConfig, S3Config, check
+from train.config import S3Config, ShardsConfig, check
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.prepared import PreparedData
 from train.data.shards import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
@@ -135,7 +135,7 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
         lines = list_shards(options.place, read_manifest(open_folder(options.place, s3)))
         print("\n".join(lines))
         return cli.DONE
-    data = PreparedData(DataConfig(path=options.place, cache_dir=options.cache_dir), s3, looks=False)
+    data = PreparedData(ShardsConfig(path=options.place, cache_dir=options.cache_dir), s3, looks=False)
     if options.command == "verify":
         faults = find_damage(data)
         print("\n".join(faults) or f"{options.place}: all {len(data.manifest.shards)} shards are whole")

@@ -47,12 +47,12 @@ Build = Callable[[Corpus, Place, Path], AbstractContextManager[Iterator[Tensor]]
 
 @contextmanager
 def ours(corpus: Corpus, place: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
-    from train.config import DataConfig, S3Config
+    from train.config import S3Config, ShardsConfig
     from train.data.batches import Batches
     from train.data.order import ShardSampler
     from train.data.prepared import PreparedData
 
-    cfg = DataConfig(path=place.location("ours"), cache_dir=str(cache))
+    cfg = ShardsConfig(path=place.location("ours"), cache_dir=str(cache))
     data = PreparedData(cfg, S3Config(endpoint=place.endpoint, region=REGION, path_style=True))
     sampler = ShardSampler(
         [shard.rows for shard in data.manifest.splits["train"]],

@@ -12,12 +12,24 @@ from train import cli
 from train.backend.ddp import DDP
 from train.checkpoints.loader import read
 from train.checkpoints.manifest import Manifest
-from train.config import BackendConfig, InputError, MLMConfig, TrainConfig, XLAConfig, check, flat
+from train.config import (
+    BackendConfig,
+    ClassifyConfig,
+    InputError,
+    MLMConfig,
+    QAConfig,
+    RecordsConfig,
+    ShardsConfig,
+    TrainConfig,
+    XLAConfig,
+    check,
+    flat,
+)
 from train.run_folder import differences
 from train.storage import Folder, make_folder
 from train.tasks import build_task
 
-TASKS = {"mlm": MLMConfig}
+TASKS = {"mlm": MLMConfig, "classify": ClassifyConfig, "qa": QAConfig}
 
 
 def read_config(folder: Folder) -> TrainConfig:
@@ -27,6 +39,7 @@ def read_config(folder: Folder) -> TrainConfig:
         found = OmegaConf.create(yaml.safe_load(folder.read("config.yaml")))
         schema = OmegaConf.structured(TrainConfig)
         schema.task = TASKS[found.task.kind]
+        schema.data = ShardsConfig if found.task.kind == "mlm" else RecordsConfig
         schema.backend = XLAConfig if "layers" in found.backend else BackendConfig
         config = OmegaConf.to_object(OmegaConf.merge(schema, found))
     except FileNotFoundError as error:

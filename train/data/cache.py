@@ -19,7 +19,7 @@ from typing import IO, Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train import machine
-from train.config import DataConfig, InputError, Unreachable, check
+from train.config import InputError, ShardsConfig, Unreachable, check
 from train.data.order import Windows
 from train.data.shards import Manifest, Shard
 from train.storage import make_folder
@@ -33,7 +33,7 @@ LOOK_EVERY_S = 0.25  # for the reasons of an absence
 STARTS_WITHIN_S = 20.0
 
 
-def cache_dir(cfg: DataConfig) -> Path:
+def cache_dir(cfg: ShardsConfig) -> Path:
     """What the settings say, or where the machine keeps such things."""
     if cfg.cache_dir is not None:
         return Path(cfg.cache_dir).expanduser()
@@ -173,7 +173,7 @@ class Room:
         )
 
 
-def limit_bytes(cfg: DataConfig, folder: Path, manifest: Manifest) -> int:
+def limit_bytes(cfg: ShardsConfig, folder: Path, manifest: Manifest) -> int:
     """What the shards of a data set may take on this disk. InputError if the disk has less than the settings say."""
     paths = [(shard.bytes, folder / shard.file) for shard in manifest.shards]
     present = sum(size for size, path in paths if path.is_file() or kept(path).is_file())
@@ -195,7 +195,7 @@ def free_bytes(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def open_cache(cfg: DataConfig, manifest: Manifest) -> Cache:
+def open_cache(cfg: ShardsConfig, manifest: Manifest) -> Cache:
     """The folder of a data set on this node, made if need be. InputError if it cannot be written."""
     folder = make_folder(cache_dir(cfg) / manifest.id[:16])
     (folder / "faults").mkdir(exist_ok=True)

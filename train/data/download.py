@@ -22,7 +22,7 @@ from tenacity import (
 )
 from tenacity.stop import stop_base
 
-from train.config import DataConfig, InputError, Unreachable
+from train.config import InputError, ShardsConfig, Unreachable
 from train.data.cache import Cache, kept
 from train.data.fetch import Client, Doubtful
 from train.data.shards import Manifest, Shard
@@ -70,7 +70,7 @@ class Part:
 class Downloader:
     """Shards of one data set. `obtain` may be called by several threads at once, for different shards."""
 
-    def __init__(self, source: S3Folder, cfg: DataConfig, manifest: Manifest, cache: Cache) -> None:
+    def __init__(self, source: S3Folder, cfg: ShardsConfig, manifest: Manifest, cache: Cache) -> None:
         self.source, self.cfg, self.cache = source, cfg, cache
         self.shards = manifest.shards
         self.lock = threading.Lock()

@@ -23,7 +23,7 @@ from typing import IO
 
 from tqdm import tqdm
 
-from train.config import DataConfig, InputError, check
+from train.config import InputError, ShardsConfig, check
 from train.data.cache import Cache, Room, flock, kept, lock
 from train.data.download import Downloader
 from train.data.order import ShardSampler
@@ -80,7 +80,7 @@ class Fetcher:
     def __init__(
         self,
         source: S3Folder,
-        cfg: DataConfig,
+        cfg: ShardsConfig,
         manifest: Manifest,
         cache: Cache,
         sampler: ShardSampler,

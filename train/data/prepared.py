@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from train.config import DataConfig, InputError, S3Config, check
+from train.config import InputError, S3Config, ShardsConfig, check
 from train.data.cache import Room, limit_bytes, open_cache
 from train.data.order import ShardSampler, Windows
 from train.data.shards import (
@@ -54,7 +54,7 @@ class NothingToDo:
 class PreparedData:
     """`folder` holds the tokenizer and, sooner or later, the shards. Raises InputError for data that will not do."""
 
-    def __init__(self, cfg: DataConfig, s3: S3Config, *, looks: bool = True) -> None:
+    def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
         """`looks`: whether local files are compared with the manifest at once, by their length."""
         self.cfg = cfg
         self.source = open_folder(cfg.path, s3)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import InputError, MLMConfig, TrainConfig, check
+from train.config import InputError, MLMConfig, ShardsConfig, TrainConfig, check
 from train.data.batches import MaskedRows
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.order import ShardSampler, Windows
@@ -32,7 +32,7 @@ class MaskedLMTask:
     """See `train.tasks.Task`."""
 
     def __init__(self, cfg: TrainConfig) -> None:
-        assert isinstance(cfg.task, MLMConfig)
+        assert isinstance(cfg.task, MLMConfig) and isinstance(cfg.data, ShardsConfig)
         self.model_config = cfg.model
         self.data = PreparedData(cfg.data, cfg.s3)
         self.folder, self.manifest = self.data.folder, self.data.manifest
