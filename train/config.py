@@ -367,6 +367,11 @@ class InstanceConfig:
     usd_per_hour: float | None = None  # on demand, one machine
     source: str | None = None  # where the figures are from, and the date
 
+    def peak_flops_per_s(self, precision: str) -> float | None:
+        """Of one rank's device."""
+        tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
+        return None if tflops is None else tflops * 1e12
+
 
 @dataclass(kw_only=True)
 class CheckpointConfig:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from train.checkpoints.progress import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches import Batch, Batches, InGroups
-from train.data.order import ShardSampler, Windows
+from train.data.buckets import BucketEvalOrder, BucketSampler
+from train.data.order import EvalOrder, ShardSampler, Windows
 from train.tasks import Task
 from train.together import together
 
@@ -41,6 +42,15 @@ def train_order(cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, prog
         f"{', growing to them at first' if windows.grow else ''}; leave it out "
         "or choose another run_dir",
     )
+    if task.buckets is not None:
+        return BucketSampler(
+            task.buckets.train,
+            seed=cfg.seed,
+            global_batch_size=plan.global_batch_size,
+            rank=backend.rank,
+            world_size=backend.world_size,
+            consumed_rows=progress.examples,
+        )
     return ShardSampler(
         task.shard_rows,
         seed=cfg.seed,
@@ -64,9 +74,20 @@ def train_batches(
         prefetch=cfg.data.prefetch,
         pin_memory=backend.pin_memory,
         # No batch may wait for a shard that only comes when batches are done with that wait for it.
-        most_together=max(1, order.window_rows // (plan.micro_batch_size * backend.world_size) - HELD_BACK),
+        most_together=max(1, order.window_rows // (plan.micro_batch_size * backend.world_size) - HELD_BACK)
+        if task.buckets is None
+        else 1,  # those drawn together have one shape
     )
     return iter(InGroups(as_own_failure(backend.feed(batches), backend), plan.accumulation))
+
+
+def eval_order(task: Task, backend: Backend, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
+    """This rank's batches of an evaluation. `collects`: only graphs are wanted, a batch of each length a rank."""
+    rank, world_size = backend.rank, backend.world_size
+    most = batch_size * world_size if collects else task.eval_rows
+    if task.buckets is None:
+        return EvalOrder(min(most, task.eval_rows), batch_size, rank, world_size)
+    return BucketEvalOrder(task.buckets.evaluation, batch_size=batch_size, rank=rank, world_size=world_size, most=most)
 
 
 def as_own_failure(batches: Iterator[Batch], backend: Backend) -> Iterator[Batch]:

@@ -6,8 +6,11 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +25,7 @@ from train.config import (
     make_plan,
 )
 from train.data.batches import Batches, failure_of
-from train.data.order import EvalOrder
-from train.feed import as_own_failure, check_same_data, train_batches, train_order
+from train.feed import as_own_failure, check_same_data, eval_order, train_batches, train_order
 from train.life import ENDS, Life, begin, leave_word, refusals
 from train.metrics import Recorder
 from train.monitor import open_monitor
@@ -81,7 +83,8 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     check_same_data(backend.share(task.data_id))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = task.build_model()
-    engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation)
+    lengths = 1 if task.buckets is None else len(task.buckets.lengths)
+    engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation, lengths=lengths)
     optimizer = build_optimizer(cfg.optim, engine.parameters, adamw=backend.adamw)
     backend.seed(cfg.seed)  # other dropout on every rank
     watch.phase("load", is_start=True)
@@ -89,7 +92,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     progress = recovery.load()
     recovery.optimizer = optimizer = backend.own(optimizer, engine.parameters, cfg.optim.max_grad_norm)
     known = facts(plan, task, backend, engine)
-    together(backend, lambda: folder.describe(cfg, life.identity, known) if backend.rank == 0 else None)
+    together(backend, lambda: folder.describe(cfg, life.identity, known, task.details) if backend.rank == 0 else None)
     logger.info(describe(plan, backend))
     num_blind = 0.0 if folder.is_remote else backend.sum([not folder.environment.is_file()])[0]
     order = train_order(cfg, plan, task, backend, progress)
@@ -97,7 +100,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     shares = num_blind == 0 or cfg.collect_graphs  # whose run folder is a temporary one of each machine
     check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
     batches = train_batches(cfg, plan, task, backend, order)
-    flops = task.flops_per_example(model)
+    flops = partial(task.flops_per_example, model)
     loss = beating(task.loss, watch)
     reason, stopping = "done", False
 
@@ -110,7 +113,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     with (
         supply,
         monitor,
-        Recorder(cfg, plan, folder, backend, task.seq_len, flops, progress, monitor) as recorder,
+        Recorder(cfg, plan, folder, backend, flops, lengths, progress, monitor) as recorder,
         recovery,
     ):
         recovery.begin(recorder)
@@ -122,11 +125,11 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
             recorder.begin_step()
             micro_batches = next(batches)
             recorder.data_ready()
-            labels = sum(batch["count"] for batch in micro_batches)
+            own = [sum(batch[key] for batch in micro_batches) for key in ("count", "tokens")]
             failure = failure_of(micro_batches) or recovery.look()
             watch.phase("agree", step=progress.step, is_start=recorder.is_first)
             asked = [life.stop.reason is not None, life.stop.saves_soon is not None]
-            count, num_stops, num_saves, num_failures = backend.sum([labels, *asked, failure is not None])
+            count, tokens, num_stops, num_saves, num_failures = backend.sum([*own, *asked, failure is not None])
             if num_failures:
                 raise_together(backend, failure)
             stopping = num_stops > 0 and progress.step + 1 < plan.total_steps  # the last step ends by itself
@@ -139,16 +142,19 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
             progress.examples += plan.global_batch_size
             supply.consumed(progress.examples)
             evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
-            recorder.end_step(evaluates, lr=lr, count=count, engine=engine, grad_norm=grad_norm)
+            seq_len = micro_batches[0]["inputs"]["input_ids"].shape[-1]
+            recorder.end_step(
+                evaluates, lr=lr, count=count, tokens=tokens, seq_len=seq_len, engine=engine, grad_norm=grad_norm
+            )
             if recorder.skips_in_a_row >= cfg.nonfinite.max_skips:
                 progress = recovery.roll_back()
                 continue
             progress.owes_evaluation = evaluates and stopping
-            validation_loss = evaluate(life, backend, engine, recorder) if evaluates and not stopping else None
+            score = evaluate(life, backend, engine, recorder) if evaluates and not stopping else None
             ends = stopping or progress.step == plan.total_steps or is_over(cfg, progress)
             if ends or recovery.is_due(num_saves):
                 watch.phase("save", step=progress.step)
-                recovery.save(validation_loss, is_last=ends)
+                recovery.save(score, is_last=ends)
             if stopping:
                 reason = who_asked(life, backend)
                 break
@@ -159,7 +165,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
             recorder.summary(reason, {**task.facts, **recovery.facts()})
     watch.phase("export", is_start=True)  # the others wait for rank 0
     if cfg.export and reason in ENDS:
-        meanwhile(backend, lambda: export(task, model, folder), watch.beat)
+        meanwhile(backend, lambda: export(life, recovery, model), watch.beat)
     return reason, progress.step
 
 
@@ -180,8 +186,10 @@ def describe(plan: Plan, backend: Backend) -> str:
     )
 
 
-def export(task: Task, model: nn.Module, folder: RunFolder) -> None:
-    task.export(model, folder.export)
+def export(life: Life, recovery: Recovery, model: nn.Module) -> None:
+    """Weights and tokenizer for transformers, and the card that goes with them; to the Hub, if asked for."""
+    task, folder = life.task, life.folder
+    task.export((recovery.best_model() if life.cfg.best.export else None) or model, folder.export)
     folder.mirror_export()
 
 
@@ -200,26 +208,34 @@ def is_over(cfg: TrainConfig, progress: Progress) -> bool:
 
 
 def evaluate(life: Life, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Take note of the validation data's metrics. Gives the loss; None where only the graph is wanted."""
+    """Take note of an evaluation. Gives what it counts by, lower being better: see config.BestConfig."""
     began_s = time.perf_counter()
-    metrics = validate(life, backend, engine, is_first=recorder.is_first_evaluation)
-    if metrics is None:
+    found = validate(life, backend, engine, is_first=recorder.is_first_evaluation)
+    if found is None:
         return None
+    metrics, rows = found
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
-    recorder.progress.saw(metrics["loss"], min_delta=life.cfg.early_stop.min_delta)
-    return metrics["loss"]
+    best, step = life.cfg.best, recorder.progress.step
+    score = metrics[best.metric] if best.lower_is_better else -metrics[best.metric]
+    if recorder.progress.saw(score, best.metric, min_delta=life.cfg.early_stop.min_delta):
+        write: Callable[[], None] = lambda: life.task.write_evaluation(rows, life.folder.folder, step=step)  # noqa: E731
+        meanwhile(backend, write, life.watch.beat)
+    return score
 
 
-def validate(life: Life, backend: Backend, engine: Engine, *, is_first: bool) -> dict[str, float] | None:
-    """Metrics over the validation data, each example once whatever the number of ranks. None where only the graph is
-    wanted: a batch for each rank, whose numbers mean nothing.
+def validate(
+    life: Life, backend: Backend, engine: Engine, *, is_first: bool
+) -> tuple[dict[str, float], np.ndarray] | None:
+    """Metrics over the validation data, each example once whatever the number of ranks, and on rank 0 what they are
+    from. None where only the graph is wanted: a batch for each rank, whose numbers mean nothing.
     """
     cfg, plan, task = life.cfg, life.plan, life.task
-    rows = task.eval_rows
-    if cfg.collect_graphs:
-        rows = min(rows, plan.micro_batch_size * backend.world_size)
-    order = EvalOrder(rows, plan.micro_batch_size, backend.rank, backend.world_size)
-    batches = Batches(task.eval_data(), order, batch_size=order.batch_size, num_workers=0, prefetch=1, pin_memory=False)
+    batch_size = cfg.eval_batch_size or plan.micro_batch_size
+    order = eval_order(task, backend, batch_size=batch_size, collects=cfg.collect_graphs)
+    most = None if task.buckets is None else 1  # drawn together: they have one shape
+    batches = Batches(
+        task.eval_data(), order, batch_size=batch_size, num_workers=0, prefetch=1, pin_memory=False, most_together=most
+    )
     failure: Exception | None = None
     found = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
@@ -229,14 +245,17 @@ def validate(life: Life, backend: Backend, engine: Engine, *, is_first: bool) ->
             if failure := failure_of([batch]):
                 break
             with backend.autocast():  # for each batch: casts of weights that outlive it make the next another graph
-                found.append(task.eval_sums(engine.model, batch["inputs"]))
+                found.append(task.eval_statistics(engine.model, batch["inputs"]))
     engine.model.train()
     if backend.sum([failure is not None])[0]:
         raise_together(backend, failure)
-    # Added up on the host in double precision: float32 on the device would lose counts past 2**24.
-    sums = torch.stack(backend.read(found)).double().sum(0).tolist()
-    sums = backend.sum(sums)
-    return None if cfg.collect_graphs else task.eval_metrics(sums)
+    shares = backend.gather({"rows": torch.cat(backend.read(found)).numpy()})
+    if cfg.collect_graphs:
+        return None
+    # On the host, in the order of the data: the same numbers to the last digit on any number of ranks.
+    merged = order.merged([share["rows"] for share in shares]) if shares else np.empty((0, 0))
+    metrics = meanwhile(backend, lambda: task.eval_metrics(merged), life.watch.beat)
+    return backend.share(metrics or {})[0], merged
 
 
 def facts(plan: Plan, task: Task, backend: Backend, engine: Engine) -> dict[str, object]:

@@ -10,13 +10,14 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from train.board import Board
-from train.config import InstanceConfig, Plan, TrainConfig
+from train.config import Plan, TrainConfig
 from train.lines import LineFile
 from train.monitor import Monitor, Sample
 from train.run_folder import RunFolder
@@ -40,6 +41,9 @@ class Window:
 
     steps: int = 0
     count: float = 0.0  # labels of all ranks
+    tokens: float = 0.0  # of all ranks, without padding
+    slots: float = 0.0  # with it
+    flops: float = 0.0  # of the model's arithmetic, all ranks; 0: unknown
     wait_s: float = 0.0  # this rank's, for data
     work_s: float = 0.0  # this rank's, waiting for data or in forward passes: without waiting for other ranks
     busy_s: float = 0.0  # in steps, data included; evaluation, saving and compiling left out
@@ -54,11 +58,12 @@ class Recorder:
     plan: Plan
     folder: RunFolder
     backend: Backend
-    seq_len: int
-    flops_per_example: float | None
+    flops_per_example: Callable[[int], float | None]  # of so many tokens, padding included
+    lengths: int  # that batches have
     progress: Progress
     monitor: Monitor
     window: Window = field(default_factory=Window)
+    total: Window = field(default_factory=Window)  # of this life: tokens, slots and flops
     train_s: float = 0.0
     steps_done: int = 0  # of this life
     last_loss: float = math.nan
@@ -73,7 +78,7 @@ class Recorder:
     @property
     def is_first(self) -> bool:
         """Whether nothing is compiled yet."""
-        return self.steps_done < COMPILED_STEPS
+        return self.steps_done < COMPILED_STEPS * self.lengths
 
     def __enter__(self) -> Recorder:
         self.file: LineFile | None = None
@@ -111,8 +116,12 @@ class Recorder:
         self.window.wait_s += wait_s
         self.window.work_s += wait_s
 
-    def end_step(self, reads: bool, *, lr: float, count: float, engine: Engine, grad_norm: Tensor) -> None:
+    def end_step(
+        self, reads: bool, *, lr: float, count: float, tokens: float, seq_len: int, engine: Engine, grad_norm: Tensor
+    ) -> None:
         """Take note of a step; every `log_every` of them, and when `reads`, read the device and write a line.
+
+        `count` labels and `tokens` of all ranks were in it, padded to `seq_len` tokens an example.
 
         Raises:
             FloatingPointError: loss or gradient are no longer numbers although the last step was not skipped; on all
@@ -122,6 +131,11 @@ class Recorder:
         window.steps += 1
         self.steps_done += 1
         window.count += count
+        examples = self.plan.global_batch_size
+        for each in (window, self.total):
+            each.tokens += tokens
+            each.slots += examples * seq_len
+            each.flops += examples * (self.flops_per_example(seq_len) or 0.0)
         is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
             local = [engine.take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
@@ -130,12 +144,8 @@ class Recorder:
             skipped, self.skips_in_a_row = (0, 0) if self.cfg.collect_graphs else self.backend.skipped()
             works = [window.work_s if rank == self.backend.rank else 0.0 for rank in range(self.backend.world_size)]
             found = self.backend.sum([*local, *works, *self.monitor.read().values()])
-            loss_sum_all, wait_s, works, readings = (
-                found[0],
-                found[1],
-                found[2 : 2 + len(works)],
-                found[2 + len(works) :],
-            )
+            (loss_sum_all, wait_s), found = found[:2], found[2:]
+            works, readings = found[: len(works)], found[len(works) :]
         self.bar.update()
         compile_s = self.backend.graphs().compile_s - self.compiled_s
         window.compile_s += compile_s
@@ -166,14 +176,13 @@ class Recorder:
             )
 
     def _write_train(self, step: int, lr: float, grad_norm: float, wait_s: float, sample: Sample) -> None:
-        window, batch = self.window, self.plan.global_batch_size
-        examples_per_s = window.steps * batch / window.busy_s
+        window = self.window
         line = {
             "step": step,
             "loss": self.last_loss,
             "lr": lr,
             "grad_norm": grad_norm,
-            "tokens_per_s": examples_per_s * self.seq_len,
+            "tokens_per_s": window.tokens / window.busy_s,
             "data_wait_s": wait_s,
             "step_s": window.busy_s / window.steps,
             "examples": self.progress.examples,
@@ -181,12 +190,14 @@ class Recorder:
             "goodput": self.goodput(),
             **self.stragglers.fields,
         }
-        mfu = self.mfu(examples_per_s)
+        mfu = self.mfu(window.flops / window.busy_s)
         if mfu is not None:
             line["mfu"] = mfu
+        if window.tokens < window.slots:
+            line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
-        line |= sample.fields(peak_flops_per_s=peak_flops_per_s(self.cfg.instance, self.backend.precision))
+        line |= sample.fields(peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision))
         self.write("train", line)
         if sample.num_alarms:  # of all machines: the ranks see one number, so all of them gather
             for found in self.backend.gather({"alarms": self.monitor.alarms()}):
@@ -203,12 +214,10 @@ class Recorder:
             + (f"  compiled {window.compile_s:.1f} s" if window.compile_s else "")
         )
 
-    def mfu(self, examples_per_s: float) -> float | None:
+    def mfu(self, flops_per_s: float) -> float | None:
         """Share of the devices' peak that the model's own arithmetic uses; None where either is unknown."""
-        peak = peak_flops_per_s(self.cfg.instance, self.backend.precision)
-        if peak is None or self.flops_per_example is None:
-            return None
-        return examples_per_s * self.flops_per_example / (peak * self.backend.world_size)
+        peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
+        return flops_per_s / (peak * self.backend.world_size) if peak and flops_per_s else None
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
         self.is_first_evaluation = False
@@ -242,9 +251,7 @@ class Recorder:
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """The last line of this life of the run. Unknown figures are null."""
-        examples = self.steps_done * self.plan.global_batch_size
-        tokens = examples * self.seq_len
-        graphs = self.backend.graphs()
+        tokens, graphs = int(self.total.tokens), self.backend.graphs()
         self.write(
             "summary",
             {
@@ -257,7 +264,7 @@ class Recorder:
                 "executions": graphs.executed,
                 "tokens": tokens,
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
-                "mfu": self.mfu(examples / self.train_s) if self.train_s else None,
+                "mfu": self.mfu(self.total.flops / self.train_s) if self.train_s else None,
                 "cost_usd": self.cost_usd(),
                 "goodput": self.goodput(),
                 "productive_s": self.progress.productive_s,
@@ -289,8 +296,3 @@ class Recorder:
 def finite(value: Any) -> bool:
     """JSON has no NaN."""
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def peak_flops_per_s(instance: InstanceConfig, precision: str) -> float | None:
-    tflops = instance.device_tflops_fp32 if precision == "fp32" else instance.device_tflops_bf16
-    return None if tflops is None else tflops * 1e12

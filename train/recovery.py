@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from train import goodput
-from train.checkpoints.loader import Loaded, load
-from train.checkpoints.manifest import NoneValid
+from train.checkpoints.loader import Loaded, load, read
+from train.checkpoints.manifest import Damaged, NoneValid
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import open_store
-from train.config import flat
+from train.config import InputError, flat
 from train.metrics import Recorder, Window
 from train.run_folder import environment
 from train.together import together
@@ -213,6 +213,27 @@ class Recovery:
         if since and since[-1] == steps[-1] and len(since) < len(steps):
             for step in since:
                 self.store.put_aside(step, "rolled-back")
+
+    def best_model(self) -> nn.Module | None:
+        """On the host, the model as the best evaluation found it, on rank 0; None if that is how it is now.
+
+        Raises InputError if the checkpoint of the best evaluation is no longer whole.
+        """
+        step = self.recorder.progress.best_step
+        if step is None or step == self.recorder.progress.step:
+            return None
+        try:
+            path = self.store.fetch(step)
+        except Damaged as error:
+            raise InputError(
+                f"best.export=true, and the checkpoint of the best evaluation, step {step}, is not to be had "
+                f"({error}); best.export=false exports the last weights"
+            ) from error
+        logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
+        model = self.life.task.build_model()
+        model.load_state_dict(read(path / "model.pt", self.backend))
+        self.store.let_go(path)
+        return model
 
     # ---- at the end ----------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from train.s3 import S3Folder
 
 logger = logging.getLogger("train")
-MIRRORED = ("environment.json", "config.yaml", "metrics.jsonl", "log/rank_0000.txt")
+MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
 PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
@@ -106,12 +106,16 @@ class RunFolder:
         if not (here.is_file() and here.read_bytes().startswith(content[: content.rfind(b"\n") + 1])):
             write_atomic(here, content)
 
-    def describe(self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Write config.yaml and environment.json. Rank 0 calls it."""
+    def describe(
+        self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
+    ) -> None:
+        """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
         # The environment first: it is what tells the folder from somebody else's.
         found = {"identity": identity, "first_started_unix_s": self.first_started_unix_s(), **environment(), **facts}
         write_atomic(self.environment, canonical_json(found))
         write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+        if details:
+            write_atomic(self.path / "data.json", canonical_json(details))
         self.mirror()
 
     def first_started_unix_s(self) -> float:

@@ -44,8 +44,10 @@ class Backend(Protocol):
     local_world_size: int
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
 
-    def wrap(self, model: nn.Module, *, accumulation: int) -> nn.Module:
-        """Put the model on the device; its gradients will be reduced over the ranks once a step."""
+    def wrap(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> nn.Module:
+        """Put the model on the device; its gradients will be reduced over the ranks once a step. `lengths`: how many
+        shapes batches have.
+        """
 
     def own(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None

@@ -52,7 +52,7 @@ class DDP(Hosts):
             if seen != self.world_size:
                 raise RuntimeError(f"{seen:g} ranks answered, WORLD_SIZE says {self.world_size}")
 
-    def wrap(self, model: Any, *, accumulation: int) -> nn.Module:
+    def wrap(self, model: Any, *, accumulation: int, lengths: int = 1) -> nn.Module:
         tied = guards.tied_names(model)
         model.to(self.device)
         guards.tie(model, tied)

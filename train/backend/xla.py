@@ -110,7 +110,7 @@ class XLA(Hosts):
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def wrap(self, model: nn.Module, *, accumulation: int) -> nn.Module:
+    def wrap(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> nn.Module:
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)
@@ -121,7 +121,7 @@ class XLA(Hosts):
         self.skips = nonfinite.Skips(self.device)
         self._arrange_layers(model)
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
-        self.budget.limit = self.cfg.max_graphs or training + 1  # and one for evaluation
+        self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
         return model
 
     def _arrange_layers(self, model: Any) -> None:

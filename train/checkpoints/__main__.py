@@ -90,8 +90,8 @@ def table(folder: Folder, store: Store) -> Iterator[str]:
 
 
 def row(manifest: Manifest) -> list[str]:
-    loss = "-" if manifest.metric is None else f"{manifest.metric:.4f}"
-    numbers = [str(manifest.step), size(manifest), loss, str(manifest.world_size)]
+    score = "-" if manifest.metric is None else f"{abs(manifest.metric):.4f}"
+    numbers = [str(manifest.step), size(manifest), score, str(manifest.world_size)]
     return [*numbers, manifest.backend, str(manifest.fence)]
 
 
@@ -196,7 +196,8 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
             print(f"passed over: step {each}: {error}", file=sys.stderr)
     found = best(whole)
     if found is not None:
-        return found, f"the best (validation loss {whole[found].metric:.4f})"
+        name = whole[found].settings.get("best.metric", "loss")
+        return found, f"the best (validation {name} {abs(whole[found].metric or 0.0):.4f})"
     newest = newest_valid(store)
     if newest is None:
         raise InputError(f"{store.location} holds no valid checkpoint; verify says what is wrong")

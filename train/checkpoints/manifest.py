@@ -41,7 +41,7 @@ class Manifest:
     progress: dict[str, Any]
     world_size: int
     backend: str
-    metric: float | None  # validation loss at this step, if it was evaluated
+    metric: float | None  # of an evaluation of this step, lower is better: best.metric, or minus that
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"bytes", "sha256"}
     folder: str = ""  # in S3: where the files are, below the step

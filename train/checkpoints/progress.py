@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -11,7 +12,8 @@ class Progress:
     examples: int = 0  # sequences drawn by all ranks: the place in the data. More than step * batch after a rollback
     window_shards: int | None = None  # shuffled together; None: not yet decided
     windows_grow: bool = False
-    best_loss: float | None = None  # of the evaluations so far
+    best_loss: float | None = None  # of the evaluations so far: best_metric, negative if more of it is better
+    best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
     owes_evaluation: bool = False  # of this step: the run was asked to stop, and had no time for it
@@ -20,11 +22,15 @@ class Progress:
     productive_s: float = 0.0  # in steps that were not lost
     window: dict[str, float] = field(default_factory=dict)  # of the metrics, since their last line
 
-    def saw(self, loss: float, *, min_delta: float) -> bool:
-        """Take note of an evaluation; whether it is better than all before."""
-        is_better = self.best_loss is None or loss < self.best_loss - min_delta
+    def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
+        """Take note of an evaluation; whether it is better than all before by the same metric. Lower is better, and
+        less than `min_delta` better does not count against early stopping.
+        """
+        before = self.best_loss if metric == self.best_metric else None
+        is_better = not math.isnan(score) and (before is None or score < before)
+        self.evals_since_best += 1
         if is_better:
-            self.best_loss, self.best_step, self.evals_since_best = loss, self.step, 0
-        else:
-            self.evals_since_best += 1
+            if before is None or score < before - min_delta:
+                self.evals_since_best = 0
+            self.best_metric, self.best_loss, self.best_step = metric, score, self.step
         return is_better

@@ -55,6 +55,6 @@ class Retention:
 
 
 def best(manifests: dict[int, Manifest]) -> int | None:
-    """The step of the lowest validation loss; None if none was evaluated."""
+    """The step of the best evaluation, of equal ones the first; None if none was evaluated."""
     losses = {step: manifest.metric for step, manifest in manifests.items() if manifest.metric is not None}
-    return min(losses, key=lambda step: (losses[step], -step)) if losses else None
+    return min(losses, key=lambda step: (losses[step], step)) if losses else None

@@ -1,7 +1,7 @@
 """Sequences to batches of fixed shape, and the loader that prepares them beside the training step.
 
-A batch is a dict of host tensors under "inputs" and the number of labels in it as "count": a plain int, so that the
-global count is known on the host before the forward pass.
+A batch is a dict of host tensors under "inputs" and, as plain numbers, that of its labels under "count" and of its
+tokens under "tokens": so the global count is known on the host before the forward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Drawable(Protocol):
     """A data set that makes several micro batches at once."""
 
     def draw(self, items: np.ndarray) -> Batch:
-        """Of items [K, B]: "inputs", each tensor [K, B, ...], and "count", K numbers of labels."""
+        """Of items [K, B]: "inputs", each tensor [K, B, ...], "count", K numbers (or weights) of labels, and "tokens",
+        K numbers of tokens without padding.
+        """
 
 
 class MaskedRows:
@@ -58,7 +60,12 @@ class MaskedRows:
             "positions": torch.from_numpy(np.stack([one.positions for one in masked])),
             "labels": torch.from_numpy(labels),
         }
-        return {"inputs": inputs, "count": (labels != IGNORE_INDEX).sum((1, 2)).tolist()}
+        tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
+        return {
+            "inputs": inputs,
+            "count": (labels != IGNORE_INDEX).sum((1, 2)).tolist(),
+            "tokens": tokens_each.tolist(),
+        }
 
 
 class Together(Dataset[Batch]):
@@ -88,7 +95,7 @@ class Together(Dataset[Batch]):
                 failure = {"failure": error}
                 break
             good += 1
-        drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else {"inputs": {}, "count": []}
+        drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else {"inputs": {}, "count": [], "tokens": []}
         return {**drawn, **failure}
 
 
@@ -137,10 +144,11 @@ class Batches:
         source = map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
         for drawn in source:
             parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
-            for number, count in enumerate(drawn["count"]):
-                yield {"inputs": {name: tensors[number] for name, tensors in parts.items()}, "count": count}
+            for number, (count, tokens) in enumerate(zip(drawn["count"], drawn["tokens"], strict=True)):
+                inputs = {name: tensors[number] for name, tensors in parts.items()}
+                yield {"inputs": inputs, "count": count, "tokens": tokens}
             if "failure" in drawn:
-                yield {"inputs": {}, "count": 0, "failure": drawn["failure"]}
+                yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}
                 return
 
 

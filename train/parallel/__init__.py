@@ -28,9 +28,12 @@ class Engine(Protocol):
         """This rank's loss sum since it was last taken. It is kept on the device: this waits for it."""
 
 
-def build_engine(cfg: ParallelConfig, backend: Backend, model: nn.Module, *, accumulation: int) -> Engine:
+def build_engine(
+    cfg: ParallelConfig, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int = 1
+) -> Engine:
+    """`lengths`: how many shapes batches have."""
     from train.parallel import data
 
     table = {"data": data.DataParallel}
     check_choice("parallel.name", cfg.name, tuple(table))
-    return table[cfg.name](backend, model, accumulation=accumulation)
+    return table[cfg.name](backend, model, accumulation=accumulation, lengths=lengths)

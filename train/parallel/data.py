@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class DataParallel:
     """See `train.parallel.Engine`."""
 
-    def __init__(self, backend: Backend, model: nn.Module, *, accumulation: int) -> None:
+    def __init__(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int = 1) -> None:
         self.backend, self.model = backend, model
-        self.wrapped = backend.wrap(model, accumulation=accumulation)
+        self.wrapped = backend.wrap(model, accumulation=accumulation, lengths=lengths)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.loss_sum = torch.zeros(1).to(backend.device)
 

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
-from train.config import TrainConfig, check_choice
+from train.config import TrainConfig, check, check_choice
 
 if TYPE_CHECKING:
     from train.data.batches import Drawable
+    from train.data.buckets import Buckets
     from train.data.order import ShardSampler, Windows
     from train.data.prepared import Supply
+    from train.storage import Folder
+
+
+TASKS = ("mlm", "classify", "qa")  # modules of this folder
 
 
 class Task(Protocol):
-    """Batches, the loss as a sum, and what an evaluation adds up."""
+    """Batches, the loss as a sum, and what an evaluation finds."""
 
     shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
     train_rows: int  # their sum
     eval_rows: int
-    seq_len: int  # tokens
+    buckets: Buckets | None  # the lengths of batches, where there are several
+    metrics: tuple[str, ...]  # names that eval_metrics gives; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes on the same only
     facts: dict[str, float]  # of the data, for metrics and report
+    details: dict[str, Any]  # of the data, for run_dir/data.json; empty: there is none
 
     def verify_data(self) -> None:
         """Compare the data with its checksums; InputError names what is damaged."""
@@ -44,22 +53,27 @@ class Task(Protocol):
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Loss summed over the labels of a micro batch (a scalar); the loop divides by the global count."""
 
-    def eval_sums(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """[n] float32 statistics of a batch that may be added over batches and ranks."""
+    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, n] float32 of each example of a batch."""
 
-    def eval_metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Metrics by their usual names out of the added statistics; "loss" is the one that early stopping watches."""
+    def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
+        """Metrics by their usual names out of the statistics [eval_rows, n], in the order of the data."""
 
-    def flops_per_example(self, model: nn.Module) -> float | None: ...
+    def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
+        """Leave predictions and tables of an evaluation that is better than all before; rank 0."""
+
+    def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
+        """To train on one of `seq_len` tokens, padding included."""
 
     def export(self, model: nn.Module, folder: Path) -> None: ...
 
 
 def build_task(cfg: TrainConfig) -> Task:
     """The task of a run, its data opened and checked. Raises InputError for data that will not do."""
-    from train.tasks import mlm  # here, so that a task's imports are paid by its own runs
-
-    table: dict[str, Any] = {"mlm": mlm.build}
-    check_choice("task.kind", cfg.task.kind, tuple(table))
-    task: Task = table[cfg.task.kind](cfg)
+    check_choice("task.kind", cfg.task.kind, TASKS)
+    task: Task = import_module(f"train.tasks.{cfg.task.kind}").build(cfg)  # a task's imports are paid by its own runs
+    check(
+        cfg.best.metric in task.metrics,
+        f"best.metric={cfg.best.metric} is none of this task's: {', '.join(task.metrics)}",
+    )
     return task

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from train.data.prepared import PreparedData, Supply
 from train.data.tokenizer import check_same_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
 from train.models.flops import train_flops_per_sequence
+from train.storage import Folder
 
 
 def build(cfg: TrainConfig) -> MaskedLMTask:
@@ -68,6 +70,8 @@ class MaskedLMTask:
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         if cfg.eval_examples is not None:
             self.eval_rows = min(self.eval_rows, cfg.eval_examples)
+        self.buckets, self.metrics = None, ("loss", "perplexity", "masked_accuracy")
+        self.details: dict[str, Any] = {}
         self.facts = {"unigram_entropy": self.manifest.counts["unigram_entropy"]}
 
     def verify_data(self) -> None:
@@ -93,27 +97,31 @@ class MaskedLMTask:
         logits, labels = self._logits(model, inputs)
         return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
-    def eval_sums(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Loss sum, right predictions, predictions."""
+    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, 3]: loss sum, right predictions, predictions of each sequence."""
         logits, labels = self._logits(model, inputs)
-        loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return torch.stack([loss_sum, (logits.argmax(-1) == labels).sum(), (labels != IGNORE_INDEX).sum()]).float()
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+        found = torch.stack([losses, (logits.argmax(-1) == labels).float(), (labels != IGNORE_INDEX).float()], -1)
+        return found.unflatten(0, inputs["labels"].shape).sum(1)
 
     def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Logits [B * P, V] in float32 and labels [B * P]."""
         logits = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
         return logits.flatten(0, 1).float(), inputs["labels"].flatten()
 
-    def eval_metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        loss_sum, right, count = sums
+    def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
+        loss_sum, right, count = rows.sum(0, dtype=np.float64).tolist()
         if count == 0:
             raise InputError("the validation sequences hold nothing to predict; raise task.mask_rate")
         loss = loss_sum / count
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": right / count}
 
-    def flops_per_example(self, model: nn.Module) -> float | None:
+    def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
+        """Nothing: its metrics are all there is."""
+
+    def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, MaskedLM)
-        return train_flops_per_sequence(model.network.config, seq_len=self.seq_len, predictions=self.predictions)
+        return train_flops_per_sequence(model.network.config, seq_len=seq_len, predictions=self.predictions)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """The model and its tokenizer, for AutoModelForMaskedLM.from_pretrained(folder)."""
