@@ -16,6 +16,7 @@ pytest_plugins = ["s3_fixtures", "streaming"]
 # Autograd counts the devices at a process's first backward pass: that of XLA has to be open by then, for the tests that
 # train both ways in this process. Its compiler takes a quarter of the time without optimising.
 os.environ |= {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 if importlib.util.find_spec("torch_xla") is not None:
     import torch_xla
 
@@ -39,7 +40,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def quiet_world() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 

@@ -26,7 +26,10 @@ ROWS = [
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.report_run"],
     ["train.checkpoints"],
+    ["train.report_data"],
     ["train.report_figures"],
+    ["train.card"],
+    ["train.hub"],
     ["train.feed", "train.life", "train.recovery"],
     [
         "train.loop",
@@ -36,6 +39,8 @@ ROWS = [
         "train.precompile",
         "train.shards",
         "train.convert",
+        "train.records",
+        "train.predict",
     ],
     ["train.__main__"],
 ]
@@ -46,12 +51,16 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "pynvml": {"train/monitor.py", "train/doctor/checks.py"},
     "matplotlib": {"train/report_figures.py"},
     "jinja2": {"train/report.py"},
+    "huggingface_hub": {"train/hub.py", "train/card.py"},
+    "sklearn": {"train/tasks/scores.py"},
     "hydra": {"train/cli.py"},
     "transformers": {
         "train/data/tokenizer.py",
         "train/models/encoder.py",
         "train/models/layers.py",
         "train/models/flops.py",
+        "train/models/heads.py",
+        "train/models/source.py",
     },
 }
 MAX_FILE, MAX_FUNCTION = 300, 60  # lines

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import finished_run
 import pytest
 
-from train import report, report_figures
+from train import report, report_data, report_figures
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -394,6 +395,136 @@ def test_what_an_older_or_a_killed_run_does_not_tell_is_unknown(tmp_path: Path) 
     # Goodput as of the newest line; since the summary there may have been rollbacks.
     assert [texts[label] for label in new] == ["50.0%", "0", "0", "unknown", "7"]
     assert ["Goodput", "unknown", "90.0%"] in report.table([old, ended])
+
+
+# ---- labelled data and its evaluation ------------------------------------------------------------------------------
+
+
+def records_of(run: Path) -> report_data.Records:
+    found = report_data.read_records(run)
+    assert found is not None
+    return found
+
+
+def change(run: Path, name: str, **changes: Any) -> None:
+    (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), **changes}))
+
+
+def shown(html: str) -> str:
+    """The words of a report."""
+    return " ".join(re.sub(r"<[^>]+>", " ", html.split("<main>")[1]).split())
+
+
+def test_data_and_evaluation_of_a_run_are_shown(tmp_path: Path) -> None:
+    run = finished_run.write(tmp_path / "run")
+    assert report.main([str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    words = shown(html)
+    assert "Bad rows, left out 2 0" in words
+    assert "Left out by data.label_map 7 0" in words
+    assert "Padding, of all tokens 25.0% 37.5%" in words
+    assert "positive 100 (10.0%) 20 (20.0%)" in words  # training first, whatever the file's order
+    assert "Best evaluation, at step 20" in words
+    assert "neutral 0.7000 0.8000 0.7467 30" in words
+    assert "accuracy 0.8100 0.6600" in words
+    assert "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;" in words  # escaped
+    pngs = {path.stem for path in (run / "report").glob("*.png")}
+    assert {"labels", "lengths", "confusion_1"} <= pngs and "confusion_2" not in pngs
+    assert html.count("data:image/png;base64,") == len(pngs)
+
+
+def test_figures_hold_the_numbers_of_the_files(tmp_path: Path) -> None:
+    records = records_of(finished_run.write(tmp_path / "run"))
+    (bars,) = report_figures.label_bars(records).axes
+    assert [round(bar.get_width(), 3) for bar in bars.patches] == [0.6, 0.3, 0.1, 0.5, 0.3, 0.2]
+    (steps,) = report_figures.length_steps(records).axes
+    stairs = [patch.get_data() for patch in steps.patches]
+    assert [list(each.values) for each in stairs] == [[0.1, 0.2, 0.3, 0.4]] * 2
+    assert list(stairs[0].edges) == [0, 8, 16, 32, 64]
+    assert {line.get_xdata()[0] for line in steps.lines if len(line.get_xdata())} == {32, 64}  # what is padded to
+    assert [label.strip() for label in steps.get_legend_handles_labels()[1]] == [
+        "train, 25.0% padding",
+        "validation, 37.5% padding",
+        "padded to",
+    ]
+    matrix, _ = report_figures.heat_map(records.evaluated[0]).axes
+    assert matrix.images[0].get_array()[2].tolist() == [0.25, 0.25, 0.5]
+    assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted", "true")
+    assert {text.get_text() for text in matrix.texts} >= {"44\n88%", "10\n50%"}
+
+
+def test_many_labels_stay_readable(tmp_path: Path) -> None:
+    run = finished_run.write(tmp_path / "run")
+    names, number = [f"label-{place}-{'x' * 60}" for place in range(90)], report_figures.MAX_LABELS
+    matrix = [[int(row == column) for column in range(90)] for row in range(90)]
+    split = {"label_counts": {name: place for place, name in enumerate(names)}}
+    change(run, "data.json", labels=names, splits={"train": split})
+    change(run, "evaluation.json", splits={"validation": {"labels": names, "confusion": matrix}})
+    records = records_of(run)
+    (bars,) = report_figures.label_bars(records).axes
+    assert len(bars.patches) == number and f"of {len(names)} labels" in bars.get_title()
+    assert max(len(label.get_text()) for label in bars.get_yticklabels()) <= 40
+    assert not report_figures.heat_map(records.evaluated[0]).axes[0].texts
+    assert report.main([str(run)]) == 0
+
+
+def test_runs_are_compared_label_by_label(tmp_path: Path) -> None:
+    runs = [finished_run.write(tmp_path / name) for name in ("a", "b")]
+    runs.append(write_run(tmp_path / "pretraining", whole_run()))
+    classes = {"negative": {"f1": 0.25}, "extra": {"f1": 1.0}}
+    change(runs[1], "evaluation.json", splits={"validation": {"per_class": classes}})
+    assert report.main([str(run) for run in runs]) == 0
+    words = shown((tmp_path / "report" / "report.html").read_text())
+    assert "F1 at the best evaluation a b pretraining validation: negative 0.8899 0.2500 unknown" in words
+    assert "validation: extra unknown 1.0000 unknown" in words
+    assert not (tmp_path / "report" / "labels.png").exists()
+
+
+def test_a_run_without_such_files_is_shown_as_before(tmp_path: Path) -> None:
+    run = report.read_run(write_run(tmp_path / "run", whole_run()))
+    words = shown(report.render([run], tmp_path / "out").read_text())
+    assert report_data.read_records(run.path) is None
+    for word in ("Data", "Best evaluation", "Labels", "Bad rows"):
+        assert f" {word} " not in words
+    two = [run, report.read_run(write_run(tmp_path / "other", whole_run()))]
+    assert "F1" not in shown(report.render(two, tmp_path / "both").read_text())
+
+
+def test_question_answering_has_no_labels(tmp_path: Path) -> None:
+    run = finished_run.write(tmp_path / "run")
+    split = {"rows": 120, "examples": 100, "label_counts": {}, "notes": {"cut_questions": 3.0}}
+    change(run, "data.json", kind="qa", labels=[], splits={"train": split})
+    judged = {"metrics": {"exact_match": 71.5, "f1": 80.25, "loss": None}, "threshold": -1.5, "windows": 1200}
+    change(run, "evaluation.json", splits={"validation": judged})
+    assert report.main([str(run)]) == 0
+    words = shown((run / "report" / "report.html").read_text())
+    assert "exact match 71.5000 f1 80.2500 threshold -1.5000 windows 1,200" in words
+    assert "Cut questions 3" in words and "Precision Recall" not in words
+    assert not (run / "report" / "labels.png").exists()
+
+
+DAMAGED = [
+    ("data.json", "[1]", "expected a mapping"),
+    ("data.json", "{", "Expecting"),
+    ("data.json", '{"splits": [1]}', "splits holds [1], not dict"),
+    ("data.json", '{"labels": [3]}', "labels holds 3, not str"),
+    ("data.json", '{"splits": {"train": {"rows": "many"}}}', 'rows holds "many", not int'),
+    ("data.json", '{"splits": {"train": {"rows": NaN}}}', "rows holds NaN"),
+    ("data.json", '{"splits": {"train": {"length_histogram": {"up_to": [1], "counts": [1, 2]}}}}', "2 counts up to 1"),
+    ("evaluation.json", '{"splits": {"validation": {"labels": ["a", "b"], "confusion": [[1, 2]]}}}', "is no square"),
+    ("evaluation.json", '{"splits": {"validation": {"per_class": {"a": {"f1": true}}}}}', "a.f1 holds true"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
+def test_damaged_words_on_the_data_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: str
+) -> None:
+    run = finished_run.write(tmp_path / "run")
+    (run / name).write_text(content)
+    found = refused(capsys, run)
+    assert f"{run / name} is damaged: " in found and said in found
+    assert not (run / "report").exists()
 
 
 # ---- what it refuses -----------------------------------------------------------------------------------------------

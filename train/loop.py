@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from train import card
 from train.backend import Backend, open_backend
 from train.checkpoints.progress import Progress
 from train.config import (
@@ -26,6 +27,7 @@ from train.config import (
 )
 from train.data.batches import Batches, failure_of
 from train.feed import as_own_failure, check_same_data, eval_order, train_batches, train_order
+from train.hub import check_push, push
 from train.life import ENDS, Life, begin, leave_word, refusals
 from train.metrics import Recorder
 from train.monitor import open_monitor
@@ -50,6 +52,7 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     """
     with refusals(cfg):
         check_launch(cfg, os.environ)
+        check_push(cfg)
         task = build_task(cfg)
         plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
         identity = identity_of(cfg, plan, task.data_id)
@@ -188,9 +191,12 @@ def describe(plan: Plan, backend: Backend) -> str:
 
 def export(life: Life, recovery: Recovery, model: nn.Module) -> None:
     """Weights and tokenizer for transformers, and the card that goes with them; to the Hub, if asked for."""
-    task, folder = life.task, life.folder
-    task.export((recovery.best_model() if life.cfg.best.export else None) or model, folder.export)
+    cfg, task, folder = life.cfg, life.task, life.folder
+    task.export((recovery.best_model() if cfg.best.export else None) or model, folder.export)
+    card.write(folder)
     folder.mirror_export()
+    if cfg.hub.push_to is not None:
+        push(folder, cfg.hub.push_to, private=cfg.hub.private)
 
 
 def beating(loss: LossFunction, watch: Watchdog) -> LossFunction:

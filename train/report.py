@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check
-from train.report_figures import MAX_POINTS, PANELS, draw, eval_panels, labels, look, printable, x_axis
+from train.report_data import (
+    Records,
+    bad_rows,
+    classes_table,
+    f1_comparison,
+    labels_table,
+    metrics_table,
+    read_records,
+    splits_table,
+)
+from train.report_figures import MAX_POINTS, PANELS, data_figures, draw, eval_panels, labels, look, printable, x_axis
 from train.report_run import Line, Run, number, read_run, summarise
 
 # ---- table ---------------------------------------------------------------------------------------------------------
@@ -125,7 +135,7 @@ def why_unknown(run: Run, figure: str, precision: object) -> str:
     return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
 
 
-def describe(run: Run, label: str, place: int) -> dict[str, Any]:
+def describe(run: Run, records: Records | None, label: str, place: int) -> dict[str, Any]:
     """What the template shows of one run."""
     summary = summarise(run)
     return {
@@ -137,19 +147,40 @@ def describe(run: Run, label: str, place: int) -> dict[str, Any]:
             key: why_unknown(run, key, summary["precision"]) for key in ("mfu", "cost_usd") if summary[key] is None
         },
         "faults": [(fault_step(line), as_text(line.get("reason"))) for line in run.lines["fault"]],
+        "bad_rows": [(split, printable(text)) for split, text in bad_rows(records)],
         "config": [(key, as_text(value)) for key, value in run.config.items()],
         "environment": [(key, as_text(value)) for key, value in run.environment.items()],
     }
+
+
+def sections(records: Records) -> list[tuple[str, list[tuple[str, list[list[str]]]]]]:
+    """(title, [(caption, table)]) of what is known of the data and of the best evaluation; empty ones left out."""
+    judged = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
+    found = [
+        ("Data", [("", splits_table(records)), ("", labels_table(records))]),
+        (
+            "Best evaluation" if records.step is None else f"Best evaluation, at step {records.step:,}",
+            [("", metrics_table(records)), *judged],
+        ),
+    ]
+    shown = [(title, [(caption, printed(rows)) for caption, rows in tables if rows]) for title, tables in found]
+    return [(title, tables) for title, tables in shown if tables]
+
+
+def printed(rows: list[list[str]]) -> list[list[str]]:
+    return [[printable(cell) for cell in row] for row in rows]
 
 
 def render(runs: list[Run], output: Path) -> Path:
     """Write report.html and its PNGs to a folder; returns the path of the HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    x = x_axis(runs)
+    read, names, x = [read_records(run.path) for run in runs], labels(runs), x_axis(runs)
     drawn = [(panel, draw(panel, runs, x)) for panel in (*PANELS, *eval_panels(runs))]
     figures = [(panel, png) for panel, png in drawn if png is not None]
-    described = [describe(run, label, place) for place, (run, label) in enumerate(zip(runs, labels(runs), strict=True))]
+    only = read[0] if len(runs) == 1 else None
+    pictures = list(data_figures(only)) if only is not None else []
+    described = [describe(*each, place) for place, each in enumerate(zip(runs, read, names, strict=True))]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     html = environment.get_template("report.html.j2").render(
@@ -157,11 +188,15 @@ def render(runs: list[Run], output: Path) -> Path:
         table=table([run["summary"] for run in described]),
         differences=config_differences(runs),
         figures=[(panel.title, base64.b64encode(png).decode()) for panel, png in figures],
+        sections=sections(only) if only is not None else [],
+        pictures=[(title, base64.b64encode(png).decode()) for _, title, png in pictures],
+        comparison=f1_comparison(read, names) if len(runs) > 1 else [],
         by_sequences=x == "examples",
         averaged=any(len(run.lines["train"]) > MAX_POINTS for run in runs),
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    files = {f"{panel.name}.png": png for panel, png in figures} | {"report.html": html.encode()}
+    files = {f"{panel.name}.png": png for panel, png in figures} | {f"{name}.png": png for name, _, png in pictures}
+    files["report.html"] = html.encode()
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

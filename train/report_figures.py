@@ -12,13 +12,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from train.report_data import Evaluated, Records, label_names
 from train.report_run import LOWER_IS_BETTER, Line, Run, number, scores, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: apart for colour-blind eyes
 DASHES = ("-", "--", ":", "-.")  # the second six runs are dashed, and so on
+MAX_LABELS, MAX_NUMBERED = 40, 12  # that are named on a figure; whose confusions are written into the heat map
 MAX_POINTS = 200  # of a curve: at 600 px more is noise, and noise is what fills a PNG
 STYLE: Any = {
     "font.size": 10,
@@ -63,6 +66,7 @@ PANELS = (
     Panel("learning_rate", "Learning rate", "learning rate", metric("lr")),
     Panel("throughput", "Throughput", "tokens per second", metric("tokens_per_s")),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", metric("mfu"), percent=True),
+    Panel("padding", "Padding", "share of all tokens", metric("padding_share"), percent=True),
     Panel("data_wait", "Waiting for data", "share of elapsed time", waiting_share, percent=True),
     Panel("goodput", "Goodput", "share of the time since the first start", metric("goodput"), percent=True),
     Panel("grad_norm", "Gradient norm", "global L2 norm", metric("grad_norm"), spikes=True),
@@ -159,7 +163,6 @@ def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:
 def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     """The PNG of a panel, None if no run has anything to show on it."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     curves = [points(run.lines[panel.kind], panel.value, x) for run in runs]
     values = [y for _, ys in curves for y in ys]
@@ -168,12 +171,10 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
     names = labels(runs) if len(runs) > 1 else ["training"]
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box in the legend; the HTML names it in full
-        figure = Figure(figsize=(6, 3.4), dpi=200, layout="constrained")
-        axes = figure.add_subplot(title=panel.title, ylabel=panel.unit)
+        figure, axes = axes_of(panel.title, ylabel=panel.unit)
         axes.set_xlabel("optimizer step" if x == "step" else "sequences consumed")
         for place, (name, (xs, ys)) in enumerate(zip(names, curves, strict=True)):
-            short = name if len(name) <= 40 else f"{name[:19]}...{name[-18:]}"
-            label = f" {short}"  # the space: a name that begins with "_" would be left out of the legend
+            label = f" {shortened(name)}"  # the space: a name that begins with "_" would be left out of the legend
             curve(axes, xs, ys, band=len(runs) == 1, label=label, **look(place))
         if panel.name == "loss":
             add_validation(axes, runs, x)
@@ -184,6 +185,107 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
             columns = len(widths) if sum(widths) <= 75 else max(1, 75 // max(widths))
             figure.legend(loc="outside lower center", ncols=columns)
             figure.set_figheight(3.4 + 0.21 * math.ceil(len(handles) / columns))  # many runs must not squeeze the axes
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
+        return png_of(figure)
+
+
+def png_of(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+# ---- labelled data -------------------------------------------------------------------------------------------------
+
+
+def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
+    """(name of the PNG, title, PNG) of what is known of the data and of the best evaluation."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        if any(split.label_counts for split in records.splits):
+            yield "labels", "Labels", png_of(label_bars(records))
+        if any(sum(split.counts) for split in records.splits):
+            yield "lengths", "Lengths", png_of(length_steps(records))
+        for place, evaluated in enumerate(records.evaluated, 1):
+            if evaluated.confusion:
+                yield f"confusion_{place}", f"Confusion: {evaluated.name}", png_of(heat_map(evaluated))
+
+
+def axes_of(title: str, *, height: float = 3.4, **more: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, height), dpi=200, layout="constrained")
+    return figure, figure.add_subplot(title=title, **more)
+
+
+def label_bars(records: Records) -> Figure:
+    """The share of each label in each split, the most frequent ones if there are many."""
+    splits = [split for split in records.splits if split.label_counts]
+    totals = {label: sum(split.label_counts.get(label, 0) for split in splits) for label in label_names(records)}
+    frequent = sorted(totals, key=lambda label: -totals[label])[:MAX_LABELS]
+    names = [label for label in totals if label in frequent]
+    title = "Labels" if len(names) == len(totals) else f"The {len(names)} most frequent of {len(totals)} labels"
+    thickness = 0.8 / len(splits)
+    figure, axes = axes_of(title, height=1.4 + max(2.0, 0.16 * len(names) * (len(splits) + 1)))
+    for place, split in enumerate(splits):
+        shares = [split.label_counts.get(label, 0) / (sum(split.label_counts.values()) or 1) for label in names]
+        ys = [row + (place - (len(splits) - 1) / 2) * thickness for row in range(len(names))]
+        bars = axes.barh(ys, shares, thickness * 0.9, color=look(place)["color"], label=f" {shortened(split.name)}")
+        axes.bar_label(bars, [f" {share:.1%}" for share in shares], fontsize=8)
+    axes.set_yticks(range(len(names)), [shortened(label) for label in names])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(right=1.15 * axes.get_xlim()[1])  # room for the figures
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    axes.set_xlabel("share of the split's rows")
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def length_steps(records: Records) -> Figure:
+    """How long the rows of each split are, and how long what the model is given may be."""
+    figure, axes = axes_of("Lengths", xlabel="tokens, special ones included", ylabel="share of the split's rows")
+    for place, split in enumerate(split for split in records.splits if sum(split.counts)):
+        shares = [value / sum(split.counts) for value in split.counts]
+        padding = "" if split.padding_share is None else f", {split.padding_share:.1%} padding"
+        axes.stairs(shares, [0, *split.up_to], lw=1.6, label=f" {shortened(split.name)}{padding}", **look(place))
+    for length in records.lengths:
+        axes.axvline(length, linestyle=(0, (6, 3)), lw=1.2, color="#555555")
+    axes.plot([], [], linestyle=(0, (6, 3)), lw=1.2, color="#555555", label=" padded to")
+    ticks = [0, *max((split.up_to for split in records.splits), key=len)]
+    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)  # the bins grow with the lengths
+    axes.set_xticks(ticks[:: math.ceil(len(ticks) / 12)], minor=False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def heat_map(evaluated: Evaluated) -> Figure:
+    """The confusion matrix, coloured by the share of the true label's examples; their number where there is room."""
+    rows = evaluated.confusion
+    shares = [[value / (sum(row) or 1) for value in row] for row in rows]
+    figure, axes = axes_of(f"Confusion: {printable(evaluated.name)}", height=5.2, xlabel="predicted", ylabel="true")
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.grid(visible=False)
+    if len(rows) <= MAX_LABELS:
+        names, size = [shortened(label, 16) for label in evaluated.labels], 8 if len(rows) <= MAX_NUMBERED else 5
+        axes.set_xticks(range(len(rows)), names, rotation=45 if len(rows) > 3 else 0, ha="center", fontsize=size)
+        axes.set_yticks(range(len(rows)), names, fontsize=size)
+    if len(rows) <= MAX_NUMBERED:
+        for y, row in enumerate(rows):
+            for x, value in enumerate(row):
+                colour = "#ffffff" if shares[y][x] > 0.5 else "#1b1f24"
+                axes.text(x, y, f"{value:,.0f}\n{shares[y][x]:.0%}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, format=lambda value, _: f"{100 * value:g}%", shrink=0.8)
+    return figure
+
+
+def shortened(text: str, length: int = 40) -> str:
+    """Whole if it is short; its beginning and end if not."""
+    text, half = printable(text), length // 2
+    return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"

@@ -21,7 +21,7 @@ from train.config import InputError, LeaseConfig, S3Config, check
 from train.lease import Lease, LeaseLost
 from train.storage import Folder, LocalFolder, make_folder, open_folder
 
-COLUMNS = ("step", "size", "validation loss", "ranks", "backend", "lease", "state")
+COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 
 @contextmanager

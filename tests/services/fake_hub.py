@@ -1,0 +1,317 @@
+"""The Hugging Face Hub's HTTP API, as far as huggingface_hub needs it to push a model and to load models and data sets
+by their ids. Not Xet: `environment` says HF_HUB_DISABLE_XET, so that large files go the way of Git LFS.
+
+with FakeHub() as hub:
+    hub.put("jane/texts", {"train.csv": b"..."}, kind="datasets")
+    subprocess.run(..., env={**os.environ, **hub.environment(tmp_path)})
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+TOKEN = "hf_" + "FakeTokenOfTheTests"
+READ_TOKEN = "hf_" + "FakeTokenThatOnlyReads"
+USER, ORGANISATION = "jane", "lab"
+LFS_SUFFIXES = (".safetensors", ".bin", ".arrow", ".parquet")  # as a new repository's .gitattributes has them
+REPO = r"/(?:(?P<kind>datasets)/)?(?P<id>[^/]+(?:/[^/]+)?)"
+API = r"/api/(?P<kind>models|datasets)/(?P<id>[^/]+/[^/]+)"
+
+
+@dataclass
+class Repo:
+    private: bool
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)  # their messages
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha1(repr((len(self.commits), sorted(self.files))).encode()).hexdigest()
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    authorization: str | None
+    status: int | None = None  # answered
+
+
+@dataclass
+class Answer(Exception):
+    status: int
+    body: Any = None  # bytes, or what becomes JSON
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class FakeHub:
+    """The service at a free port of this machine."""
+
+    def __init__(self) -> None:
+        self.repos: dict[tuple[str, str], Repo] = {}  # of a kind (models, datasets) and id
+        self.blobs: dict[str, bytes] = {}  # uploaded large files by their SHA-256
+        self.requests: list[Request] = []  # in the order they came
+        self.faults: dict[str, int] = {}  # part of a path: the status that is answered instead; 0: nothing is, ever
+        self.ends = threading.Event()
+        handler = type("BoundHandler", (Handler,), {"hub": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def __enter__(self) -> FakeHub:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ends.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+    def put(self, repo_id: str, files: dict[str, bytes], *, kind: str = "models", private: bool = False) -> None:
+        """A repository with these files, or more files for it."""
+        repo = self.repos.setdefault((kind, repo_id), Repo(private))
+        repo.files |= files
+        repo.commits.append("put")
+
+    def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
+        """Of a process that is to meet this Hub instead of the real one, with no caches but those in `home`."""
+        found = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        return {**found, **proxies, **({} if token is None else {"HF_TOKEN": token})}
+
+
+class Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def answer(self) -> None:
+        request = Request(self.command, self.path, self.headers.get("Authorization"))
+        self.hub.requests.append(request)
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        try:
+            broken = next((status for part, status in self.hub.faults.items() if part in self.path), None)
+            if broken == 0:
+                self.hub.ends.wait()
+                self.close_connection = True
+                return
+            if broken is not None:
+                raise Answer(broken, {"error": "as the test wants it"})
+            raise self.found(unquote(urlsplit(self.path).path), body)
+        except Answer as answer:
+            request.status = answer.status
+            content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+            self.send_response(answer.status)
+            for name, value in answer.headers.items():
+                self.send_header(name, value)
+            if "Content-Length" not in answer.headers:
+                self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+    do_GET = do_HEAD = do_POST = do_PUT = answer
+
+    def found(self, path: str, body: bytes) -> Answer:
+        for method, pattern, act in ROUTES:
+            match = re.fullmatch(pattern, path)
+            if match is not None and self.command in method:
+                return act(self, body, **match.groupdict())
+        return error(404, "", f"no such page: {self.command} {path}")
+
+    def token(self) -> str:
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if token not in (TOKEN, READ_TOKEN):
+            raise Answer(401, {"error": "Invalid username or password."})
+        return token
+
+    def may_write(self) -> None:
+        if self.token() != TOKEN:
+            raise Answer(403, {"error": "This token may only read"})
+
+    def repo(self, kind: str | None, repo_id: str, revision: str = "main") -> Repo:
+        """What a client with this token sees."""
+        repo = self.hub.repos.get((kind or "models", repo_id))
+        if repo is None or (repo.private and self.headers.get("Authorization") is None):
+            raise error(404 if self.headers.get("Authorization") else 401, "RepoNotFound", "Repository not found")
+        if revision not in ("main", repo.sha, "refs/convert/parquet"):
+            raise error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return repo
+
+    def log_message(self, *_: object) -> None:
+        """Tests look at `requests`."""
+
+
+def error(status: int, code: str, message: str) -> Answer:
+    return Answer(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
+
+
+# ---- pushing -------------------------------------------------------------------------------------------------------
+
+
+def whoami(handler: Handler, body: bytes) -> Answer:
+    role = "write" if handler.token() == TOKEN else "read"
+    user = {"type": "user", "name": USER, "orgs": [{"type": "org", "name": ORGANISATION}]}
+    return Answer(200, {**user, "auth": {"type": "access_token", "accessToken": {"role": role}}})
+
+
+def create(handler: Handler, body: bytes) -> Answer:
+    handler.may_write()
+    asked = json.loads(body)
+    owner, kind = asked.get("organization") or USER, f"{asked.get('type', 'model')}s"
+    if owner not in (USER, ORGANISATION):
+        return Answer(403, {"error": f"You don't have the rights to create a {kind} under the namespace {owner}"})
+    repo_id = f"{owner}/{asked['name']}"
+    url = {"url": f"{handler.hub.endpoint}/{repo_id}", "name": repo_id}
+    if (kind, repo_id) in handler.hub.repos:
+        return Answer(409, {**url, "error": "You already created this repo"})
+    private = asked.get("visibility") == "private" or bool(asked.get("private"))
+    handler.hub.repos[kind, repo_id] = Repo(private)
+    return Answer(200, url)
+
+
+def validate_yaml(handler: Handler, body: bytes) -> Answer:
+    """The card's head: YAML, and results that say of what and on what they are."""
+    content = json.loads(body)["content"]
+    try:
+        found = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else {}
+        for model in found.get("model-index", ()):
+            for result in model["results"]:
+                assert (
+                    model["name"] and result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]
+                )
+                assert all({"type", "value"} <= metric.keys() for metric in result["metrics"])
+    except (yaml.YAMLError, AssertionError, KeyError, TypeError) as reason:
+        return Answer(400, {"errors": [{"message": f"{type(reason).__name__}: {reason}"}], "warnings": []})
+    return Answer(200, {"errors": [], "warnings": []})
+
+
+def preupload(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
+    handler.may_write()
+    handler.repo(kind, id, revision)
+    modes = {
+        file["path"]: "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular" for file in json.loads(body)["files"]
+    }
+    files = [{"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None} for path, mode in modes.items()]
+    return Answer(200, {"files": files})
+
+
+def lfs_batch(handler: Handler, body: bytes, kind: str | None, id: str) -> Answer:
+    handler.may_write()
+    handler.repo(kind, id)
+    objects: list[dict[str, Any]] = []
+    for asked in json.loads(body)["objects"]:
+        upload = {"upload": {"href": f"{handler.hub.endpoint}/lfs/{asked['oid']}"}}
+        objects.append(asked if asked["oid"] in handler.hub.blobs else {**asked, "actions": upload})
+    return Answer(200, {"transfer": "basic", "objects": objects})
+
+
+def lfs_put(handler: Handler, body: bytes, oid: str) -> Answer:
+    if hashlib.sha256(body).hexdigest() != oid:
+        return Answer(400, {"error": "other content than announced"})
+    handler.hub.blobs[oid] = body
+    return Answer(200, {})
+
+
+def commit(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
+    handler.may_write()
+    repo = handler.repo(kind, id, revision)
+    header, *operations = (json.loads(line) for line in body.splitlines())
+    new = {}
+    for operation in operations:
+        value = operation["value"]
+        if operation["key"] == "file":
+            new[value["path"]] = base64.b64decode(value["content"])
+        elif operation["key"] == "lfsFile" and value["oid"] in handler.hub.blobs:
+            new[value["path"]] = handler.hub.blobs[value["oid"]]
+        else:
+            return Answer(400, {"error": f"cannot commit {operation}"})
+    repo.files |= new
+    repo.commits.append(header["value"]["summary"])
+    return Answer(200, {"commitUrl": f"{handler.hub.endpoint}/{id}/commit/{repo.sha}", "commitOid": repo.sha})
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+def info(handler: Handler, body: bytes, kind: str, id: str, revision: str = "main") -> Answer:
+    repo = handler.repo(kind, id, revision)
+    siblings = [{"rfilename": name} for name in sorted(repo.files)]
+    known = {"id": id, "sha": repo.sha, "private": repo.private, "siblings": siblings, "tags": [], "downloads": 0}
+    return Answer(200, {**known, "modelId": id, "gated": False, "disabled": False, "likes": 0})
+
+
+def entry(name: str, content: bytes) -> dict[str, Any]:
+    digest = hashlib.sha256(content).hexdigest()
+    plain = {"type": "file", "path": name, "size": len(content), "oid": digest[:40]}
+    lfs = {"lfs": {"oid": digest, "size": len(content), "pointerSize": 100}}
+    return {**plain, **lfs} if name.endswith(LFS_SUFFIXES) else plain
+
+
+def tree(handler: Handler, body: bytes, kind: str, id: str, revision: str, folder: str | None = None) -> Answer:
+    repo = handler.repo(kind, id, revision)
+    prefix = f"{folder}/" if folder else ""
+    inside = {name: content for name, content in sorted(repo.files.items()) if name.startswith(prefix)}
+    if prefix and not inside:
+        return error(404, "EntryNotFound", f"{folder} does not exist")
+    recursive = "recursive=true" in handler.path.lower()
+    files = [entry(name, content) for name, content in inside.items() if recursive or "/" not in name[len(prefix) :]]
+    return Answer(200, [*folders(inside, prefix, recursive=recursive), *files])
+
+
+def folders(names: dict[str, bytes], prefix: str, *, recursive: bool) -> list[dict[str, Any]]:
+    parents = {str(parent) for name in names for parent in Path(name[len(prefix) :]).parents} - {"."}
+    shown = sorted(prefix + parent for parent in parents if recursive or "/" not in parent)
+    return [{"type": "directory", "path": path, "size": 0, "oid": "0" * 40} for path in shown]
+
+
+def paths_info(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
+    repo = handler.repo(kind, id, revision)
+    asked = json.loads(body)["paths"]
+    inside = {name: entry(name, repo.files[name]) for name in asked if name in repo.files}
+    parents = {each["path"]: each for each in folders(repo.files, "", recursive=True)}
+    return Answer(200, [*inside.values(), *(parents[name] for name in asked if name in parents)])
+
+
+def resolve(handler: Handler, body: bytes, kind: str | None, id: str, revision: str, name: str) -> Answer:
+    repo = handler.repo(kind, id, revision)
+    headers = {"X-Repo-Commit": repo.sha}
+    if name not in repo.files:
+        missing = error(404, "EntryNotFound", "Entry not found")
+        return Answer(404, missing.body, {**headers, **missing.headers})
+    content = repo.files[name]
+    headers |= {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
+    if asked is None:
+        return Answer(200, content, {**headers, "Content-Length": str(len(content))})
+    first, last = int(asked[1]), min(int(asked[2] or len(content) - 1), len(content) - 1)
+    if first >= len(content):
+        return Answer(416, b"", {**headers, "Content-Range": f"bytes */{len(content)}"})
+    return Answer(206, content[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(content)}"})
+
+
+ROUTES: list[tuple[tuple[str, ...], str, Any]] = [
+    (("GET",), "/api/whoami-v2", whoami),
+    (("POST",), "/api/repos/create", create),
+    (("POST",), "/api/validate-yaml", validate_yaml),
+    (("POST",), API + "/preupload/(?P<revision>[^/]+)", preupload),
+    (("POST",), API + "/commit/(?P<revision>[^/]+)", commit),
+    (("POST",), API + "/paths-info/(?P<revision>.+)", paths_info),
+    (("POST",), REPO + r"\.git/info/lfs/objects/batch", lfs_batch),
+    (("PUT",), "/lfs/(?P<oid>[0-9a-f]{64})", lfs_put),
+    (("GET",), API, info),
+    (("GET",), API + "/revision/(?P<revision>.+)", info),
+    (("GET",), API + "/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", tree),
+    (("GET", "HEAD"), REPO + "/resolve/(?P<revision>[^/]+)/(?P<name>.+)", resolve),
+]

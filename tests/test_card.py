@@ -1,0 +1,172 @@
+"""The model card: what it says, in words and for the Hub's machines, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import finished_run
+import pytest
+import yaml
+from finished_run import SECRETS, write
+from running import ROOT
+
+from train import card
+from train.config import InputError
+from train.run_folder import RunFolder
+
+
+def made(run: Path) -> tuple[dict[str, Any], str]:
+    """Head and body."""
+    _, head, body = card.card(run, "tweets").split("---\n", 2)
+    return yaml.safe_load(head), body
+
+
+def row(body: str, label: str) -> list[str]:
+    """The cells of the first row of a table with this label."""
+    found = next(line for line in body.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+
+
+def change(run: Path, name: str, **changes: Any) -> None:
+    content = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**content, **changes}))
+
+
+def test_the_head_tells_the_hub_what_it_is_and_how_good(tmp_path: Path) -> None:
+    head, _ = made(write(tmp_path / "run"))
+    assert {key: head[key] for key in ("library_name", "pipeline_tag", "tags")} == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification",
+        "tags": ["baretrain"],
+    }
+    assert not {"license", "language", "base_model", "datasets"} & set(head)  # not known
+    (model,) = head["model-index"]
+    assert model["name"] == "tweets"
+    by_split = {result["dataset"]["split"]: result for result in model["results"]}
+    assert by_split["validation"]["dataset"]["name"] == "tweets.csv"
+    found = {(split, metric["name"]): metric for split, result in by_split.items() for metric in result["metrics"]}
+    assert found["validation", "f1_macro"] == {"type": "f1", "name": "f1_macro", "value": 0.75}
+    assert found["other", "accuracy"] == {"type": "accuracy", "name": "accuracy", "value": 0.66}
+    assert ("validation", "eval_s") not in found
+
+
+def test_the_hubs_own_reader_takes_the_card(tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    run = write(tmp_path / "run")
+    read = ModelCard(card.card(run, "tweets"))
+    assert {result.metric_name for result in read.data.eval_results} >= {"f1_macro", "accuracy", "loss"}
+    assert read.text.strip().startswith("# tweets")
+
+
+@pytest.mark.parametrize(
+    ("exports_best", "metric", "step"), [(True, "f1_macro", 20), (True, "loss", 30), (False, "loss", 30)]
+)
+def test_the_results_are_of_the_weights_that_are_there(
+    tmp_path: Path, exports_best: bool, metric: str, step: int
+) -> None:
+    head, body = made(write(tmp_path / "run", best={"export": exports_best, "metric": metric}))
+    assert f"The weights here are those of step {step}." in body
+    metrics = {metric["name"]: metric["value"] for metric in head["model-index"][0]["results"][0]["metrics"]}
+    assert metrics["f1_macro"] == {20: 0.75, 30: 0.7}[step]
+
+
+def test_the_body_tells_data_results_settings_hardware_and_cost(tmp_path: Path) -> None:
+    _, body = made(write(tmp_path / "run"))
+    assert "one of 3 labels: negative, neutral, positive" in body
+    assert "fine-tuned from pretrained, 1,234,567 parameters" in body
+    assert row(body, "f1 macro") == ["0.7500 at step 20", "0.7000 at step 30"]
+    assert row(body, "loss") == ["0.7000 at step 30", "0.7000 at step 30"]
+    assert "The best evaluation, at step 20:" in body
+    assert row(body, "neutral") == ["0.7000", "0.8000", "0.7467", "30"]
+    assert row(body, "Bad rows, left out") == ["2", "0"]
+    assert body.count("| neutral |") == 2 and "| neutral | 300 (30.0%) | 30 (30.0%) |" in body
+    assert "sha-of-the-data" in body and "tweets.csv" in body
+    assert (row(body, "Peak learning rate"), row(body, "Label smoothing")) == (["0.002"], ["0.1"])
+    assert (row(body, "Epochs"), row(body, "Precision")) == (["0.24"], ["bf16"])
+    assert (row(body, "Instance"), row(body, "Device"), row(body, "Ranks")) == (["trn1.2xlarge"], ["Trainium"], ["2"])
+    assert (row(body, "Training time"), row(body, "Cost")) == (["2.00 h"], ["$2.68"])
+    assert row(body, "Versions") == ["baretrain 0.6, torch 2.9.1, transformers 5.0"]
+    assert 'pipeline("text-classification", model="path/to/this/folder")' in body
+
+
+def test_unknown_figures_are_called_unknown(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    lines = [line for line in finished_run.lines() if line["kind"] not in ("summary", "eval")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("data.json", "evaluation.json"):
+        (run / name).unlink()
+    head, body = made(run)
+    assert "model-index" not in head
+    assert "The run was not evaluated." in body
+    assert row(body, "Cost") == ["unknown"]
+
+
+def test_no_places_and_no_hosts_are_told(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", data={"path": "s3://private-bucket/sets/tweets.csv"})
+    text = card.card(run, "tweets")
+    assert not [secret for secret in (*SECRETS, str(tmp_path)) if secret in text]
+    assert "tweets.csv" in text
+
+
+def test_ids_on_the_hub_are_told_whole_and_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(
+        tmp_path / "run",
+        model={"init_from": None, "pretrained": "lab/bert"},
+        data={"path": "lab/reviews", "format": "hub", "name": "en", "revision": "0123abc"},
+    )
+    head, body = made(run)
+    assert (head["base_model"], head["datasets"]) == ("lab/bert", "lab/reviews")
+    dataset = head["model-index"][0]["results"][0]["dataset"]
+    assert (dataset["type"], dataset["config"], dataset["revision"]) == ("lab/reviews", "en", "0123abc")
+    assert "fine-tuned from lab/bert" in body
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab" / "bert").mkdir(parents=True)  # a folder of that name comes first, as in transformers
+    head, body = made(run)
+    assert "base_model" not in head and "fine-tuned from bert" in body
+
+
+def test_a_pretraining_has_a_card_too(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", task={"kind": "mlm"}, model={"init_from": None}, best={"export": False})
+    for name in ("data.json", "evaluation.json"):
+        (run / name).unlink()
+    head, body = made(run)
+    assert head["pipeline_tag"] == "fill-mask"
+    assert "trained from random weights (albert)" in body
+    assert "pipe.tokenizer.mask_token" in body
+
+
+def test_names_are_shown_as_they_are_and_break_nothing(tmp_path: Path) -> None:
+    run, odd = write(tmp_path / "run"), "a|b\n<i>*x*</i>"
+    change(run, "data.json", labels=[odd], splits={"train": {"label_counts": {odd: 5}}})
+    body = made(run)[1]
+    assert r"| a\|b" in body and "<i>" not in body.replace(r"\<i\>", "")
+    assert r"\<i\>\*x\*\</i\>" in body
+
+
+def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
+    run = write(tmp_path / "tweets")
+    path = card.write(RunFolder(str(run)))
+    assert path == run / "export" / "README.md"
+    assert "# tweets" in path.read_text()
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    change(run, "evaluation.json", splits=[1])
+    with pytest.raises(InputError, match=r"evaluation\.json is damaged: splits holds \[1\]"):
+        card.card(run, "tweets")
+
+
+def test_a_card_needs_no_torch(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    without = "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None"
+    code = (
+        f"{without}; from pathlib import Path; from train import card; print(card.card(Path({str(run)!r}), 'tweets'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "# tweets" in found.stdout

@@ -1,0 +1,475 @@
+"""Labelled rows of any format as the same tables; what cannot be used is named, counted and refused."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import huggingface_hub.constants
+import pytest
+
+from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config
+from train.data.raw import fingerprint, read_raw, read_texts
+
+S3 = S3Config()
+ROWS = [(f"text number {number}", str(number % 2)) for number in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty one, and no network; the library's own caches are elsewhere and must stay empty."""
+    caches = tmp_path / "caches"
+    for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE", "DOWNLOADED_DATASETS_PATH"):
+        monkeypatch.setattr(datasets.config, name, caches / name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # the environment is read at its import
+    (tmp_path / "data").mkdir()
+    yield tmp_path / "data"
+    assert not any(path.is_file() for path in caches.rglob("*"))
+
+
+def put(folder: Path, name: str, content: str | bytes) -> str:
+    content = content.encode() if isinstance(content, str) else content
+    (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return str(folder / name)
+
+
+def csv_of(rows, header=("text", "label"), delimiter=","):
+    return "".join(delimiter.join(row) + "\n" for row in [header, *rows])
+
+
+def read(path, *, kind="classify", seed=0, **settings):
+    columns = settings.pop("columns", {})
+    cfg = RecordsConfig(path=str(path), columns=ColumnsConfig(**columns), **settings)
+    return read_raw(cfg, kind, S3, seed=seed, scratch=Path(path).parent.parent / "scratch")
+
+
+def new_rows(path, *, kind="classify", labels=(), **settings):
+    cfg = RecordsConfig(path="unused", columns=ColumnsConfig(**settings.pop("columns", {})), **settings)
+    return list(read_texts(cfg, kind, str(path), S3, labels=labels))
+
+
+def texts_of(path, **settings):
+    return [row["text"] for row in new_rows(path, **settings)]
+
+
+# ---- CSV ----------------------------------------------------------------------------------------------------------
+
+
+def test_backslash_escapes_in_quoted_fields(folder):
+    rows = '"he said \\"hi\\" \\\\ ok","1"\n"two\nlines, one comma","0"\n'
+    path = put(folder, "a.csv", f'"text","label"\n{rows}"","x"\n')
+    put(folder, "dev.csv", csv_of(ROWS))
+    raw = read(path, validation="dev.csv", escape="\\", max_bad_rows=1)
+    assert raw.splits["train"]["text"][:] == ['he said "hi" \\ ok', "two\nlines, one comma"]
+    assert raw.dropped["train"]["examples"] == [f"{path}:5: an empty text"]  # the line that it begins on
+    with pytest.raises(InputError, match=r"a\.csv:2: not CSV: ',' expected after '\"'"):
+        texts_of(path)
+
+
+def test_all_of_the_original_text_comes_through(folder):
+    originals = [
+        "plain",
+        'a "quote"',
+        "back\\slash",
+        "ends in \\",
+        "new\nline",
+        "a\r\nb",
+        "c\rd",
+        " blanks ",
+        "é😀,;\t'",
+    ]
+    escaped = [text.replace("\\", "\\\\").replace('"', '\\"') for text in originals]
+    path = put(
+        folder, "a.csv", csv_of([(f'"{text}"', f'"{len(text) % 2}"') for text in escaped], ('"text"', '"label"'))
+    )
+    assert texts_of(path, escape="\\") == originals
+    doubled = [text.replace('"', '""') for text in originals]
+    path = put(folder, "b.csv.gz", csv_of([(f'"{text}"', "1") for text in doubled]))
+    assert texts_of(path) == originals
+
+
+def test_glue_tsv(folder):
+    content = "\ufeffindex\tsentence1\tsentence2\tgold_label\r\n" + "".join(
+        f'{number}\t"open {number}\the said "so"\t{"entailment" if number % 3 else "neutral"}\r\n'
+        for number in range(30)
+    )
+    path = put(folder, "train.tsv", content)
+    columns = {"id": "index", "text": "sentence1", "text_pair": "sentence2", "label": "gold_label"}
+    raw = read(path, quote=None, columns=columns)
+    row = raw.splits["train"][0]
+    assert raw.splits["train"].column_names == ["id", "text", "text_pair", "label"]
+    assert row["text"] == f'"open {row["id"]}' and row["text_pair"] == 'he said "so"'
+    assert raw.labels == ["entailment", "neutral"] and raw.splits["train"].features["label"].names == raw.labels
+
+
+def test_without_a_header_columns_are_numbers(folder):
+    path = put(folder, "a.csv", "1,good\n0,bad\n")
+    rows = new_rows(path, header=False, columns={"text": "1", "label": "0"})
+    assert rows == [{"id": "0", "text": "good", "label": "1"}, {"id": "1", "text": "bad", "label": "0"}]
+
+
+BAD = b"""text,label
+fine,1
+too,many,fields
+few
+"open quote,1
+"next row",0
+"early" quote,1
+caf\xe9,1
+,1
+no label,
+unknown,7
+nul \0,1
+also fine,0
+"""
+REASONS = [
+    "a.csv:3: 3 fields where the header has 2",
+    "a.csv:4: 1 fields where the header has 2",
+    "a.csv:5: not CSV: ",
+    "a.csv:7: not CSV: ",
+    "a.csv:8: byte 0xe9 is not utf-8",
+    "a.csv:9: an empty text",
+    "a.csv:10: an empty label",
+    "a.csv:11: unknown label 7; the labels are 0, 1",
+    "a.csv:12: ",  # a NUL, for which Python 3.10 has its own words
+]
+
+
+def test_bad_rows_are_named_by_line_counted_and_left_out(folder):
+    put(folder, "a.csv", BAD)
+    path = put(folder, "good.csv", csv_of(ROWS))
+    raw = read(path, validation="a.csv", labels=["0", "1"], max_bad_rows=9)
+    assert raw.splits["validation"]["text"][:] == ["fine", "next row", "also fine"]
+    assert raw.splits["validation"]["id"][:] == ["0", "4", "11"]  # rows, not lines: those that are bad count
+    dropped = raw.dropped["validation"]
+    assert dropped["bad_rows"] == 9 and dropped["left_out"] == 0 and raw.dropped["train"]["bad_rows"] == 0
+    for place, reason in zip(dropped["examples"], REASONS, strict=True):
+        assert place.startswith(f"{folder}/{reason}"), place
+
+
+def test_too_many_bad_rows_are_refused_with_the_first_ones(folder):
+    put(folder, "a.csv", BAD)
+    path = put(folder, "good.csv", csv_of(ROWS))
+    with pytest.raises(InputError, match=r"validation: 9 bad rows, data.max_bad_rows=8 .*a\.csv:3: 3 fields") as error:
+        read(path, validation="a.csv", labels=["0", "1"], max_bad_rows=8)
+    assert "\n" not in str(error.value)
+    assert not list((folder.parent / "scratch").glob("raw-*/*"))  # nothing half-written
+    path = put(folder, "many.csv", csv_of([*ROWS, *[("", "1")] * 30]))
+    with pytest.raises(InputError) as error:
+        read(path, max_bad_rows=20)
+    assert "30 bad rows" in str(error.value) and str(error.value).count("many.csv:") == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
+        ("text;label\na;1\n", {}, r"no column text .*; the columns are: text;label"),
+        ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
+        (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
+        ("text,label\n", {}, "train: no row is left"),
+        ("", {}, "train: no row is left"),
+        ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .*comes to none"),
+        (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
+        (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* 40 that data.label_map"),
+        (csv_of(ROWS), {"encoding": "utf-99"}, "data.encoding=utf-99 is not known"),
+        (
+            csv_of(ROWS),
+            {"quote": ","},
+            r"data.delimiter, data.quote and data.escape are \[',', ','\]: they must differ",
+        ),
+        (csv_of(ROWS), {"validation": "dev.csv"}, "data.validation=dev.csv: there is no file"),
+        (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
+        (csv_of([(text, str(n)) for n, (text, _) in enumerate(ROWS * 30)]), {}, "more than 1000 different labels"),
+    ],
+)
+def test_unusable_data_is_one_line(folder, content, settings, message):
+    with pytest.raises(InputError, match=message) as error:
+        read(put(folder, "a.csv", content), **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_broken_gzip_is_one_line(folder):
+    path = put(folder, "a.csv", gzip.compress(csv_of(ROWS).encode())[:-20])
+    Path(path).rename(f"{path}.gz")
+    with pytest.raises(InputError, match=r"a\.csv\.gz cannot be read"):
+        read(f"{path}.gz")
+
+
+def test_other_encodings(folder):
+    assert texts_of(put(folder, "a.csv", "text\ncafé\n".encode("latin-1")), encoding="latin-1") == ["café"]
+    assert texts_of(put(folder, "b.csv", "text\ncafé\n".encode("utf-16")), encoding="utf-16") == ["café"]
+    with pytest.raises(InputError, match=r"b\.csv:1: no header: .*encoding"):
+        texts_of(folder / "b.csv")
+
+
+# ---- splits -------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_rows_depend_on_text_and_seed_alone(folder):
+    rows = [(f"text {number % 300}", str(number % 2)) for number in range(600)]
+    first = read(put(folder, "a.csv", csv_of(rows)), validation_fraction=0.2).splits
+    train, held_out = (set(first[split]["text"]) for split in ("train", "validation"))
+    assert not train & held_out and len(train | held_out) == 300 and 30 < len(held_out) < 90
+    other = read(put(folder, "b.csv", csv_of(rows[::-1])), validation_fraction=0.2).splits
+    assert set(other["validation"]["text"]) == held_out
+    assert set(read(folder / "a.csv", validation_fraction=0.2, seed=1).splits["validation"]["text"]) != held_out
+
+
+def test_samples_are_drawn_with_the_seed_and_keep_the_order(folder):
+    path = put(folder, "a.csv", csv_of([(f"{number}", str(number % 2)) for number in range(500)]))
+    settings = {"validation": "b.csv", "max_train_examples": 100, "max_validation_examples": 50}
+    put(folder, "b.csv", csv_of(ROWS))
+
+    def drawn(seed):
+        splits = read(path, seed=seed, **settings).splits
+        assert len(splits["validation"]) == 40
+        return [int(text) for text in splits["train"]["text"]]
+
+    once = drawn(0)
+    assert len(once) == 100 and once == sorted(once) and max(once) > 300
+    assert once == drawn(0) != drawn(1)
+
+
+def test_files_below_a_folder(folder):
+    (folder / "sub").mkdir()
+    for number in range(3):
+        put(folder, f"sub/part-{number}.csv", csv_of(ROWS[number * 10 : number * 10 + 10]))
+    put(folder, "dev.jsonl", '{"text": "a", "label": 1}\n')
+    put(folder, "mm.jsonl", '{"text": "b", "label": 0.0}\n')
+    with pytest.raises(
+        InputError, match=r"holds 5 files \(dev.jsonl, mm.jsonl, .*; say which is for training: data.tr"
+    ):
+        read(folder)
+    raw = read(folder, train="sub/part-*.csv", validation="dev.jsonl", more_validation={"mismatched": "mm.jsonl"})
+    assert list(raw.splits) == ["train", "validation", "mismatched"] == list(raw.dropped)
+    assert raw.splits["train"]["text"][:] == [text for text, _ in ROWS[:30]]
+    assert raw.splits["train"]["id"][:] == [str(number) for number in range(30)]
+    assert raw.splits["validation"]["label"][:] == [1] and raw.splits["mismatched"]["label"][:] == [0]
+    (folder / "dev.jsonl").unlink()
+    (folder / "mm.jsonl").unlink()
+    assert len(read(folder / "sub", train="part-0.csv", validation="part-1.csv").splits["validation"]) == 10
+
+
+# ---- labels -------------------------------------------------------------------------------------------------------
+
+
+def test_labels_are_found_and_sorted_numbers_as_numbers(folder):
+    rows = [(f"text {number}", str(number % 12)) for number in range(200)]
+    raw = read(put(folder, "a.csv", csv_of(rows)))
+    assert raw.labels == [str(number) for number in range(12)]
+    assert all(raw.labels[row["label"]] == str(int(row["id"]) % 12) for row in raw.splits["train"])
+    assert read(put(folder, "b.csv", csv_of([("a", "no"), ("b", "Yes"), ("c", "maybe")]))).labels == [
+        "Yes",
+        "maybe",
+        "no",
+    ]
+
+
+def test_labels_of_the_settings_keep_their_order(folder):
+    put(folder, "dev.csv", csv_of([("x", "maybe"), ("y", "1")]))
+    path = put(folder, "a.csv", csv_of(ROWS))
+    raw = read(path, validation="dev.csv", labels=["1", "0", "maybe"])
+    assert raw.labels == ["1", "0", "maybe"] and raw.splits["validation"]["label"][:] == [2, 0]
+    assert all(raw.labels[row["label"]] == str(int(row["id"]) % 2) for row in raw.splits["train"])
+    with pytest.raises(InputError, match=r"dev\.csv:2: unknown label maybe; the labels are 0, 1"):
+        read(path, validation="dev.csv")
+
+
+def test_label_map(folder):
+    stars = [1, 2.0, "3", 4, 5, 1.5, None, -1]
+    lines = [json.dumps({"text": f"{number}", "label": stars[number % 8]}) for number in range(80)]
+    path = put(folder, "a.jsonl", "\n".join(lines))
+    names = {"1": "bad", "2": "bad", "3": None, "4": "good", "5": "good", "": None, "-1": None}
+    raw = read(path, label_map=names, max_bad_rows=10)
+    assert raw.labels == ["bad", "good"]
+    assert {int(row["id"]) % 8: raw.labels[row["label"]] for row in raw.splits["train"]} == {
+        0: "bad",
+        1: "bad",
+        3: "good",
+        4: "good",
+    }
+    assert raw.dropped["train"]["left_out"] == 30
+    assert "a.jsonl:6: unknown label 1.5; the labels are bad, good" in raw.dropped["train"]["examples"][0]
+
+
+# ---- formats ------------------------------------------------------------------------------------------------------
+
+
+def test_json_lines_with_objects_in_them(folder):
+    lines = [json.dumps({"review": {"body": text, "stars": int(label)}}) for text, label in ROWS]
+    bad = [
+        '{"review": 1}',
+        "[1]",
+        "{",
+        '{"review": {"body": 3, "stars": 1}}',
+        '{"review": {"body": "\\ud83d", "stars": 1}}',
+    ]
+    path = put(folder, "a.json", "\n\n".join([*lines, *bad]))
+    raw = read(path, columns={"text": "review.body", "label": "review.stars"}, max_bad_rows=5)
+    assert sorted(row["text"] for table in raw.splits.values() for row in table) == sorted(text for text, _ in ROWS)
+    reasons = [
+        "no review.body",
+        "not a JSON object on one line but a list",
+        "not a JSON object on one line",
+        "int), not a str",
+        "half",
+    ]
+    for number, (place, reason) in enumerate(zip(raw.dropped["train"]["examples"], reasons, strict=True)):
+        assert f"a.json:{81 + 2 * number}: " in place and reason in place
+    with pytest.raises(InputError, match=r"a\.json: one JSON list"):
+        read(put(folder, "a.json", "[{}]"))
+
+
+def table(names=("neg", "pos")):
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=list(names))})
+    return datasets.Dataset.from_dict(
+        {"text": [text for text, _ in ROWS], "label": [int(label) for _, label in ROWS]}, features
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "hub"])
+def test_names_of_labels_in_the_data(folder, kind):
+    path = folder / "set"
+    if kind == "saved":
+        datasets.DatasetDict(train=table(), test=table().select(range(10))).save_to_disk(path)
+    else:
+        path.mkdir()
+        table().to_parquet(path / "train-00000.parquet")
+        table().select(range(10)).to_parquet(path / "test-00000.parquet")
+    names = {"train": "train-*", "validation": "test-*"} if kind == "parquet" else {"validation": "test"}
+    settings = names | ({"format": "hub"} if kind == "hub" else {})
+    raw = read(path, **settings)
+    assert raw.labels == ["neg", "pos"] and len(raw.splits["train"]) == 40
+    assert raw.splits["validation"]["label"][:] == [0, 1] * 5
+    raw = read(path, **settings, labels=["pos", "neg"])
+    assert raw.labels == ["pos", "neg"] and raw.splits["validation"]["label"][:] == [1, 0] * 5
+    raw = read(path, **settings, labels=["good", "bad"], label_map={"neg": "bad", "pos": "good"})
+    assert raw.splits["validation"]["label"][:] == [1, 0] * 5
+    with pytest.raises(InputError, match=r"its labels are neg, pos, data.labels are good, bad; name the same ones"):
+        read(path, **settings, labels=["good", "bad"])
+    with pytest.raises(InputError, match="no column body .*; the columns are: text, label"):
+        read(path, **settings, columns={"text": "body"})
+
+
+def test_saved_data_sets(folder):
+    table().save_to_disk(folder / "one")
+    assert sum(map(len, read(folder / "one").splits.values())) == 40
+    with pytest.raises(InputError, match="holds one data set, not splits test"):
+        read(folder / "one", validation="test")
+    datasets.DatasetDict(train=table(), test=table()).save_to_disk(folder / "two")
+    with pytest.raises(InputError, match="has no split dev; there are train, test"):
+        read(folder / "two", validation="dev")
+
+
+def test_a_hub_id_that_is_not_to_be_had(folder):
+    with pytest.raises(
+        InputError, match="user/set is no file or folder here, and as a Hub data set: .*data.path=FOLDER"
+    ) as e:
+        read("user/set")
+    assert "\n" not in str(e.value)
+    with pytest.raises(InputError, match="as a Hub data set"):
+        fingerprint(RecordsConfig(path="user/set"), S3)
+    for path in (folder / "nowhere", "nowhere/train.csv"):
+        with pytest.raises(InputError, match="there is no such file or folder"):
+            read(path)
+
+
+def test_hub_settings_reach_the_library(folder, monkeypatch):
+    asked = []
+
+    def load(path, name, *, split, revision, cache_dir):
+        asked.append((path, name, split, revision, cache_dir))
+        return table()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    raw = read("user/set", name="plain", revision="abc", train="train[:50%]", validation="dev")
+    assert asked == [("user/set", "plain", split, "abc", None) for split in ("train[:50%]", "dev")]
+    assert list(raw.splits) == ["train", "validation"]
+
+
+# ---- new data, fingerprints, S3 -----------------------------------------------------------------------------------
+
+
+def test_new_texts_need_no_labels(folder):
+    path = put(folder, "a.tsv", "text\nfirst\nsecond\n")
+    assert new_rows(path) == [{"id": "0", "text": "first"}, {"id": "1", "text": "second"}]
+    path = put(folder, "b.csv", "id,text,label\nx,first,2\ny,second,\nz,third,9\n")
+    rows = new_rows(path, columns={"id": "id"}, label_map={"2": "good"}, labels=["good", "bad"], format="parquet")
+    assert [(row["id"], row["label"]) for row in rows] == [("x", "good"), ("y", None), ("z", None)]
+    with pytest.raises(InputError, match=r"c\.csv:3: an empty text"):
+        new_rows(put(folder, "c.csv", "text,n\nfirst,1\n,2\n"), max_bad_rows=5)
+    with pytest.raises(InputError, match=r"d\.csv:2: no column text"):
+        new_rows(put(folder, "d.csv", "body\nfirst\n"))
+    with pytest.raises(InputError, match="there is no such file"):
+        new_rows("nowhere")
+
+
+def test_pairs_need_one_text(folder):
+    path = put(folder, "a.csv", "a,b\nx,\n,y\nx,y\n")
+    pairs = [(row["text"], row["text_pair"]) for row in new_rows(path, columns={"text": "a", "text_pair": "b"})]
+    assert pairs == [("x", ""), ("", "y"), ("x", "y")]
+    with pytest.raises(InputError, match=r"b\.csv:2: an empty a"):
+        new_rows(put(folder, "b.csv", "a,b\n, \n"), columns={"text": "a", "text_pair": "b"})
+
+
+def test_the_fingerprint_is_of_content_and_reading(folder):
+    def of(name, **settings):
+        return fingerprint(RecordsConfig(path=str(folder / name), **settings), S3)
+
+    put(folder, "a.csv", csv_of(ROWS))
+    first = of("a.csv")
+    put(folder, "b.csv", csv_of(ROWS))
+    assert of("b.csv") == first == of("a.csv", num_workers=3, cache_dir="x", save_to="y", lengths=[16, 32])
+    changes = [
+        {"delimiter": ";"},
+        {"label_map": {"0": "no"}},
+        {"max_bad_rows": 1},
+        {"columns": ColumnsConfig(text="b")},
+    ]
+    assert len({first, *[of("a.csv", **change) for change in changes]}) == 5
+    assert of("a.csv", validation="b.csv") != first
+    put(folder, "a.csv", csv_of(ROWS[:-1]))
+    assert of("a.csv") != first
+    table().save_to_disk(folder / "one")
+    saved = of("one")
+    assert saved == of("one")
+    table(("a", "b")).save_to_disk(folder / "two")
+    assert of("two") != saved
+
+
+def test_data_in_s3(folder, bucket):
+    put(folder, "train.csv", csv_of(ROWS))
+    bucket.put("set/train.csv", csv_of(ROWS).encode())
+    bucket.put("set/deep/train.csv", b"not taken")
+    bucket.put("set/dev-1.jsonl", b'{"text": "a", "label": 1}\n')
+    table().save_to_disk(folder / "saved")
+    for path in (folder / "saved").iterdir():
+        bucket.put(f"saved/{path.name}", path.read_bytes())
+    s3, scratch = bucket.config(), folder / "scratch"
+
+    def splits(prefix, **settings):
+        cfg = RecordsConfig(path=bucket.location(prefix), **settings)
+        return read_raw(cfg, "classify", s3, seed=0, scratch=scratch).splits
+
+    here = read(folder / "train.csv").splits
+    assert {name: found.to_dict() for name, found in splits("set/train.csv").items()} == {
+        name: found.to_dict() for name, found in here.items()
+    }
+    found = splits("set", train="*.csv", validation="dev-?.jsonl")
+    assert len(found["train"]) == 40 and found["validation"]["text"][:] == ["a"]
+    assert sum(map(len, splits("saved").values())) == 40
+    assert fingerprint(RecordsConfig(path=bucket.location("set/train.csv")), s3) == fingerprint(
+        RecordsConfig(path=str(folder / "train.csv")), s3
+    )
+    with pytest.raises(InputError, match=r"set/nowhere\.csv: there is no such file"):
+        splits("set/nowhere.csv")
+    with pytest.raises(InputError, match=r"data\.train=x-\*: there is no such file in s3://"):
+        splits("set", train="x-*")
+    with pytest.raises(InputError, match=r"train\.csv: both in train and in validation"):
+        splits("set", train="train.csv", validation="tr*.csv")
+    bucket.proxy.set()
+    splits("set/train.csv")
+    assert not [request for request in bucket.proxy.requests() if request.method == "GET"]  # it is there already
+    bucket.put("set/train.csv", csv_of(ROWS[:20]).encode())  # another one under the same name is seen
+    assert sum(map(len, splits("set/train.csv").values())) == 20
