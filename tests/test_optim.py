@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from train.config import OptimConfig, Plan
-from train.optim import Lamb, build_optimizer, learning_rate
+from train.config import InputError, OptimConfig, Plan
+from train.optim import Lamb, build_optimizer, learning_rate, load_state, set_learning_rate
 
 
 def plan(total=100, warmup=10, lr=1.0):
@@ -88,3 +88,108 @@ def test_lamb_state_survives_a_round_trip():
     second = Lamb(model.parameters(), lr=0.1, betas=(0.9, 0.999), eps=1e-6)
     second.load_state_dict(first.state_dict())
     assert torch.equal(second.state[model.weight]["exp_avg"], first.state[model.weight]["exp_avg"])
+
+
+# ---- the head ------------------------------------------------------------------------------------------------------
+
+IMPLEMENTATIONS = {"fused": {"fused": True}, "capturable": {"capturable": True}, "plain": {"foreach": True}}
+
+
+def encoder_and_head(kind="fused"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+    if kind == "capturable":  # which torch knows on devices only
+        model.to(pytest.importorskip("torch_xla").device())
+    return model, list(model[2].parameters())
+
+
+def rates_of(optimizer, parameters):
+    """{rate: number of parameters}"""
+    found, wanted = {}, {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        rate = round(float(group["lr"]), 7)
+        found[rate] = found.get(rate, 0) + len({id(parameter) for parameter in group["params"]} & wanted)
+    return found
+
+
+@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
+def test_the_head_follows_the_schedule_at_its_own_rate(kind):
+    model, head = encoder_and_head(kind)
+    cfg = OptimConfig(lr=1e-3, head_lr=5e-3)
+    optimizer = build_optimizer(cfg, model.parameters(), adamw=IMPLEMENTATIONS[kind], head=head)
+    for scaled_peak in (1e-3, 8e-3):  # the second: as lr_scaling=linear for eight times the batch
+        for step, share in ((0, 0.1), (9, 1.0), (55, 0.5)):
+            lr = learning_rate(step, cfg=cfg, plan=plan(lr=scaled_peak))
+            set_learning_rate(optimizer, lr)
+            assert lr == pytest.approx(share * scaled_peak)
+            assert rates_of(optimizer, head) == {round(lr, 7): 0, round(5 * lr, 7): 2}
+            assert rates_of(optimizer, model.parameters()) == {round(lr, 7): 4, round(5 * lr, 7): 2}
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    set_learning_rate(optimizer, 1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # Adam's first step is the rate, but for the decay
+    moved = [(old - new).mean().item() for old, new in zip(before, model.parameters(), strict=True)]
+    assert moved == pytest.approx([1e-3] * 4 + [5e-3] * 2, rel=0.02)
+
+
+def test_the_rate_stays_the_same_tensor():
+    """Another one would be another graph on XLA."""
+    model, head = encoder_and_head()
+    optimizer = build_optimizer(OptimConfig(head_lr=1.0), model.parameters(), adamw={"capturable": True}, head=head)
+    tensors = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 0.5)
+    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, tensors, strict=True))
+    assert len({id(tensor) for tensor in tensors}) == 4
+
+
+def test_a_head_without_a_rate_of_its_own_learns_like_the_rest():
+    model, head = encoder_and_head()
+    optimizer = build_optimizer(OptimConfig(), model.parameters(), head=head)
+    set_learning_rate(optimizer, 0.25)
+    assert rates_of(optimizer, model.parameters()) == {0.25: 6}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0, 0.01, 0.0]
+
+
+def test_a_rate_for_a_head_that_is_not_there_is_refused():
+    model, _ = encoder_and_head()
+    with pytest.raises(InputError, match="optim.head_lr=0.005 is for a task whose head begins anew"):
+        build_optimizer(OptimConfig(head_lr=5e-3), model.parameters())
+
+
+def test_an_encoder_that_is_frozen_leaves_the_head():
+    _, head = encoder_and_head()
+    optimizer = build_optimizer(OptimConfig(head_lr=2e-3), head, head=head)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+    set_learning_rate(optimizer, 1e-3)
+    assert rates_of(optimizer, head) == {2e-3: 2}
+
+
+def saved(optimizer):
+    """As a checkpoint holds it."""
+    state = optimizer.state_dict()
+    return {**state, "param_groups": [{"params": group["params"]} for group in state["param_groups"]]}
+
+
+@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
+def test_a_saved_state_goes_on_with_a_rate_for_the_head_and_without(kind):
+    """Each parameter gets its own moments back: the groups are the same, whatever the rates."""
+    model, head = encoder_and_head(kind)
+    first = build_optimizer(OptimConfig(), model.parameters(), adamw=IMPLEMENTATIONS[kind], head=head)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, float(number + 1))
+    first.step()
+    cfg = OptimConfig(head_lr=5e-3)
+    second = build_optimizer(cfg, model.parameters(), adamw=IMPLEMENTATIONS[kind], head=head)
+    load_state(second, saved(first))
+    set_learning_rate(second, 1e-3)
+    for number, parameter in enumerate(model.parameters()):
+        torch.testing.assert_close(second.state[parameter]["exp_avg"], torch.full_like(parameter, 0.1 * (number + 1)))
+    assert rates_of(second, head) == {1e-3: 0, 5e-3: 2}
+
+
+def test_a_state_of_other_frozen_parts_is_refused():
+    model, head = encoder_and_head()
+    state = saved(build_optimizer(OptimConfig(), model.parameters(), head=head))
+    with pytest.raises(InputError, match="optimizer is of 6 parameters, this run learns 2: other parts are frozen"):
+        load_state(build_optimizer(OptimConfig(), head, head=head), state)

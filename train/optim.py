@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import OptimConfig, Plan
+from train.config import OptimConfig, Plan, check
 
 
 def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
@@ -33,28 +33,41 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """`lr` is that of the encoder; the head's follows in proportion."""
     for group in optimizer.param_groups:
+        value = lr * group["lr_factor"]
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].copy_(torch.tensor([lr]))
+            group["lr"].copy_(torch.tensor([value]))
         else:
-            group["lr"] = lr
+            group["lr"] = value
 
 
 def build_optimizer(
-    cfg: OptimConfig, parameters: Iterable[nn.Parameter], *, adamw: dict[str, bool] | None = None
+    cfg: OptimConfig,
+    parameters: Iterable[nn.Parameter],
+    *,
+    adamw: dict[str, bool] | None = None,
+    head: Iterable[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """The optimizer, in two groups: decayed, and biases and normalisation weights not. `adamw` chooses one of torch's
-    implementations; with `capturable` all that changes from step to step, the rate as well, is on the device. The state
-    is float32 and there from the start: made in the first step, it would make that step another graph than the others.
+    """The optimizer, in two groups: decayed, and biases and normalisation weights not; and two more for those of the
+    parameters that are the `head`, which learns at cfg.head_lr.
+
+    `adamw` chooses one of torch's implementations; with `capturable` all that changes from step to step, the rate as
+    well, is on the device. The state is float32 and there from the start: made in the first step, it would make that
+    step another graph than the others.
     """
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for parameter in parameters:
-        (decayed if parameter.ndim >= 2 else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": cfg.weight_decay, "trust_ratio": True},
-        {"params": plain, "weight_decay": 0.0, "trust_ratio": False},
-    ]
+    parameters, heads = list(parameters), {id(parameter) for parameter in head}
+    check(
+        cfg.head_lr is None or bool(heads),
+        f"optim.head_lr={cfg.head_lr} is for a task whose head begins anew (classify, qa); leave it out",
+    )
+    groups: list[dict[str, Any]] = []
+    for is_head, factor in ((False, 1.0), (True, (cfg.head_lr or cfg.lr) / cfg.lr)):
+        for decays, weight_decay in ((True, cfg.weight_decay), (False, 0.0)):
+            chosen = [p for p in parameters if (id(p) in heads) == is_head and (p.ndim >= 2) == decays]
+            if chosen:  # of an encoder that is frozen nothing is left
+                own = {"lr_factor": factor, "weight_decay": weight_decay, "trust_ratio": decays}
+                groups.append({"params": chosen, **own})
     settings: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
     optimizer: torch.optim.Optimizer
     if cfg.name == "lamb":
@@ -65,7 +78,7 @@ def build_optimizer(
         optimizer = torch.optim.AdamW(groups, **{**settings, **(adamw or {"fused": True})})
     for group in optimizer.param_groups:
         if group.get("capturable"):
-            group["lr"] = torch.tensor([cfg.lr]).to([*decayed, *plain][0].device)
+            group["lr"] = torch.tensor([cfg.lr]).to(parameters[0].device)
     for settings in optimizer.param_groups:
         counts_on_device = settings.get("fused") or settings.get("capturable")  # the others read it every step
         for parameter in settings["params"]:
@@ -83,6 +96,11 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     order = [index for group in saved["param_groups"] for index in group["params"]]
+    check(
+        len(order) == len(parameters),
+        f"the checkpoint's optimizer is of {len(order)} parameters, this run learns {len(parameters)}: other parts are "
+        "frozen; begin a new run from its weights with model.init_from",
+    )
     for index, parameter in zip(order, parameters, strict=True):
         own = optimizer.state[parameter]
         for name, value in saved["state"][index].items():

@@ -109,7 +109,7 @@ def labels(runs: list[Run]) -> list[str]:
     return names
 
 
-def look(place: int) -> dict[str, str]:
+def look(place: int) -> dict[str, Any]:
     """Colour and dash of the run at a place, the same on every figure."""
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place // len(COLOURS) % len(DASHES)]}
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train import machine
-from train.config import InputError, ShardsConfig, Unreachable, check
+from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.order import Windows
 from train.data.shards import Manifest, Shard
 from train.storage import make_folder
@@ -33,7 +33,7 @@ LOOK_EVERY_S = 0.25  # for the reasons of an absence
 STARTS_WITHIN_S = 20.0
 
 
-def cache_dir(cfg: ShardsConfig) -> Path:
+def cache_dir(cfg: DataConfig) -> Path:
     """What the settings say, or where the machine keeps such things."""
     if cfg.cache_dir is not None:
         return Path(cfg.cache_dir).expanduser()

@@ -11,6 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertTransformer
 
+from train.config import check
+
 Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
 Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask or None) -> hidden
 
@@ -60,3 +62,32 @@ def run_shared_layer_by(encoder: AlbertTransformer, run: Run) -> None:
         )
 
     encoder.forward = forward
+
+
+def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
+    """Have the encoder's embeddings (if `embeddings`, or any layer is frozen) and its first `layers` layers stay as
+    they are. Their dropout stays. InputError for more layers than there are, and for layers that are one.
+    """
+    base = network.base_model
+    frozen: list[nn.Module] = []
+    if embeddings or layers:
+        frozen.append(getattr(base, "embeddings", base.get_input_embeddings()))
+    if layers:
+        check(
+            not any(isinstance(module, AlbertTransformer) for module in base.modules()),
+            f"model.freeze_layers={layers}: {network.config.model_type} shares one layer over its whole depth, which "
+            "cannot be frozen in part; leave it at 0 (model.freeze_embeddings=true is possible)",
+        )
+        found = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        check(
+            layers <= len(found), f"model.freeze_layers={layers}, but {network.config.model_type} has {len(found)} here"
+        )
+        frozen += found[:layers]
+    for module in frozen:
+        module.requires_grad_(False)
+
+
+def frozen_layers(network: PreTrainedModel) -> int:
+    """How many layers stay as they are."""
+    layers = [module for module in network.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return sum(not any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from train.data.buckets import Buckets
     from train.data.order import ShardSampler, Windows
     from train.data.prepared import Supply
+    from train.models.encoder import Network
     from train.storage import Folder
 
 
@@ -44,7 +45,7 @@ class Task(Protocol):
     def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
         """Begin to bring what `order` will ask for to this machine. InputError if it cannot be."""
 
-    def build_model(self) -> nn.Module: ...
+    def build_model(self) -> Network: ...
 
     def train_data(self) -> Drawable: ...
 

@@ -1,0 +1,320 @@
+"""Classification: texts to tokens, the loss as torch's weighted mean, metrics and predictions in the data's order."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from running import write_corpus
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from train import cli
+from train.config import ClassifyConfig, InputError, TrainConfig
+from train.data.buckets import BUCKET_SHIFT
+from train.data.order import PADDING
+from train.data.tokenizer import train_tokenizer
+from train.storage import LocalFolder
+from train.tasks import build_task
+from train.tasks.classify import class_weights, probabilities
+from train.tasks.featurize import ClassifyFeaturizer
+from train.tasks.finetune import lengths_up_to
+
+LABELS = ["bad", "fair", "good"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt").read_text().replace("\n\n", "\n").splitlines()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts):
+    return train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(texts, tmp_path_factory):
+    """train.csv of 90 rows, dev.csv of 20 and other.csv of 12; the label is in the text."""
+    folder = tmp_path_factory.mktemp("data")
+    labels = ["good"] * 6 + ["bad"] * 3 + ["fair"]
+    lines = [(f"row{i}", f"{labels[i % 10]} {text}", labels[i % 10]) for i, text in enumerate(texts[:122])]
+    for name, part in {"train": lines[:90], "dev": lines[90:110], "other": lines[110:122]}.items():
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("name", "text", "label"), *part])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(data, tokenizer_folder, tmp_path_factory):
+    """Tasks with the same cache."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def make(*overrides):
+        given = {
+            "task": "classify",
+            "data": "records",
+            "model": "albert_tiny",
+            "model.hidden_size": 32,
+            "model.intermediate_size": 64,
+            "model.embedding_size": 16,
+            "model.num_heads": 2,
+            "model.tokenizer": tokenizer_folder,
+            "data.path": data,
+            "data.train": "train.csv",
+            "data.validation": "dev.csv",
+            "data.columns.id": "name",
+            "data.cache_dir": cache,
+            "run_dir": cache / "run",
+            "seq_len": 64,
+            "max_steps": 2,
+            "global_batch_size": 8,
+        }
+        given |= dict(one.split("=", 1) for one in overrides)
+        cfg = cli.load_config(TrainConfig, [f"{key}={value}" for key, value in given.items()])
+        cfg.data.more_validation = {"other": "other.csv"}
+        return build_task(cfg)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def task(make):
+    return make("task.balanced=true", "task.label_smoothing=0.1", "data.lengths=[16,32]")
+
+
+# ---- texts to tokens -----------------------------------------------------------------------------------------------
+
+
+def test_texts_are_cut_and_counted(tokenizer):
+    featurizer = ClassifyFeaturizer(tokenizer, seq_len=8)
+    rows = {"text": ["ba be", "ba be " * 30, "na"], "label": [0, 1, 2]}
+    found = featurizer.features(rows, [10, 11, 12], split="train")
+    assert found["length"] == [len(ids) for ids in found["input_ids"]]
+    assert found["length"][1] == 8
+    assert found["input_ids"][0] == tokenizer("ba be")["input_ids"]
+    assert found["input_ids"][1][-1] == tokenizer.sep_token_id
+    assert found["second_at"] == found["length"]
+    assert (found["row"], found["label"]) == ([10, 11, 12], [0, 1, 2])
+    assert featurizer.notes("train") == {"truncated": 1} and featurizer.notes("validation") == {}
+
+
+def test_of_a_pair_the_longer_text_is_cut_and_the_second_begins_behind_the_separator(tokenizer):
+    featurizer = ClassifyFeaturizer(tokenizer, seq_len=24)
+    found = featurizer.features({"text": ["ba", "ba be " * 30], "text_pair": ["no " * 30, "to"]}, [0, 1], split="x")
+    assert found["length"] == [24, 24] and found["label"] == [0, 0]
+    separators = [ids.index(tokenizer.sep_token_id) + 1 for ids in found["input_ids"]]
+    assert found["second_at"] == separators
+    assert separators[0] < 8 and separators[1] > 16
+
+
+def test_special_tokens_in_a_text_are_text(tokenizer):
+    featurizer = ClassifyFeaturizer(tokenizer, seq_len=64)
+    row = {"text": ["ba<pad>be [SEP] na[MASK] [CLS]"]}
+    ids = featurizer.features(row, [0], split="x")["input_ids"][0]
+    assert "<pad>" in tokenizer.tokenize(row["text"][0], split_special_tokens=True)  # its vocabulary spells it
+    special = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad", "mask")}
+    assert [token for token in ids if token in special] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
+
+
+# ---- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_length_is_that_of_the_longest_sequence():
+    assert lengths_up_to(64, []) == (64,)
+    assert lengths_up_to(64, [16, 32]) == lengths_up_to(64, [16, 32, 64]) == (16, 32, 64)
+    with pytest.raises(InputError, match="data.lengths ends with 128, more than the seq_len=64"):
+        lengths_up_to(64, [16, 128])
+
+
+def test_without_seq_len_it_is_what_the_model_can_read(make):
+    assert make("seq_len=null", "model.max_positions=48").lengths == (48,)
+    with pytest.raises(InputError, match="seq_len=64 is longer than the model's 48 positions"):
+        make("model.max_positions=48")
+
+
+def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):
+    assert make().buckets is None
+    buckets = task.buckets
+    assert buckets.lengths == (16, 32, 64)
+    assert len(buckets.train) == task.train_rows == 90 and len(buckets.evaluation) == task.eval_rows == 32
+    assert (np.array(buckets.lengths)[buckets.train] >= task.train_data().row_lengths).all()
+    assert set(buckets.train) == {0, 1, 2}
+    padded = np.array(buckets.lengths)[buckets.train].sum()
+    assert task.facts["padding_share"] == pytest.approx(1 - task.train_data().row_lengths.sum() / padded)
+    assert task.facts["padding_share"] < make().facts["padding_share"]
+
+
+# ---- the loss ------------------------------------------------------------------------------------------------------
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    from sklearn.utils.class_weight import compute_class_weight
+
+    counts = np.array([27, 9, 54])
+    found = class_weights(ClassifyConfig(balanced=True), LABELS, counts)
+    wanted = compute_class_weight("balanced", classes=np.arange(3), y=np.repeat(np.arange(3), counts))
+    assert found == pytest.approx(wanted)
+    assert class_weights(ClassifyConfig(), LABELS, counts) is None
+
+
+def test_weights_that_do_not_fit_the_labels_are_refused():
+    with pytest.raises(InputError, match=r"2 numbers for 3 labels \(bad, fair, good\)"):
+        class_weights(ClassifyConfig(class_weights=[1, 2]), LABELS, np.ones(3))
+    with pytest.raises(InputError, match="no training row has the label fair"):
+        class_weights(ClassifyConfig(balanced=True), LABELS, np.array([3, 0, 3]))
+
+
+def in_bucket(task, rows, bucket):
+    return np.where(np.array(rows) == PADDING, PADDING, np.array(rows) + (bucket << BUCKET_SHIFT))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["task.class_weights=[1,5,0.5]"],
+        ["task.label_smoothing=0.2"],
+        ["task.balanced=true", "task.label_smoothing=0.1"],
+    ],
+    ids=str,
+)
+def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, settings):
+    task = make(*settings)
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    rows = task.train_data()
+    items = np.arange(12)
+    whole = {name: tensor[0] for name, tensor in rows.draw(items[None])["inputs"].items()}
+    with torch.no_grad():
+        logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
+        wanted = F.cross_entropy(
+            logits, whole["labels"], weight=task.weights, label_smoothing=task.label_smoothing, reduction="mean"
+        )
+        for parts in ([[*range(12)]], [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]]):
+            drawn = rows.draw(np.array(parts))
+            batches = [{name: tensor[k] for name, tensor in drawn["inputs"].items()} for k in range(len(parts))]
+            total = sum(task.loss(model, batch).item() for batch in batches)
+            assert total / sum(drawn["count"]) == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_padding_to_another_length_changes_nothing(task):
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    rows = np.flatnonzero(task.buckets.evaluation == 0)[:4]
+    found = []
+    for bucket in (0, 2):
+        drawn = task.eval_data().draw(in_bucket(task, [rows], bucket))["inputs"]
+        assert drawn["input_ids"].shape[-1] == task.lengths[bucket]
+        with torch.no_grad():
+            found.append(task.eval_statistics(model, {name: tensor[0] for name, tensor in drawn.items()}))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def certain(labels, *, wrong=()):
+    """Statistics of a model that is sure, and right but in the rows `wrong`, where it says the next label."""
+    given = (np.array(labels) + np.isin(np.arange(len(labels)), wrong)) % len(LABELS)
+    return np.concatenate([np.arange(len(labels))[:, None], 3.0 * np.eye(len(LABELS))[given]], 1).astype(np.float32)
+
+
+def test_metrics_are_of_each_split(task):
+    labels = task.eval_data().values["labels"]
+    rows = certain(labels, wrong=[0, 1, 25])
+    found = task.eval_metrics(rows)
+    assert set(found) == set(task.metrics)
+    assert found["accuracy"] == pytest.approx(18 / 20) and found["other_accuracy"] == pytest.approx(11 / 12)
+    assert found["loss"] == np.arange(20).mean() and found["other_loss"] == np.arange(20, 32).mean()
+    assert found["f1_macro"] < 1
+
+
+def test_statistics_are_the_plain_loss_and_the_logits(task):
+    model = task.build_model().eval()
+    inputs = {
+        name: tensor[0]
+        for name, tensor in task.eval_data().draw(in_bucket(task, [[0, 1, PADDING]], 2))["inputs"].items()
+    }
+    with torch.no_grad():
+        found = task.eval_statistics(model, inputs)
+        logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
+    assert found.shape == (3, 4) and found.dtype == torch.float32
+    torch.testing.assert_close(found[:, 1:], logits)
+    torch.testing.assert_close(found[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none"))
+
+
+def test_an_evaluation_is_written_in_the_order_of_the_data(task, tmp_path):
+    labels = task.eval_data().values["labels"]
+    rows = certain(labels, wrong=[0, 25])
+    task.write_evaluation(rows, LocalFolder(tmp_path), step=7)
+    lines = [json.loads(line) for line in (tmp_path / "predictions/validation.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == [f"row{i}" for i in range(90, 110)]
+    assert [line["label"] for line in lines] == [LABELS[label] for label in labels[:20]]
+    assert lines[0]["prediction"] != lines[0]["label"] and lines[1]["prediction"] == lines[1]["label"]
+    assert lines[1]["probabilities"][lines[1]["label"]] == pytest.approx(np.exp(3) / (np.exp(3) + 2))
+    assert len((tmp_path / "predictions/other.jsonl").read_text().splitlines()) == 12
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["step"] == 7 and found["splits"]["validation"]["labels"] == LABELS
+    assert found["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)
+    assert sum(row["support"] for row in found["splits"]["other"]["per_class"].values()) == 12
+    assert np.trace(found["splits"]["validation"]["confusion"]) == 19
+
+
+def test_a_part_of_each_split_can_be_evaluated(make, tmp_path):
+    task = make("eval_examples=15")
+    assert task.eval_rows == 15 + 12 and len(task.eval_data()) == 27
+    labels = task.eval_data().values["labels"]
+    assert (labels == make().eval_data().values["labels"][[*range(15), *range(20, 32)]]).all()
+    rows = certain(labels, wrong=[14, 15])
+    found = task.eval_metrics(rows)
+    assert (found["accuracy"], found["other_accuracy"]) == (pytest.approx(14 / 15), pytest.approx(11 / 12))
+    task.write_evaluation(rows, LocalFolder(tmp_path), step=1)
+    lines = [json.loads(line)["id"] for line in (tmp_path / "predictions/other.jsonl").read_text().splitlines()]
+    assert lines == [f"row{i}" for i in range(110, 122)]
+    assert task.details["splits"]["validation"]["used_rows"] == 15
+
+
+def test_probabilities_do_not_overflow():
+    assert probabilities(np.array([[1000.0, 0.0], [-1000.0, -1000.0]], np.float32)).tolist() == [[1, 0], [0.5, 0.5]]
+
+
+# ---- what goes out -------------------------------------------------------------------------------------------------
+
+
+def test_details_say_what_the_data_is_like(task):
+    found = task.details
+    assert (found["kind"], found["labels"], found["lengths"]) == ("classify", LABELS, [16, 32, 64])
+    assert list(found["splits"]) == ["train", "validation", "other"]
+    assert found["splits"]["train"]["label_counts"] == {"bad": 27, "fair": 9, "good": 54}
+    assert sum(found["splits"]["other"]["length_histogram"]["counts"]) == 12
+    json.dumps(found)
+    assert set(task.facts) == {"padding_share", "truncated_share"}
+
+
+def test_an_export_is_plain_transformers_with_tokenizer_and_labels(task, tmp_path):
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    task.export(model, tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert plain.config.id2label == dict(enumerate(LABELS))
+    example = task.tables.examples("validation")[0]
+    reader = pipeline(
+        "text-classification", model=plain, tokenizer=AutoTokenizer.from_pretrained(tmp_path), device="cpu"
+    )
+    theirs = reader(example["text"])[0]
+    drawn = task.eval_data().draw(in_bucket(task, [[0]], 2))["inputs"]
+    with torch.no_grad():
+        ours = task.eval_statistics(model, {name: tensor[0] for name, tensor in drawn.items()}).numpy()
+    shares = probabilities(ours[:, 1:])[0]
+    assert theirs["label"] == LABELS[shares.argmax()]
+    assert theirs["score"] == pytest.approx(shares.max(), rel=1e-4)
+    assert task.flops_per_example(model, 64) > task.flops_per_example(model, 16) > 0

@@ -1,0 +1,420 @@
+"""Heads for labels and spans: padding is not seen, on CPU and XLA; checkpoints give what they should or are refused."""
+
+import json
+import logging
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+
+from train.backend.guards import watch_masks
+from train.config import InputError, ModelConfig
+from train.models.encoder import ADDING, CHOOSING, build_masked_lm
+from train.models.flops import train_flops_per_sequence
+from train.models.heads import build_classifier, build_span_reader
+
+S, V, PAD = 12, 101, 1
+LABELS = ["bad", "so so", "good"]
+COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40, "intermediate_size": 64}
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+HEADS = {"label": AutoModelForSequenceClassification, "span": AutoModelForQuestionAnswering}
+
+
+def sizes(architecture="bert", **changes):
+    factorised = {"embedding_size": 16} if architecture in ("albert", "electra") else {}
+    return ModelConfig(**{"architecture": architecture, **COMMON, **factorised, **changes})
+
+
+def build(head, cfg, *, labels=LABELS, sharp=True):
+    torch.manual_seed(0)
+    settings = {"vocab_size": V, "pad_id": PAD, "seq_len": S}
+    model = build_classifier(cfg, labels=labels, **settings) if head == "label" else build_span_reader(cfg, **settings)
+    with torch.no_grad():
+        for parameter in model.parameters() if sharp else ():
+            if parameter.ndim > 1:
+                parameter.mul_(10)  # new weights are so small that attention is a mean, and a mask hardly shows
+    return model.eval()
+
+
+def batch(lengths=(S, 7, 3)):
+    """Ids, 1 for tokens, segments."""
+    torch.manual_seed(1)
+    real = (torch.arange(S) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.where(real.bool(), torch.randint(5, V, real.shape), PAD)
+    return ids, real, (torch.arange(S) > 4).long() * real
+
+
+@pytest.fixture(scope="module")
+def encoder_folder(tmp_path_factory):
+    """A BERT exported by our pretraining."""
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("mlm")
+    build_masked_lm(sizes(), vocab_size=V, pad_id=PAD, seq_len=S).export(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def labelled_folder(tmp_path_factory):
+    """A classifier exported by our fine-tuning."""
+    folder = tmp_path_factory.mktemp("labelled")
+    build("label", sizes()).export(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_listens(monkeypatch):
+    """A run of another test has left its handlers."""
+    monkeypatch.setattr(logging.getLogger("train"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+
+
+# ---- masks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", [*ADDING, *CHOOSING, "modernbert"])
+@pytest.mark.parametrize("head", HEADS)
+def test_logits_are_those_of_transformers_and_padding_is_not_seen(head, architecture, tmp_path):
+    model = build(head, sizes(architecture))
+    ids, real, segments = batch()
+    if architecture != "modernbert":  # which needs a mask of its own for each kind of layer
+        watch_masks(model)
+    with torch.no_grad():
+        found = model(ids, real, segments)
+        model.export(tmp_path)
+        plain = HEADS[head].from_pretrained(tmp_path).eval()
+        inputs = {"token_type_ids": segments} if model.has_segments else {}
+        whole = plain(input_ids=ids, attention_mask=real, **inputs)
+        blind = plain(input_ids=ids, **inputs)
+        other = model(torch.where(real.bool(), ids, 9), real, segments)
+    if head == "label":
+        wanted, unmasked, seen = whole.logits, blind.logits, slice(None)
+        assert found.shape == (3, 3)
+    else:
+        wanted, unmasked = (torch.stack([each.start_logits, each.end_logits], -1) for each in (whole, blind))
+        seen = real.bool()
+        assert found.shape == (3, S, 2)
+    torch.testing.assert_close(found[seen], wanted[seen], rtol=0, atol=1e-5)
+    torch.testing.assert_close(other[seen], found[seen], rtol=0, atol=1e-5)
+    assert (unmasked[seen] - wanted[seen]).abs().max() > 1e-3  # or this test would show nothing
+
+
+def test_padding_to_another_length_changes_nothing():
+    model = build("label", sizes("albert"))
+    ids, real, segments = batch((5, 5))
+    short = model(ids[:, :5], real[:, :5], segments[:, :5])
+    torch.testing.assert_close(model(ids, real, segments), short, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])
+@pytest.mark.parametrize("way", ["autocast", "weights"])
+def test_padding_is_not_seen_in_bf16(architecture, way):
+    model, (ids, real, segments) = build("label", sizes(architecture)), batch()
+    exact = model(ids, real, segments)
+    if way == "weights":
+        model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        found = model(ids, real, segments)
+        other = model(torch.where(real.bool(), ids, 9), real, segments)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, other)
+    assert (found - exact).abs().max() < 0.3 * exact.abs().max()
+
+
+def outcome(model, inputs):
+    """Logits and gradients of a weighted sum, by name."""
+    model.zero_grad()
+    logits = model(*inputs)
+    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape).to(logits.device)).sum().backward()
+    return logits.detach().cpu(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, wanted, tolerance):
+    torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=tolerance)
+    assert found[1].keys() == wanted[1].keys() and len(wanted[1]) > 10
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance * gradient.abs().max())
+
+
+@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert"])
+def test_recomputed_layers_have_the_same_gradients_behind_a_mask(architecture):
+    model = build("span", sizes(architecture, **NO_DROPOUT)).train()
+    wanted = outcome(model, batch())
+    calls = []
+
+    def counted(function, *args):
+        calls.append(args)
+        return checkpoint(function, *args, use_reentrant=False)
+
+    model.recompute_layers(counted)
+    assert_same(outcome(model, batch()), wanted, 1e-6)
+    assert len(calls) == 2
+
+
+# ---- XLA -----------------------------------------------------------------------------------------------------------
+
+
+def on_xla(model):
+    import torch_xla
+
+    model.to(torch_xla.device())
+    watch_masks(model)
+    return [tuple(tensor.to(torch_xla.device()) for tensor in batch(lengths)) for lengths in ((S, S), (S, 3))]
+
+
+def graphs_of(model, batches, context):
+    """Outcomes, and how many graphs each took anew."""
+    import torch_xla
+    import torch_xla.debug.metrics as metrics
+
+    def compiled():
+        found = metrics.metric_data("CompileTime")
+        return 0 if found is None else found[0]
+
+    outcomes, counts = [], []
+    for inputs in batches:
+        torch_xla.sync()
+        before = compiled()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with context():
+            logits = model(*inputs)
+        logits.float().pow(2).sum().backward()
+        torch_xla.sync()
+        counts.append(compiled() - before)
+        outcomes.append((logits.detach().cpu(), {n: p.grad.cpu() for n, p in model.named_parameters()}))
+    return outcomes, counts
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_looped", "precision"),
+    [
+        ("albert", True, "fp32"),
+        ("albert", True, "autocast"),
+        ("bert", False, "weights"),
+        ("deberta-v2", False, "fp32"),
+    ],
+)
+def test_batches_with_and_without_padding_are_one_graph(architecture, is_looped, precision):
+    pytest.importorskip("torch_xla")
+    from torch_xla.experimental.scan import _scan_impl_pytree
+
+    from train.backend.shared_layer import scanned
+
+    model = build("label", sizes(architecture, **NO_DROPOUT), sharp=False).train()
+    wanted = []
+    for lengths in ((S, S), (S, 3)):
+        model.zero_grad()
+        logits = model(*batch(lengths))
+        logits.pow(2).sum().backward()
+        wanted.append((logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}))
+    if precision == "weights":
+        model.bfloat16()
+    batches = on_xla(model)
+    if is_looped:
+        assert model.loop_layers(lambda layer, depth: scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
+    context = partial(torch.autocast, "xla", torch.bfloat16, enabled=precision == "autocast")
+    found, counts = graphs_of(model, batches, context)
+    assert counts[0] > 0 and counts[1] == 0
+    tolerance = 1e-4 if precision == "fp32" else 0.1
+    for (logits, gradients), (exact, exact_gradients) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(logits.float(), exact, rtol=tolerance, atol=tolerance * exact.abs().max())
+        for name, gradient in exact_gradients.items():
+            atol = tolerance * max(gradient.abs().max(), 1e-3)
+            torch.testing.assert_close(gradients[name].float(), gradient, rtol=tolerance, atol=atol)
+
+
+# ---- weights and labels --------------------------------------------------------------------------------------------
+
+
+def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, caplog, capfd):
+    with caplog.at_level(logging.INFO, logger="train"):
+        model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
+    assert caplog.messages == [f"{encoder_folder}: read; new, with random weights: bert.pooler.dense, classifier"]
+    assert capfd.readouterr() == ("", "")  # transformers' own tables
+    theirs = load_file(encoder_folder / "model.safetensors")
+    for name, parameter in model.network.named_parameters():
+        if name in theirs:
+            assert torch.equal(parameter, theirs[name])
+    new = {name for name, _ in model.network.named_parameters()} - set(theirs)
+    named = dict(model.network.named_parameters())
+    assert {id(p) for p in model.head_parameters()} == {id(named[name]) for name in new} and len(new) == 4
+    assert all(parameter.dtype == torch.float32 and parameter.any() for parameter in model.head_parameters()[::2])
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "electra", "roberta"])
+def test_all_parameters_are_learnt_and_the_head_is_what_is_not_the_encoder(architecture, head):
+    model = build(head, sizes(architecture)).train()
+    outcome(model, batch())
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    encoder = {id(parameter) for parameter in model.network.base_model.parameters()}
+    found = {id(parameter) for parameter in model.head_parameters()}
+    assert found == {id(parameter) for parameter in model.parameters()} - encoder and len(found) >= 2
+
+
+def test_labels_are_in_the_export_and_a_checkpoint_of_them_goes_on(labelled_folder, caplog):
+    config = json.loads((labelled_folder / "config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "so so", "2": "good"}
+    assert config["label2id"] == {"bad": 0, "so so": 1, "good": 2}
+    with caplog.at_level(logging.INFO, logger="train"):
+        model = build("label", ModelConfig(pretrained=str(labelled_folder)), sharp=False)
+    assert not caplog.messages
+    torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        (["good", "bad", "so so"], r"labels bad, so so, good, the data has good, bad, so so; .*\[bad,so so,good\]"),
+        (["bad", "good", "no"], "has bad, good, no; model.new_head=true"),
+        (["bad", "good"], "labels bad, so so, good, the data has bad, good; model.new_head=true"),
+    ],
+)
+def test_a_head_for_other_labels_is_refused_unless_a_new_one_is_wanted(labelled_folder, labels, says, caplog):
+    with pytest.raises(InputError, match=says):
+        build("label", ModelConfig(pretrained=str(labelled_folder)), labels=labels)
+    cfg = ModelConfig(pretrained=str(labelled_folder), new_head=True)
+    with caplog.at_level(logging.INFO, logger="train"):
+        model = build("label", cfg, labels=labels, sharp=False)
+    assert "new, with random weights: classifier" in caplog.text
+    assert model.network.config.id2label == dict(enumerate(labels))
+    theirs = load_file(labelled_folder / "model.safetensors")
+    weight = model.network.classifier.weight
+    assert weight.shape[0] == len(labels) and 0.01 < weight.std() < 0.04 and not model.network.classifier.bias.any()
+    assert weight.shape != theirs["classifier.weight"].shape or not torch.equal(weight, theirs["classifier.weight"])
+    assert torch.equal(model.network.bert.pooler.dense.weight, theirs["bert.pooler.dense.weight"])
+
+
+def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path):
+    config = json.loads((labelled_folder / "config.json").read_text())
+    config |= {"id2label": {str(n): f"LABEL_{n}" for n in range(3)}, "label2id": {f"LABEL_{n}": n for n in range(3)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(labelled_folder / "model.safetensors")
+    model = build("label", ModelConfig(pretrained=str(tmp_path)), sharp=False)
+    assert model.network.config.id2label == dict(enumerate(LABELS))
+    torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
+    with pytest.raises(InputError, match="the labels LABEL_0, LABEL_1, LABEL_2, the data has a, b"):
+        build("label", ModelConfig(pretrained=str(tmp_path)), labels=["a", "b"])
+
+
+def test_a_classifier_becomes_a_span_reader(labelled_folder):
+    model = build("span", ModelConfig(pretrained=str(labelled_folder)))
+    assert model(*batch()).shape == (3, S, 2)
+    assert len(model.head_parameters()) == 2
+
+
+def changed(folder, target, change):
+    """A copy of a checkpoint with other tensors."""
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(change(load_file(folder / "model.safetensors")), target / "model.safetensors", metadata={"format": "pt"})
+    return ModelConfig(pretrained=str(target))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: {f"other.{name}": value for name, value in w.items()}, "holds no weights of a bert encoder"),
+        (
+            lambda w: {name: value for name, value in w.items() if "layer.1.output.dense" not in name},
+            "lacks 2 weights of the encoder: bert.encoder.layer.1.output.dense.bias, ",
+        ),
+        (
+            lambda w: {**w, "bert.embeddings.LayerNorm.bias": torch.zeros(7)},
+            r"bert.embeddings.LayerNorm.bias is \[7\] instead of \[32\]; its config.json is of another model",
+        ),
+        (lambda w: {**w, "classifier.bias": torch.zeros(7)}, r"classifier.bias is \[7\] instead of \[3\]; model.new_h"),
+    ],
+    ids=["another architecture", "a layer is missing", "another size", "another head"],
+)
+def test_a_checkpoint_that_does_not_hold_the_encoder_is_refused(encoder_folder, tmp_path, change, says):
+    with pytest.raises(InputError, match=says):
+        build("label", changed(encoder_folder, tmp_path, change))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a tensor in sight", None], ids=["empty", "damaged", "missing"])
+def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, content):
+    (tmp_path / "config.json").write_bytes((encoder_folder / "config.json").read_bytes())
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=f"model.pretrained={tmp_path} is not to be had") as error:
+        build("label", ModelConfig(pretrained=str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_sizes_that_are_not_the_checkpoints_are_refused(encoder_folder):
+    with pytest.raises(InputError, match="model.hidden_size=64, but"):
+        build("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64))
+    with pytest.raises(InputError, match="seq_len=12 is longer than the model's 8 positions"):
+        build("label", sizes(max_positions=8))
+    with pytest.raises(InputError, match="no model to answer questions of type gpt_neox_japanese"):
+        build("span", ModelConfig(architecture="gpt_neox_japanese"))
+
+
+def test_dropout_that_is_set_is_that_of_the_head_too():
+    assert build("label", sizes("albert", hidden_dropout=0.0)).network.dropout.p == 0.0
+    assert build("label", sizes("albert")).network.dropout.p == 0.1  # ALBERT's own
+    config = build("label", sizes("distilbert", hidden_dropout=0.3, attention_dropout=0.2)).network.config
+    assert (config.dropout, config.attention_dropout, config.seq_classif_dropout) == (0.3, 0.2, 0.3)
+
+
+# ---- frozen parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["bert", "deberta-v2", "distilbert", "electra", "roberta"])
+def test_frozen_layers_get_no_gradient_and_keep_their_dropout(architecture):
+    model = build("label", sizes(architecture, freeze_layers=1)).train()
+    outcome(model, batch())
+    frozen = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert frozen == {n for n, p in model.named_parameters() if ".embeddings." in n or "layer.0." in n} and frozen
+    assert all(module.training for module in model.modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_frozen_embeddings_and_heads_of_frozen_encoders():
+    model = build("label", sizes("albert", freeze_embeddings=True)).train()
+    outcome(model, batch())
+    frozen = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert frozen == {n for n, _ in model.named_parameters() if ".embeddings." in n} and len(frozen) == 5
+    whole = build("label", sizes("roberta", freeze_layers=2)).train()
+    trained = {id(parameter) for parameter in whole.parameters() if parameter.requires_grad}
+    assert trained == {id(parameter) for parameter in whole.head_parameters()}
+
+
+def test_layers_that_cannot_be_frozen_are_refused():
+    with pytest.raises(InputError, match="model.freeze_layers=3, but bert has 2"):
+        build("label", sizes(freeze_layers=3))
+    with pytest.raises(InputError, match="model.freeze_layers=1: albert shares one layer"):
+        build("label", sizes("albert", freeze_layers=1))
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("architecture", "freeze"), [("albert", 0), ("bert", 0), ("bert", 1), ("distilbert", 0), ("roberta", 1)]
+)
+@pytest.mark.parametrize("head", HEADS)
+def test_flops_are_those_that_torch_counts(head, architecture, freeze):
+    model = build(head, sizes(architecture, hidden_size=64, num_heads=2, freeze_layers=freeze, num_layers=4)).train()
+    # Attention as plain matrix products: the counter does not see into the CPU's fused kernel.
+    model.network.set_attn_implementation("eager")
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(*(tensor[:1] for tensor in batch())).sum().backward()
+    # The first layer that learns needs no gradient for its input, so the count is a little below 3 x forward.
+    assert counter.get_total_flops() == pytest.approx(model.train_flops(S), rel=0.06 if freeze else 0.02)
+
+
+def test_flops_of_an_unknown_architecture_are_unknown():
+    assert build("label", sizes("electra")).train_flops(S) is None
+
+
+def test_flops_of_bert_large_are_those_of_its_sizes():
+    from transformers import BertConfig
+
+    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    per_token = train_flops_per_sequence(config, seq_len=384, has_spans=True) / 384
+    assert per_token == pytest.approx(6 * 24 * 12 * 1024**2 + 24 * 12 * 384 * 1024 + 12 * 1024)

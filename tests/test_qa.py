@@ -1,0 +1,389 @@
+"""Question answering: contexts to windows and back, places of answers, evaluation by questions."""
+
+import json
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from running import write_corpus
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
+
+from train import cli
+from train.config import InputError, QAConfig, TrainConfig
+from train.data.masking import IGNORE_INDEX
+from train.data.order import PADDING
+from train.data.tokenizer import train_tokenizer
+from train.storage import LocalFolder
+from train.tasks import build_task
+from train.tasks.featurize import QAFeaturizer, place_of
+from train.tasks.qa import losses_of, statistics
+from train.tasks.spans import LOWEST
+
+SEQ_LEN = 48
+SURE = 20.0  # a logit
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt").read_text().replace("\n\n", "\n").splitlines()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts):
+    return train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6)
+
+
+def byte_tokenizer():
+    """As RoBERTa's: bytes, two separators in a pair, one segment."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    pieces = [*names, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    special = dict(zip(("cls_token", "pad_token", "sep_token", "unk_token", "mask_token"), names, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def featurizer(tokenizer, *, seq_len=SEQ_LEN, **task):
+    return QAFeaturizer(tokenizer, seq_len=seq_len, task=QAConfig(**{"stride": 8, "max_question_tokens": 12, **task}))
+
+
+def squad(texts, *, seed, questions, v2=False):
+    """A SQuAD file: contexts of several sentences, answers of some words of theirs; in v2 every third has none."""
+    rng = random.Random(seed)
+    paragraphs = []
+    for number in range(questions):
+        context = " ".join(rng.choices(texts, k=rng.randint(1, 6)))
+        words = context.split(" ")
+        first = rng.randrange(len(words) - 1)
+        text = " ".join(words[first : first + rng.randint(1, 2)])
+        start = len(" ".join(words[:first])) + (first > 0)
+        answers = [] if v2 and number % 3 == 0 else [{"text": text, "answer_start": start}]
+        question = {"id": f"q{number}", "question": f"  {rng.choice(words)} ?", "answers": answers}
+        paragraphs.append({"context": context, "qas": [question | ({"is_impossible": not answers} if v2 else {})]})
+    return {"version": "2.0" if v2 else "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
+
+
+@pytest.fixture(scope="module")
+def make(texts, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qa")
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+    for name, seed, questions, v2 in (("train", 1, 20, False), ("dev", 2, 9, False), ("dev2", 3, 12, True)):
+        (folder / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=questions, v2=v2)))
+
+    def make(*overrides, validation="dev"):
+        given = {
+            "task": "qa",
+            "task.stride": 8,
+            "task.max_question_tokens": 12,
+            "data": "records",
+            "model": "albert_tiny",
+            "model.hidden_size": 32,
+            "model.intermediate_size": 64,
+            "model.embedding_size": 16,
+            "model.num_heads": 2,
+            "model.tokenizer": folder / "tokenizer",
+            "data.path": folder,
+            "data.train": "train.json",
+            "data.validation": f"{validation}.json",
+            "data.cache_dir": folder / "cache",
+            "run_dir": folder / "run",
+            "seq_len": SEQ_LEN,
+            "max_steps": 2,
+            "global_batch_size": 8,
+        }
+        given |= dict(one.split("=", 1) for one in overrides)
+        return build_task(cli.load_config(TrainConfig, [f"{key}={value}" for key, value in given.items()]))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def task(make):
+    return make()
+
+
+@pytest.fixture(scope="module")
+def v2(make):
+    return make("task.unanswerable=true", validation="dev2")
+
+
+# ---- contexts to windows -------------------------------------------------------------------------------------------
+
+
+def text_at(found, window, context):
+    """What start and end of a window say, read back through its offsets."""
+    first, offsets = found["context_first"][window], np.array(found["offsets"][window]).reshape(-1, 2)
+    start, end = found["start"][window] - first, found["end"][window] - first
+    return context[offsets[start, 0] : offsets[end, 1]].strip()
+
+
+@pytest.mark.parametrize("kind", ["albert", "roberta"])
+def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(tokenizer, texts, kind):
+    used = tokenizer if kind == "albert" else byte_tokenizer()
+    context = " ".join(texts[:20])
+    begin = context.index(" ", len(context) // 2) + 1
+    answer = context[begin : context.index(" ", begin)].strip(".")
+    rows = {"question": ["ba be ?"], "context": [context], "answers": [{"text": [answer], "answer_start": [begin]}]}
+    found = featurizer(used).features(rows, [7], split="x")
+    windows = len(found["row"])
+    assert windows > 3 and set(found["row"]) == {7}
+    assert all(len(ids) == length <= SEQ_LEN for ids, length in zip(found["input_ids"], found["length"], strict=True))
+    spans = [np.array(offsets).reshape(-1, 2) for offsets in found["offsets"]]
+    for window, offsets in enumerate(spans):
+        assert len(offsets) == found["context_end"][window] - found["context_first"][window]
+        assert found["input_ids"][window][0] == used.cls_token_id
+        assert found["input_ids"][window][found["context_first"][window] - 1] == used.sep_token_id
+        assert found["input_ids"][window][found["context_end"][window]] == used.sep_token_id
+    for before, after in pairwise(spans):
+        assert (before[-8:] == after[:8]).all()
+    assert spans[0][0, 0] == 0 and spans[-1][-1, 1] == len(context)
+    holding = [window for window in range(windows) if found["end"][window]]
+    assert holding and len(holding) < windows
+    assert {text_at(found, window, context) for window in holding} == {answer}
+    assert {found["start"][window] for window in range(windows) if window not in holding} == {0}
+    # RoBERTa has one segment, the others begin the second one behind the question.
+    second = found["context_first"] if kind == "albert" else found["length"]
+    assert found["second_at"] == second
+
+
+def test_a_short_context_is_one_window_and_an_empty_one_has_no_places(tokenizer):
+    rows = {"question": ["ba", "ba"], "context": ["be na", ""]}
+    found = featurizer(tokenizer).features(rows, [0, 1], split="x")
+    assert found["row"] == [0, 1] and found["start"] == found["end"] == [0, 0]
+    assert found["context_end"][1] == found["context_first"][1] and found["offsets"][1] == []
+
+
+def test_questions_are_stripped_on_the_left_and_cut():
+    one = featurizer(byte_tokenizer())  # to which spaces are tokens
+    rows = {"question": ["   ba be", "ba be", "ba be na " * 20], "context": ["no"] * 3}
+    found = one.features(rows, [0, 1, 2], split="x")
+    assert found["input_ids"][0] == found["input_ids"][1]
+    assert found["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
+    assert one.notes("x") == {"cut_questions": 1, "answers_in_no_window": 0}
+
+
+def test_a_cut_question_is_short_even_where_its_beginning_is_read_in_more_pieces():
+    one = featurizer(byte_tokenizer(), max_question_tokens=5)
+    assert one.cut("\U0001f600\U0001f600") == "\U0001f600"  # four bytes each: the second does not fit
+    assert one.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
+
+
+def test_an_answer_that_no_window_holds_is_counted(tokenizer, texts):
+    context = " ".join(texts[:6])
+    rows = {"question": ["ba"], "context": [context], "answers": [{"text": [context], "answer_start": [0]}]}
+    one = featurizer(tokenizer)
+    assert not any(one.features(rows, [0], split="x")["end"])
+    assert one.notes("x")["answers_in_no_window"] == 1
+
+
+def test_the_first_answer_is_the_one_to_learn(tokenizer):
+    answers = {"text": ["na", "ba"], "answer_start": [3, 0]}
+    rows = {"question": ["be"], "context": ["ba na"], "answers": [answers]}
+    found = featurizer(tokenizer).features(rows, [0], split="x")
+    assert text_at(found, 0, "ba na") == "na"
+
+
+OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])  # the second with its space, two of one character
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "place"),
+    [
+        (0, 3, (5, 5)),
+        (4, 7, (6, 6)),
+        (4, 9, (6, 8)),  # all tokens of its last character
+        (8, 9, (7, 8)),
+        (7, 9, (7, 8)),  # an answer that begins with a space that no token has
+        (1, 2, (5, 5)),  # part of a token
+        (0, 12, (5, 9)),
+        (9, 13, (0, 0)),  # goes on behind the window
+    ],
+)
+def test_places_of_answers(begin, end, place):
+    assert place_of(begin, end, OFFSETS, 5) == place
+
+
+def test_what_begins_before_a_window_is_not_in_it():
+    assert place_of(2, 7, OFFSETS[1:], 5) == (0, 0)
+    assert place_of(0, 1, OFFSETS[:0], 5) == (0, 0)
+
+
+def test_windows_without_room_are_refused_with_the_numbers(tokenizer):
+    says = (
+        "task.stride=40 leaves no room: of seq_len=48 .* task.max_question_tokens=12 and special tokens 3, so that 33 "
+    )
+    with pytest.raises(InputError, match=says):
+        featurizer(tokenizer, stride=40)
+    with pytest.raises(InputError, match="so that 0 are left"):
+        featurizer(tokenizer, max_question_tokens=64)
+    just = featurizer(tokenizer, stride=32)  # of 33
+    rows = {"question": ["ba be na " * 9], "context": ["no na " * 60]}
+    assert len(just.features(rows, [0], split="x")["row"]) > 20
+
+
+def test_a_tokenizer_without_cls_in_front_is_refused(tokenizer):
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>")
+    with pytest.raises(InputError, match="is not what a sequence begins with"):
+        featurizer(other)
+
+
+def test_questions_without_an_answer_are_refused_in_v1(make):
+    with pytest.raises(InputError, match="row 0 of validation has no answer; for SQuAD v2 set task.unanswerable=true"):
+        make(validation="dev2")
+
+
+# ---- loss and statistics -------------------------------------------------------------------------------------------
+
+
+def one_batch(task, items):
+    return {name: tensor[0] for name, tensor in task.eval_data().draw(np.array([items]))["inputs"].items()}
+
+
+def test_the_loss_is_the_mean_of_start_and_end_summed_over_windows(task):
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    drawn = task.train_data().draw(np.array([[0, 1, 2, PADDING]]))
+    inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
+    with torch.no_grad():
+        plain = model.network(
+            **{name: inputs[name][:3] for name in ("input_ids", "attention_mask", "token_type_ids")},
+            start_positions=inputs["start"][:3],
+            end_positions=inputs["end"][:3],
+        )
+        assert task.loss(model, inputs).item() / drawn["count"][0] == pytest.approx(plain.loss.item(), rel=1e-5)
+    assert drawn["count"] == [3]
+
+
+def test_statistics_hold_the_best_places_of_the_context():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 10, 2)
+    names = ("start", "end", "context_first", "context_end")
+    inputs = {name: torch.tensor(value) for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)}
+    found = statistics(logits, inputs, k=4)
+    assert found.shape == (2, 18)
+    wanted = (F.cross_entropy(logits[0, :, 0], torch.tensor(4)) + F.cross_entropy(logits[0, :, 1], torch.tensor(5))) / 2
+    torch.testing.assert_close(found[0, 0], wanted)
+    torch.testing.assert_close(found[:, 1], logits[:, 0].sum(-1))
+    best = logits[0, 3:8, 0].topk(4)
+    torch.testing.assert_close(found[0, 2:6], best.values)
+    assert (found[0, 6:10] == best.indices + 3).all()
+    assert (found[1, 4:6] == LOWEST).all() and (found[1, 2:4] > LOWEST).all()  # two tokens only
+    assert losses_of(
+        logits, inputs | {"start": torch.full((2,), IGNORE_INDEX), "end": torch.full((2,), IGNORE_INDEX)}
+    ).tolist() == [0, 0]
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def knowing(task, *, deny=()):
+    """Statistics of a model that knows where each answer is, but takes windows of the examples `deny` to have none."""
+    table = task.eval_data()
+    columns = {name: torch.from_numpy(table.values[name].astype(np.int64)) for name in table.values}
+    logits = torch.zeros(len(table), SEQ_LEN, 2)
+    rows = torch.arange(len(table))
+    owners = np.array(task.splits[0].features["row"])
+    denied = torch.from_numpy(np.isin(owners, deny))
+    for side, name in enumerate(("start", "end")):
+        logits[rows, torch.where(denied, 0, columns[name]), side] = SURE
+    return statistics(logits, columns, task.k).numpy(), owners
+
+
+def test_a_model_that_knows_gets_everything_right(task, tmp_path):
+    rows, owners = knowing(task)
+    assert task.eval_rows == len(owners) > 9  # windows
+    found = task.eval_metrics(rows)
+    assert tuple(found) == task.metrics == ("loss", "exact_match", "f1")
+    assert found["exact_match"] == found["f1"] == 100
+    assert found["loss"] == pytest.approx(rows[:, 0].mean())
+    task.write_evaluation(rows, LocalFolder(tmp_path), step=3)
+    given = json.loads((tmp_path / "predictions/validation.json").read_text())
+    examples = task.tables.examples("validation")
+    assert given == {example["id"]: example["answers"]["text"][0].strip() for example in examples}
+    lines = [json.loads(line) for line in (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == examples["id"]
+    assert len(lines[0]["answers"]) == 20 and lines[0]["answers"][0]["probability"] > 0.99
+    told = json.loads((tmp_path / "evaluation.json").read_text())
+    assert told["step"] == 3 and told["splits"]["validation"]["exact_match"] == 100
+    assert told["splits"]["validation"]["questions"] == 9
+
+
+def test_a_wrong_answer_counts_once_whatever_the_number_of_its_windows(task):
+    rows, owners = knowing(task)
+    numbers, counts = np.unique(owners, return_counts=True)
+    longest = numbers[counts.argmax()]
+    assert counts.max() > 1
+    rows, _ = knowing(task, deny=[longest])
+    assert task.eval_metrics(rows)["exact_match"] <= 100 * 8 / 9 + 1e-9
+
+
+def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
+    rows, _ = knowing(v2)
+    found = v2.eval_metrics(rows)
+    assert tuple(found) == v2.metrics
+    assert found["f1"] == found["exact_match"] == found["has_answer_f1"] == found["no_answer_f1"] == 100
+    v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
+    given = json.loads((tmp_path / "predictions/validation.json").read_text())
+    assert {name for name, text in given.items() if not text} == {"q0", "q3", "q6", "q9"}
+    lines = (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
+    told = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
+    assert told["threshold"] == told["best_f1_threshold"]
+
+
+def test_v2_with_a_threshold_of_its_own(make):
+    never = make("task.unanswerable=true", "task.null_threshold=1000", validation="dev2")
+    found = never.eval_metrics(knowing(never)[0])
+    assert found["no_answer_f1"] == 0 and found["has_answer_f1"] == 100 and found["best_f1"] == 100
+
+
+def test_part_of_the_data_ends_with_a_whole_question(make, task, tmp_path):
+    owners = np.array(task.splits[0].features["row"])
+    inside = next(i for i in range(1, len(owners)) if owners[i] == owners[i - 1] != owners[0])
+    part = make(f"eval_examples={inside}")
+    assert part.eval_rows == np.searchsorted(owners, owners[inside]) < inside
+    found = part.eval_metrics(knowing(part)[0])
+    assert found["exact_match"] == 100
+    part.write_evaluation(knowing(part)[0], LocalFolder(tmp_path), step=1)
+    assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == owners[inside]
+    assert make("eval_examples=1").eval_rows == (owners == owners[0]).sum()  # one question at least
+
+
+def test_statistics_of_a_model_are_those_of_its_logits(task):
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    inputs = one_batch(task, [0, 1, PADDING])
+    with torch.no_grad():
+        found = task.eval_statistics(model, inputs)
+        logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
+    torch.testing.assert_close(found, statistics(logits, inputs, 20))
+    assert found.shape == (3, 82) and (found[2, 2:22] == LOWEST).all() and found[2, 0] == 0
+
+
+def test_batches_of_several_lengths_have_statistics_of_one_width(make):
+    task = make("data.lengths=[16,32]")
+    assert task.k == 16 and task.buckets.lengths == (16, 32, 48)
+    model = task.build_model().eval()
+    for bucket in (1, 2):
+        row = int(np.flatnonzero(task.buckets.evaluation == bucket)[0])
+        with torch.no_grad():
+            assert task.eval_statistics(model, one_batch(task, [row + (bucket << 48)])).shape == (1, 2 + 4 * 16)
+
+
+def test_an_export_is_plain_transformers(task, tmp_path):
+    model = task.build_model()
+    task.export(model, tmp_path)
+    assert AutoModelForQuestionAnswering.from_pretrained(tmp_path).config.num_labels == 2
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert task.flops_per_example(model, SEQ_LEN) > 0
+    assert task.details["kind"] == "qa" and task.details["splits"]["validation"]["examples"] == 9
+    assert set(task.facts) == {"padding_share", "cut_questions_share", "answers_in_no_window_share"}

@@ -1,0 +1,249 @@
+"""Where a model begins: a folder, a run of ours with and without an export, on disk and in S3; and its tokenizer."""
+
+import json
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from running import train_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForMaskedLM, CanineTokenizer, PreTrainedTokenizerFast
+
+from train import cli, loop
+from train.config import InputError, ModelConfig, S3Config, TrainConfig
+from train.models import source
+from train.models.encoder import build_masked_lm
+from train.models.heads import build_classifier
+from train.models.source import once, resolved, task_tokenizer
+from train.preempt import StopRequest
+
+LOCAL = S3Config()
+WORDS = ["the", "a", "cat", "dog", "sat"]
+
+
+def write_tokenizer(folder, *, words=WORDS, **changes):
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")} | changes
+    names = [token for token in special.values() if token is not None]
+    backend = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*names, *words])}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What transformers' from_pretrained reads, of a small BERT."""
+    place = tmp_path_factory.mktemp("folder")
+    cfg = ModelConfig(architecture="bert", hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
+    build_masked_lm(cfg, vocab_size=10, pad_id=0, seq_len=16).export(place)
+    return write_tokenizer(place)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, prepared):
+    """A pretraining that has ended, with an export and a checkpoint."""
+    place = tmp_path_factory.mktemp("run") / "run"
+    loop.run(train_config(place, prepared, "max_steps=1"), StopRequest())
+    return place
+
+
+def from_run(place, **changes):
+    return ModelConfig(**{"init_from": str(place), **changes})
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
+    assert resolved(ModelConfig(), LOCAL, tmp_path) == ModelConfig()
+    assert resolved(ModelConfig(pretrained="google/bert"), LOCAL, tmp_path).tokenizer == "google/bert"
+    cfg = resolved(from_run("google/bert", tokenizer="other", freeze_layers=2), LOCAL, tmp_path)
+    assert cfg == ModelConfig(pretrained="google/bert", tokenizer="other", freeze_layers=2)
+    cfg = resolved(from_run(folder), LOCAL, tmp_path)
+    assert cfg == ModelConfig(pretrained=str(folder), tokenizer=str(folder))
+    assert resolved(cfg, LOCAL, tmp_path) == cfg
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_gives_its_export(run, tmp_path):
+    cfg = resolved(from_run(run), LOCAL, tmp_path)
+    assert cfg == ModelConfig(pretrained=f"{run}/export", tokenizer=f"{run}/export")
+    vocab = len(task_tokenizer(cfg))
+    model = build_classifier(cfg, labels=["a", "b"], vocab_size=vocab, pad_id=0, seq_len=32)
+    pretrained = AutoModelForMaskedLM.from_pretrained(run / "export")
+    assert model.network.albert.embeddings.word_embeddings.weight.equal(pretrained.get_input_embeddings().weight)
+    alone = resolved(ModelConfig(architecture="bert", tokenizer=str(run)), LOCAL, tmp_path)
+    assert (alone.pretrained, alone.tokenizer) == (None, f"{run}/export")
+
+
+def test_a_run_without_an_export_gives_its_checkpoint(run, tmp_path, monkeypatch):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("export"))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "nowhere"}.items():
+        monkeypatch.setenv(name, value)  # the export is no rank, and waits for nobody
+    cfg = resolved(from_run(copy), LOCAL, tmp_path / "cache")
+    assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(str(tmp_path / "cache/models/"))
+    found, wanted = (AutoModelForMaskedLM.from_pretrained(place) for place in (cfg.pretrained, run / "export"))
+    assert all(tensor.equal(wanted.state_dict()[name]) for name, tensor in found.state_dict().items())
+    assert len(task_tokenizer(cfg)) == 120
+    (copy / "checkpoints/step_00000001/model.pt").unlink()
+    assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg  # it is there: nothing is exported again
+    with pytest.raises(InputError, match=r"model.init_from=.*cannot be exported \(.*no valid checkpoint") as error:
+        resolved(from_run(copy), LOCAL, tmp_path / "other")
+    assert "\n" not in str(error.value)
+    assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
+
+
+def test_a_run_in_s3_is_fetched_once_and_again_when_it_has_changed(run, bucket, tmp_path):
+    keys = ["config.yaml", "metrics.jsonl"] + [f"export/{path.name}" for path in (run / "export").iterdir()]
+    for key in [*keys, "export/tensorboard/events"]:
+        bucket.put(f"runs/one/{key}", (run / key).read_bytes() if key in keys else b"x")
+    cfg = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
+    here = Path(cfg.pretrained)
+    assert here.parent == tmp_path / "models" and cfg.tokenizer == cfg.pretrained
+    contents = {path.name: path.read_bytes() for path in here.iterdir()}
+    assert contents == {path.name: path.read_bytes() for path in (run / "export").iterdir()}
+    before = here.stat().st_mtime_ns
+    assert resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path) == cfg
+    assert here.stat().st_mtime_ns == before
+    same_export = resolved(from_run(bucket.location("runs/one/export")), bucket.config(), tmp_path)
+    assert Path(same_export.pretrained, "model.safetensors").stat().st_size > 0
+    weights = (run / "export/model.safetensors").read_bytes()
+    bucket.put("runs/one/export/model.safetensors", weights[:-4] + b"\0\0\0\0")  # of the same length
+    other = resolved(from_run(bucket.location("runs/one")), bucket.config(), tmp_path)
+    assert other.pretrained != cfg.pretrained
+
+
+@pytest.mark.parametrize("key", ["init_from", "tokenizer"])
+def test_a_place_that_is_nothing_is_refused(key, tmp_path, bucket, folder):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/readme.txt").touch()
+    (tmp_path / "begun").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "begun" / name).touch()
+    bucket.put("notes/readme.txt", b"")
+    for place, says in (
+        ("/no/such/place", "there is no such folder"),
+        ("./runs/none", "there is no such folder"),
+        (str(tmp_path / "notes"), "is neither a run .* nor a folder of transformers"),
+        (str(tmp_path / "begun"), "is a run with neither an export nor a checkpoint yet"),
+        (bucket.location("notes"), "is neither a run .* nor a folder of transformers"),
+        (bucket.location("runs/none"), "there is nothing in that folder"),
+    ):
+        with pytest.raises(InputError, match=f"model.{key}={place}.*{says}"):
+            resolved(ModelConfig(**{key: place}), bucket.config(), tmp_path / "cache")
+
+
+def test_a_hub_id_that_is_not_to_be_had_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # asked in vain, the Hub is asked for long
+    cfg = resolved(from_run("no-such-user/no-such-model"), LOCAL, tmp_path)
+    with pytest.raises(InputError, match="tokenizer no-such-user/no-such-model is not to be had") as error:
+        task_tokenizer(cfg)
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="no-such-user/no-such-model is not to be had") as error:
+        build_classifier(cfg, labels=["a", "b"], vocab_size=10, pad_id=0, seq_len=16)
+    assert "\n" not in str(error.value)
+
+
+def test_the_ranks_of_a_machine_wait_for_the_first(tmp_path, monkeypatch):
+    made, found = [], []
+    (tmp_path / "models").mkdir()
+    monkeypatch.setattr(source, "make_folder", lambda path: path)  # its test file is named after the process
+
+    def make(target):
+        made.append(target)
+        time.sleep(0.2)
+        (target / "file").touch()
+
+    ranks = [threading.Thread(target=lambda: found.append(once(tmp_path, {"of": "it"}, make))) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(made) == 1 and len(found) == 4 and len(set(found)) == 1
+
+
+def test_what_failed_leaves_nothing_and_is_tried_again(tmp_path):
+    def fail(target):
+        (target / "half").touch()
+        raise InputError("no")
+
+    with pytest.raises(InputError):
+        once(tmp_path, {"of": "it"}, fail)
+    assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
+    assert once(tmp_path, {"of": "it"}, lambda target: (target / "file").touch()).startswith(str(tmp_path))
+
+
+def test_a_local_folder_asks_nobody(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    calls = []
+
+    def connect(self, address):
+        calls.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    cfg = resolved(from_run(folder), LOCAL, tmp_path)
+    tokenizer = task_tokenizer(cfg)
+    build_classifier(cfg, labels=["a", "b"], vocab_size=len(tokenizer), pad_id=0, seq_len=16)
+    assert not calls
+
+
+def test_model_any_has_no_sizes_and_takes_those_of_the_run(folder):
+    base = ["run_dir=x", "data=records", "data.path=x", "task=classify", "max_steps=1", "micro_batch_size=1"]
+    cfg = cli.load_config(TrainConfig, [*base, "model=any", f"model.init_from={folder}"])
+    assert cfg.model == from_run(folder)
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
+    saved = write_tokenizer(tmp_path)
+    content = json.loads((saved / "tokenizer.json").read_text())
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
+    (saved / "tokenizer.json").write_text(json.dumps({**content, "truncation": truncation, "padding": padding}))
+    tokenizer = task_tokenizer(ModelConfig(tokenizer=str(saved)))
+    assert tokenizer.backend_tokenizer.encode("the cat sat the cat").ids == [5, 7, 9, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda place: CanineTokenizer().save_pretrained(place), "is a slow one .CanineTokenizer, pure Python."),
+        (lambda place: write_tokenizer(place, sep_token=None), "has no sep_token"),
+        (lambda place: write_tokenizer(place, pad_token=None), "has no pad_token"),
+        (lambda place: None, "is not to be had"),
+        (lambda place: (place / "tokenizer.json").write_text("{"), "is not to be had"),
+    ],
+    ids=["slow", "no sep", "no pad", "empty folder", "damaged"],
+)
+def test_a_tokenizer_that_will_not_do_is_refused(make, says, tmp_path):
+    make(tmp_path)
+    with pytest.raises(InputError, match=f"tokenizer {tmp_path} {says}") as error:
+        task_tokenizer(ModelConfig(tokenizer=str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_weights_without_a_tokenizer_are_told(folder, tmp_path):
+    """transformers makes one that knows no word."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    with pytest.raises(InputError, match="is not to be had: it has no tokenizer.json or vocabulary file"):
+        task_tokenizer(ModelConfig(pretrained=str(tmp_path)))
+    assert len(task_tokenizer(ModelConfig(pretrained=str(tmp_path), tokenizer=str(folder)))) == 10
+    with pytest.raises(InputError, match="model.tokenizer is not set"):
+        task_tokenizer(ModelConfig())
+
+
+def test_a_tokenizer_of_other_words_than_the_weights_is_refused(folder, tmp_path):
+    same, other = write_tokenizer(tmp_path / "same"), write_tokenizer(tmp_path / "other", words=WORDS[::-1])
+    assert len(task_tokenizer(ModelConfig(pretrained=str(folder), tokenizer=str(same)))) == 10
+    with pytest.raises(InputError, match="another vocabulary than that of the weights"):
+        task_tokenizer(ModelConfig(pretrained=str(folder), tokenizer=str(other)))

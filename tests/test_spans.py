@@ -1,0 +1,234 @@
+"""Answers are chosen and scored as SQuAD's official scripts do."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+
+from train.tasks.spans import (
+    LOWEST,
+    Reading,
+    Span,
+    Window,
+    best_threshold,
+    evaluate,
+    evaluate_v2,
+    f1_of,
+    normalised,
+    read,
+    score,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchmetrics.functional.text import squad
+
+CRAFTED = [  # what was answered, what is right
+    ("Denver Broncos", ["Denver Broncos", "The Denver Broncos!"]),
+    ("the Broncos", ["Denver Broncos", "Broncos"]),
+    ("", ["Denver"]),
+    ("in 1,000 A.D.", ["1000 AD", "1,000"]),
+    ("Theatre of the Absurd", ["theatre of absurd"]),
+    ("  two\n words ", ["Two Words"]),
+    ("Beyonc\u00e9", ["beyonc\u00e9", "Beyonce"]),
+    ("Beyonce\u0301", ["Beyonc\u00e9"]),  # another spelling of the same letter is another word
+    ("\u201cquoted\u201d", ["quoted"]),  # only ASCII punctuation is left out
+    ("it's", ["its"]),
+    ("a-b", ["ab", "a b"]),
+    ("one one two", ["one two two"]),
+    ("\u4e1c\u4eac", ["\u4e1c\u4eac \u5e02", "\u4e1c\u4eac"]),
+    ("\u0130stanbul", ["istanbul"]),
+]
+WORDS = ["The", "a", "an", "theory", "B.C.", "b", "c", "c's", "\u00e9t\u00e9", "--", "x-y", "\t", "Xy", "and", ""]
+
+
+def as_readings(answers):
+    return [Reading([Span(answer, 0.0, 0)] if answer else [], 0.0) for answer in answers]
+
+
+def oracle(pairs):
+    """torchmetrics' SQuAD: v1.1, but that two answers without a word have an F1 of 1, as in v2."""
+    given = [{"id": str(i), "prediction_text": text} for i, (text, _) in enumerate(pairs)]
+    right = [{"id": str(i), "answers": {"text": texts}} for i, (_, texts) in enumerate(pairs)]
+    return {name: float(value) for name, value in squad(given, right).items()}
+
+
+def random_text(rng):
+    return " ".join(rng.choices(WORDS, k=rng.randint(0, 5)))
+
+
+@pytest.mark.parametrize("pair", CRAFTED, ids=lambda pair: repr(pair[0]))
+def test_an_answer_scores_as_officially(pair):
+    exact, f1 = score(*pair)
+    assert {"exact_match": 100 * exact, "f1": 100 * f1} == pytest.approx(oracle([pair]), abs=1e-4)
+
+
+@pytest.mark.parametrize("pair", [("a an the", ["The"]), ("!?", ["..."]), ("", ["the"])])
+def test_in_v1_answers_without_a_word_are_equal_and_have_nothing_in_common(pair):
+    assert score(*pair) == (1, 0)
+
+
+def test_many_random_answers_score_as_officially():
+    rng = random.Random(0)
+    pairs = [(random_text(rng), [random_text(rng) for _ in range(rng.randint(1, 4))]) for _ in range(900)]
+    pairs = [(given, right) for given, right in pairs if all(map(normalised, [given, *right]))]
+    found = evaluate(as_readings([given for given, _ in pairs]), [right for _, right in pairs])
+    assert found == pytest.approx(oracle(pairs), abs=1e-3)
+    assert len(pairs) > 250 and 0 < found["exact_match"] < found["f1"] < 100
+
+
+def test_in_v2_empty_ones_too():
+    rng = random.Random(1)
+    pairs = [(random_text(rng), [random_text(rng)]) for _ in range(500)]
+    found = [score(given, right, v2=True) for given, right in pairs]
+    assert 100 * np.mean(found, axis=0) == pytest.approx([*oracle(pairs).values()], abs=1e-3)
+
+
+def test_normalising_leaves_words():
+    assert normalised("The  Cat, an (old) ONE; a.b") == "cat old one ab"
+    assert normalised("Athens another") == "athens another"  # articles are whole words
+
+
+def test_in_v2_nothing_agrees_with_nothing_only():
+    assert (f1_of("", ""), f1_of("", "", v2=True), f1_of("the", "", v2=True)) == (0, 1, 1)
+    assert f1_of("", "x", v2=True) == f1_of("x", "", v2=True) == 0
+    assert score("", [], v2=True) == (1, 1)
+    assert score("x", [], v2=True) == (0, 0)
+    assert score("", ["the", "x"], v2=True) == (0, 0)  # an answer of articles alone is none
+    assert score("", ["the"], v2=True) == (1, 1)
+
+
+# ---- the threshold of v2 -------------------------------------------------------------------------------------------
+
+
+def reached(threshold, odds, scores, has_answer):
+    """Mean score, 0 to 100, of the answers that a threshold gives."""
+    return 100 * np.where(odds > threshold, ~has_answer, scores).mean()
+
+
+def test_no_threshold_is_better():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        has_answer = rng.random(12) < 0.7
+        scores = np.where(has_answer, rng.choice([0, 0.5, 1], 12), 0.0)
+        odds = rng.normal(size=12).round(1) - 1.5 * has_answer
+        threshold, value = best_threshold(odds, scores, has_answer)
+        assert value == pytest.approx(max(reached(one, odds, scores, has_answer) for one in [-9, *odds]))
+        assert value == pytest.approx(reached(threshold, odds, scores, has_answer))
+
+
+def test_a_threshold_does_not_part_equal_odds():
+    odds, has_answer = np.array([0.5, 0.5, 2.0]), np.array([True, False, False])
+    assert best_threshold(odds, np.array([1.0, 0.0, 0.0]), has_answer) == (0.0, pytest.approx(200 / 3))
+
+
+def test_where_no_answer_is_best_for_all_the_threshold_is_below_all():
+    threshold, value = best_threshold(np.array([-3.0, -1.0]), np.zeros(2), np.array([False, False]))
+    assert threshold < -3 and value == 100
+
+
+def reading(text, odds):
+    """Of one span that "no answer" is above by `odds`."""
+    return Reading([Span(text, 1.0, 0)], 1.0 + odds)
+
+
+# Worked out by hand. Odds in rising order: right span, right in part (F1 2/3), no answer, no answer, right span.
+V2 = [
+    (reading("the red fox", -3.0), ["red fox"]),
+    (reading("red", -2.0), ["red fox"]),
+    (reading("anything", -1.0), []),
+    (reading("something", 1.0), []),
+    (reading("blue", 2.0), ["blue", "blue sky"]),
+]
+
+
+def test_v2_with_a_given_threshold():
+    found = evaluate_v2(*zip(*V2, strict=True), threshold=0.0)
+    # Given: red fox, red, anything, "", "".
+    assert found["exact_match"] == pytest.approx(100 * (1 + 0 + 0 + 1 + 0) / 5)
+    assert found["f1"] == pytest.approx(100 * (1 + 2 / 3 + 0 + 1 + 0) / 5)
+    assert found["has_answer_exact_match"] == pytest.approx(100 / 3)
+    assert found["has_answer_f1"] == pytest.approx(100 * (1 + 2 / 3) / 3)
+    assert found["no_answer_f1"] == pytest.approx(50)
+    # From "no answer to any" (2 right): +1, then +0 or +2/3, then down.
+    assert (found["best_exact_match"], found["best_exact_match_threshold"]) == (pytest.approx(60), -3.0)
+    assert (found["best_f1"], found["best_f1_threshold"]) == (pytest.approx(100 * (3 + 2 / 3) / 5), -2.0)
+
+
+def test_v2_without_one_takes_the_best_for_f1():
+    found = evaluate_v2(*zip(*V2, strict=True), threshold=None)
+    assert found["f1"] == found["best_f1"] == pytest.approx(100 * (1 + 2 / 3 + 1 + 1 + 0) / 5)
+    assert found["exact_match"] == pytest.approx(60)
+    assert found["no_answer_f1"] == 100
+
+
+def test_v2_of_questions_that_all_have_an_answer_has_no_nan():
+    found = evaluate_v2([reading("x", -1.0)], [["x"]], threshold=None)
+    assert found["f1"] == 100 and found["no_answer_f1"] == 0
+
+
+# ---- the best spans ------------------------------------------------------------------------------------------------
+
+CONTEXT = "The red fox ran  home"
+OFFSETS = np.array([[0, 3], [3, 7], [7, 11], [11, 15], [16, 21]])  # of Metaspace: with the space before
+FIRST = 4  # tokens of the question before it
+
+
+def window(starts, ends, *, null=0.0, k=3, offsets=OFFSETS):
+    """Of scores for each token of the context."""
+    tops = [np.argsort(-np.array(scores), kind="stable")[:k] for scores in (starts, ends)]
+    parts = [np.append(np.array(scores)[top], top + FIRST) for scores, top in zip((starts, ends), tops, strict=True)]
+    return Window.of(np.concatenate([[null], *parts]).astype(np.float32), FIRST, offsets)
+
+
+def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():
+    one = window([0, 5, 1, 0, 0], [0, 0, 2, 0, 4])
+    assert read([one], CONTEXT, n_best=3, max_answer_tokens=5).best == "red fox ran  home"
+    assert read([one], CONTEXT, n_best=3, max_answer_tokens=2).best == "red fox"
+    assert read([one], CONTEXT, n_best=3, max_answer_tokens=2).spans[0] == Span("red fox", 7.0, 4)
+
+
+def test_no_span_ends_before_it_starts():
+    backwards = window([0, 0, 0, 0, 9], [9, 0, 0, 0, 0], k=1)
+    found = read([backwards], CONTEXT, n_best=3, max_answer_tokens=5)
+    assert (found.spans, found.best, found.answer(None), found.null_odds) == ([], "", "", float("inf"))
+    assert found.n_best(v2=False) == [{"text": "", "probability": 1.0, "score": 0.0, "begin": 0}]
+
+
+def test_places_outside_of_the_context_are_no_answers():
+    padded = window([LOWEST, 1, LOWEST, LOWEST, LOWEST], [LOWEST, 1, LOWEST, LOWEST, LOWEST])
+    assert [span.text for span in read([padded], CONTEXT, n_best=9, max_answer_tokens=5).spans] == ["red"]
+
+
+def test_of_several_windows_the_best_counts_and_a_span_counts_once():
+    first, second = (
+        window([0, 3, 0, 0, 0], [0, 3, 0, 0, 0], null=2.0),
+        window([0, 4, 0, 0, 5], [0, 4, 0, 0, 1], null=1.5),
+    )
+    found = read([first, second], CONTEXT, n_best=20, max_answer_tokens=1)
+    assert [(span.text, span.score) for span in found.spans[:2]] == [("red", 8.0), ("home", 6.0)]
+    assert len({(span.text, span.begin) for span in found.spans}) == len(found.spans)
+    assert found.null_score == 1.5  # of the window that doubts least, as in the official recipe
+    assert found.null_odds == -6.5
+
+
+def test_n_best_are_sorted_and_their_probabilities_add_up():
+    found = read([window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)], CONTEXT, n_best=2, max_answer_tokens=2)
+    plain, v2 = found.n_best(v2=False), found.n_best(v2=True)
+    assert [one["text"] for one in plain] == ["red", "red fox"]
+    assert plain[0]["probability"] == pytest.approx(1 / (1 + np.exp(-2)))
+    assert [one["text"] for one in v2] == ["red", "", "red fox"]
+    assert sum(one["probability"] for one in v2) == pytest.approx(1)
+
+
+def test_no_answer_is_given_above_the_threshold_only():
+    found = reading("fox", 0.5)
+    assert (found.answer(None), found.answer(0.5), found.answer(0.4)) == ("fox", "fox", "")
+
+
+def test_spans_of_unicode_are_cut_by_characters():
+    context = "\U0001f600 Zo\u00eb \u6771\u4eac"
+    offsets = np.array([[0, 1], [0, 1], [2, 5], [6, 7], [7, 8]])  # two tokens of one character
+    one = window([0, 0, 3, 0, 0], [0, 0, 0, 0, 3], offsets=offsets)
+    assert read([one], context, n_best=3, max_answer_tokens=3).best == "Zo\u00eb \u6771\u4eac"

@@ -1,0 +1,204 @@
+"""Prepared examples as batches: padding, buckets, and the same batches and results on any number of ranks."""
+
+import pickle
+from itertools import islice
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from train.config import InputError
+from train.data.batches import Batches
+from train.data.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler
+from train.data.masking import IGNORE_INDEX
+from train.data.order import PADDING, EvalOrder, ShardSampler
+from train.data.token_rows import TokenRows
+
+ROWS, LENGTHS, PAD = 50, (8, 20), 1
+COLUMNS = {"labels": "label", "place": "row"}
+
+
+def made(num_rows, seed):
+    """Every third row has a second segment."""
+    random = np.random.default_rng(seed)
+    length = random.integers(3, 21, num_rows)
+    length[0] = 20
+    return datasets.Dataset.from_dict(
+        {
+            "input_ids": [random.integers(2, 99, n).tolist() for n in length],
+            "length": length.tolist(),
+            "second_at": [int(n) // 2 if row % 3 == 0 else int(n) for row, n in enumerate(length)],
+            "label": (np.arange(num_rows) % 3).tolist(),
+            "row": list(range(num_rows)),
+        },
+        features=datasets.Features(
+            {
+                "input_ids": datasets.List(datasets.Value("int32")),
+                **dict.fromkeys(("length", "second_at", "row"), datasets.Value("int32")),
+                "label": datasets.Value("int64"),
+            }
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """On disk, in chunks of 7 rows: as prepared data lies, only larger."""
+    folder = tmp_path_factory.mktemp("table")
+    once = made(ROWS, 0).map(
+        lambda rows: rows, batched=True, writer_batch_size=7, cache_file_name=str(folder / "rows.arrow")
+    )
+    assert once.data.column("input_ids").num_chunks > 5
+    return once
+
+
+def token_rows(table, lengths=(20,), columns=COLUMNS, weights=None):
+    return TokenRows(table, pad_id=PAD, lengths=lengths, columns=columns, weights=weights)
+
+
+def test_tensors_hold_the_rows_asked_for(table):
+    items = np.array([[3, 4], [49, 3 + 2 * ROWS]])
+    drawn = token_rows(table).draw(items)
+    assert sorted(drawn["inputs"]) == ["attention_mask", "input_ids", "labels", "place", "token_type_ids"]
+    assert {tensor.dtype for tensor in drawn["inputs"].values()} == {torch.int64}
+    assert drawn["inputs"]["labels"].shape == (2, 2)
+    for place, row in [((0, 0), 3), ((0, 1), 4), ((1, 0), 49), ((1, 1), 3)]:  # the last is of another epoch
+        row = table[row]
+        padding = 20 - row["length"]
+        second = row["length"] - row["second_at"]
+        inputs = {name: tensor[place].tolist() for name, tensor in drawn["inputs"].items()}
+        assert inputs["input_ids"] == row["input_ids"] + [PAD] * padding
+        assert inputs["attention_mask"] == [1] * row["length"] + [0] * padding
+        assert inputs["token_type_ids"] == [0] * row["second_at"] + [1] * second + [0] * padding
+        assert (inputs["labels"], inputs["place"]) == (row["label"], row["row"])
+    assert drawn["count"] == [2.0, 2.0] and isinstance(drawn["count"][0], float)
+    assert drawn["tokens"] == [sum(table["length"][row] for row in rows) for rows in ([3, 4], [49, 3])]
+
+
+def test_a_row_takes_the_first_length_it_fits_into(table):
+    data, lengths = token_rows(table, LENGTHS), np.array(table["length"])
+    assert np.array_equal(data.bucket_of, lengths > 8) and data.bucket_of.dtype == np.uint8
+    assert token_rows(table, [2, 20]).bucket_of.all()
+    short = np.flatnonzero(lengths <= 8)[:4]
+    drawn = data.draw(short[None] + 2**40 // ROWS * ROWS)  # of a late epoch
+    assert drawn["inputs"]["input_ids"].shape == (1, 4, 8)
+    assert drawn["inputs"]["place"].tolist() == [short.tolist()]
+    long = np.array([[0, PADDING]]) + np.array([[1 << BUCKET_SHIFT, 0]])
+    assert data.draw(long)["inputs"]["input_ids"].shape == (1, 2, 20)
+
+
+def test_rows_that_do_not_fit_their_bucket_are_errors(table):
+    data = token_rows(table, LENGTHS)
+    with pytest.raises(ValueError, match="a row of 20 tokens in a batch of 8"):
+        data.draw(np.array([[0]]))
+    with pytest.raises(ValueError, match=r"several lengths: buckets \[0, 1\]"):
+        data.draw(np.array([[5, 1 << BUCKET_SHIFT]]))
+
+
+def test_padding_counts_for_nothing(table):
+    """Also where row 0, which stands in for it, is longer than the batch."""
+    data = token_rows(table, LENGTHS)
+    short = int(np.flatnonzero(np.array(table["length"]) <= 8)[0])
+    drawn = data.draw(np.array([[short, PADDING], [PADDING, PADDING]]))
+    label = table[short]["label"]
+    assert drawn["inputs"]["labels"].tolist() == [[label, IGNORE_INDEX], [IGNORE_INDEX] * 2]
+    assert drawn["inputs"]["input_ids"][0, 1].tolist() == table[0]["input_ids"][:8]
+    assert drawn["inputs"]["attention_mask"][1].all()  # a row without tokens would give NaN
+    assert (drawn["count"], drawn["tokens"]) == ([1.0, 0.0], [table[short]["length"], 0])
+    assert token_rows(table, columns={}).draw(np.array([[3, PADDING]]))["count"] == [1.0]
+
+
+def test_class_weights_are_added_up_over_labels(table):
+    data = token_rows(table, weights=np.array([0.5, 2.0, 4.0]))
+    assert data.draw(np.array([[0, 1, 2, PADDING], [3, 3, 3, 3]]))["count"] == [6.5, 2.0]
+    unlabelled = table.remove_columns("label").add_column("label", [IGNORE_INDEX, 1] * (ROWS // 2))
+    data = token_rows(unlabelled, weights=np.array([0.5, 2.0, 4.0]))
+    assert data.draw(np.array([[0, 1, 2]]))["count"] == [2.0]
+
+
+def test_chosen_and_joined_tables_are_read_alike(table):
+    other = made(9, 1)
+    joined = datasets.concatenate_datasets([table, other])
+    drawn = token_rows(joined).draw(np.array([[ROWS - 1, ROWS, ROWS + 8]]))["inputs"]
+    assert drawn["place"].tolist() == [[ROWS - 1, 0, 8]]
+    assert drawn["input_ids"][0, 2, : other[8]["length"]].tolist() == other[8]["input_ids"]
+    for chosen in ([41, 7, 8], range(10, 13)):
+        drawn = token_rows(table.select(chosen)).draw(np.array([[2, 0]]))["inputs"]
+        assert drawn["place"].tolist() == [[chosen[2], chosen[0]]]
+        assert drawn["input_ids"][0, 0, : table[chosen[2]]["length"]].tolist() == table[chosen[2]]["input_ids"]
+
+
+def test_another_process_gets_the_names_of_files(table):
+    data = token_rows(table, LENGTHS)
+    sent = pickle.dumps(data)
+    assert table.data.nbytes > 2000 and len(sent) < len(pickle.dumps(table)) + 1000
+    items = np.array([[0, 1]]) + (1 << BUCKET_SHIFT)
+    there, here = pickle.loads(sent).draw(items)["inputs"], data.draw(items)["inputs"]
+    assert all(torch.equal(there[name], here[name]) for name in here)
+
+
+def test_loader_processes_draw_the_same(table):
+    data = token_rows(table)
+    for method in ("fork", "forkserver"):
+        order = EvalOrder(ROWS, 4, 0, 1)
+        alone, beside = (
+            Batches(data, order, batch_size=4, num_workers=n, prefetch=2, pin_memory=False, start_method=method)
+            for n in (0, 1)
+        )
+        for one, other in zip(alone, beside, strict=True):
+            assert torch.equal(one["inputs"]["input_ids"], other["inputs"]["input_ids"])
+            assert (one["count"], one["tokens"]) == (other["count"], other["tokens"])
+
+
+@pytest.mark.parametrize("lengths", [(20,), LENGTHS])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_training_sees_the_same_global_batches(table, world_size, lengths):
+    data = token_rows(table, lengths)
+
+    def batches(ranks):
+        shares = []
+        for rank in range(ranks):
+            options = {"seed": 1, "global_batch_size": 12, "rank": rank, "world_size": ranks}
+            bucketed = len(lengths) > 1
+            order = BucketSampler(data.bucket_of, **options) if bucketed else ShardSampler([ROWS], **options)
+            size = 12 // ranks
+            loader = Batches(
+                data,
+                order.micro_batches(size),
+                batch_size=size,
+                num_workers=0,
+                prefetch=1,
+                pin_memory=False,
+                most_together=1,
+            )
+            shares.append([batch["inputs"]["input_ids"] for batch in islice(loader, 9)])
+        return [torch.stack(batch, 1).flatten(0, 1) for batch in zip(*shares, strict=True)]
+
+    found = batches(world_size)
+    assert {batch.shape[1] for batch in found} == set(lengths)
+    assert all(torch.equal(one, other) for one, other in zip(found, batches(1), strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(20,), LENGTHS])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [4, 7])
+def test_evaluation_gives_each_result_once_and_in_order(table, world_size, batch_size, lengths):
+    data, shares = token_rows(table, lengths), []
+    for rank in range(world_size):
+        place = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+        order = BucketEvalOrder(data.bucket_of, **place) if len(lengths) > 1 else EvalOrder(ROWS, **place)
+        loader = Batches(
+            data, order, batch_size=batch_size, num_workers=0, prefetch=1, pin_memory=False, most_together=1
+        )
+        batches = [batch["inputs"] for batch in loader]
+        shares.append(np.concatenate([np.stack([b["place"], b["input_ids"][:, 0]], axis=1) for b in batches]))
+    wanted = [[row["row"], row["input_ids"][0]] for row in table]
+    assert order.merged(shares).tolist() == wanted
+
+
+def test_what_does_not_fit_is_refused(table):
+    with pytest.raises(InputError, match="no column title; there are input_ids, length"):
+        token_rows(table, columns={"labels": "title"})
+    with pytest.raises(InputError, match="a row of 20 tokens, longer than 16"):
+        token_rows(table, [8, 16])

@@ -1,0 +1,181 @@
+"""A folder of prepared examples: whole or not there, on this machine or copied to and from another place.
+
+`datasets.load_from_disk` reads each of its tables. tables.json comes last and has the checksums of all other files.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from train.config import check
+from train.data.once import is_gone, owner_name
+from train.storage import (
+    Folder,
+    LocalFolder,
+    make_folder,
+    sha256_bytes,
+    sha256_file,
+    sync_file,
+    sync_folder,
+    write_atomic,
+)
+
+NAME = "tables.json"
+FORMAT = 1
+HEX = frozenset("0123456789abcdef")
+UNFINISHED = ".unfinished-"
+
+
+# ---- on this machine -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unfinished(root: Path) -> Iterator[Path]:
+    """A new folder in `root`, removed in the end unless it was published; those of killed processes go too."""
+    make_folder(root)
+    for path in root.glob(f"{UNFINISHED}*"):
+        if is_gone(path.name.removeprefix(UNFINISHED).rpartition("-")[0]):
+            shutil.rmtree(path, ignore_errors=True)
+    temporary = root / f"{UNFINISHED}{owner_name(os.getpid())}-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Write tables.json: `facts` and the checksums of what is there. All of it is on disk then."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in paths
+    }
+    make_durable(folder)
+    write_atomic(folder / NAME, as_json({**facts, "files": files}))
+
+
+def as_json(facts: dict[str, Any]) -> bytes:
+    """Splits and labels stay in their order."""
+    return (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def make_durable(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        (sync_folder if path.is_dir() else sync_file)(path)
+    sync_folder(folder)
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Rename it to `folder`. If another process was first, its result stays: it is of the same data."""
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    sync_folder(folder.parent)
+
+
+def put_aside(folder: Path) -> None:
+    """Remove a folder in one go, as others see it."""
+    aside = folder.with_name(f"{UNFINISHED}{owner_name(os.getpid())}-{uuid.uuid4().hex[:8]}")
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def find_facts(folder: Folder) -> dict[str, Any] | None:
+    """tables.json of a folder, None if it has none. InputError if it is not of this version."""
+    if folder.size(NAME) is None:
+        return None
+    place = f"{folder.location}/{NAME}"
+    try:
+        facts: dict[str, Any] = json.loads(folder.read(NAME))
+    except ValueError:
+        facts = {}
+    check(
+        isinstance(facts, dict) and facts.get("format") == FORMAT,
+        f"{place} is damaged or of another version of this program; prepare the data again",
+    )
+    names = [PurePosixPath(name) for name in facts["files"]]
+    ok = set(facts["id"]) <= HEX and not any(name.is_absolute() or ".." in name.parts for name in names)
+    check(ok, f"{place} is damaged: names of files that cannot be; prepare the data again")
+    return facts
+
+
+def fault_of(folder: Path, facts: dict[str, Any], *, checksums: bool) -> str | None:
+    """What differs from tables.json, by the length of the files or also their checksums; None: nothing."""
+    for name, wanted in facts["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != wanted["bytes"]:
+            return f"{path} has {size} bytes, {NAME} says {wanted['bytes']}"
+        if checksums and sha256_file(path) != wanted["sha256"]:
+            return f"{path} is damaged: its sha256 is not that of {NAME}"
+    return None
+
+
+def check_whole(folder: Path, facts: dict[str, Any], *, checksums: bool) -> None:
+    """InputError for a file that is missing or damaged."""
+    fault = fault_of(folder, facts, checksums=checksums)
+    check(fault is None, f"{fault}; prepare the data again")
+
+
+def find_whole(folder: Path, identity: str, *, checksums: bool) -> bool:
+    """Whether `folder` holds the tables of this id. What is there and is damaged is removed, to be made anew."""
+    path = folder / NAME
+    if path.is_file():
+        try:
+            facts = json.loads(path.read_bytes())
+            is_whole = facts["id"] == identity and fault_of(folder, facts, checksums=checksums) is None
+        except (ValueError, KeyError, TypeError):  # not what we wrote
+            is_whole = False
+        if is_whole:
+            return True
+    put_aside(folder)
+    return False
+
+
+# ---- elsewhere -----------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, target: Folder) -> None:
+    """Copy prepared tables to another place, tables.json last. InputError if there is something else."""
+    content = LocalFolder(folder).read(NAME)
+    facts = json.loads(content)
+    there = find_facts(target)
+    key = f"data.save_to={target.location}"
+    if there is not None:
+        check(there["id"] == facts["id"], f"{key} holds other prepared data; choose another folder")
+        return
+    strange = sorted(target.names_here() - {PurePosixPath(name).parts[0] for name in facts["files"]})
+    check(not strange, f"{key} holds something else ({', '.join(strange[:3])}); choose an empty folder")
+    for name in facts["files"]:
+        target.write(name, (folder / name).read_bytes())
+    target.write(NAME, content)
+
+
+def bring(source: Folder, facts: dict[str, Any], folder: Path) -> None:
+    """Copy the files of prepared tables to `folder`, without tables.json. InputError for one that is not right."""
+    for name, wanted in facts["files"].items():
+        try:
+            content = source.read(name)
+        except FileNotFoundError:
+            content = b""
+        check(
+            sha256_bytes(content) == wanted["sha256"],
+            f"{source.location}/{name} is missing or damaged: its sha256 is not that of {NAME}; save the data again",
+        )
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)

@@ -1,0 +1,273 @@
+"""Labelled examples, read and tokenised once and kept by what they are made of, for all ranks and later runs.
+
+    read      train/data/raw.py: rows of files, one table a split
+    make      the task's Featurizer: tokens of each row, as long as they are
+    keep      CACHE_DIR/records/ID/: SPLIT/ (tokens), SPLIT_examples/ (rows as they were), tokenizer/, tables.json
+
+A place that data.save_to wrote can be data.path of other runs: then nothing is read or tokenised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+
+from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, launched_rank
+from train.data import raw as raw_data
+from train.data.cache import cache_dir
+from train.data.features import FEATURES, Featurizer
+from train.data.once import once_per_node
+from train.data.table_facts import column, facts_of_split
+from train.data.table_files import (
+    FORMAT,
+    NAME,
+    as_json,
+    bring,
+    check_whole,
+    find_facts,
+    find_whole,
+    make_durable,
+    publish,
+    save,
+    seal,
+    unfinished,
+)
+from train.storage import Folder, canonical_json, is_s3, local_path, open_folder, sha256_json, telling, write_atomic
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+RESERVED = ("tokenizer", "scratch")  # folders beside those of the splits
+ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
+SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
+
+
+@dataclass(frozen=True)
+class Tables:
+    folder: Path
+    id: str  # sha256 of the content, the settings and the tokenizer
+    facts: dict[str, Any]  # tables.json: kind, labels, settings, tokenizer_sha256, splits (see table_facts), files
+
+    @property
+    def splits(self) -> list[str]:
+        """train, validation, and the further ones in their order."""
+        return list(self.facts["splits"])
+
+    def features(self, split: str) -> datasets.Dataset:
+        """The tokens of a split, memory-mapped."""
+        return datasets.load_from_disk(str(self.folder / split))
+
+    def examples(self, split: str) -> datasets.Dataset:
+        """The rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
+        return datasets.load_from_disk(str(self.folder / f"{split}_examples"))
+
+    def verify(self) -> None:
+        """InputError names a file that is not what tables.json says. With data.verify, open_tables looked, too."""
+        check_whole(self.folder, self.facts, checksums=True)
+
+    def lengths(self, split: str) -> np.ndarray:
+        """[rows] int32: tokens of each row."""
+        return column(self.features(split), "length")
+
+
+def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
+    """The prepared data of a run. Local rank 0 of a machine makes it or finds it, the others wait.
+
+    Raises InputError for data that will not do, on all ranks of the machine alike; Failure where rank 0 does not end.
+    """
+    assert isinstance(cfg.data, RecordsConfig)
+    data, root = cfg.data, cache_dir(cfg.data) / "records"
+    for name in data.more_validation:
+        ok = re.fullmatch(r"\w+", name) and name not in RESERVED and not name.endswith("_examples")
+        check(bool(ok), f"data.more_validation: {name} cannot be the name of a split; choose a plain word")
+    tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
+    key = sha256_json([asdict(data), cfg.seed, featurizer.kind, featurizer.settings, tokenizer_id])[:16]
+    job = Job(cfg, data, featurizer, tokenizer_id, root)
+    folder = Path(once_per_node(root, key, lambda: str(provide(job))))
+    facts = json.loads((folder / NAME).read_bytes())
+    return Tables(folder, facts["id"], facts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What local rank 0 is to provide."""
+
+    cfg: TrainConfig
+    data: RecordsConfig
+    featurizer: Featurizer
+    tokenizer_id: str
+    root: Path  # of all tables on this machine
+
+    def folder(self, identity: str) -> Path:
+        return self.root / identity[:24]
+
+
+def provide(job: Job) -> Path:
+    """The folder with the tables, on this machine; kept in data.save_to as well."""
+    data = job.data
+    source = saved_source(data, job.cfg.s3)
+    facts = find_facts(source) if source else None
+    if source and facts:
+        check_same(facts, data, job.featurizer, job.tokenizer_id)
+        folder = find_saved(job, source, facts)
+    else:
+        folder = find_or_make(job)
+    if data.save_to is not None and launched_rank() == 0:
+        save(folder, open_folder(data.save_to, job.cfg.s3))
+    # What was tokenised in threads: loaders that are forked now must not try the same, nor warn of it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return folder
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Of tokenizer.json without truncation and padding, which every call sets anew."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
+
+
+# ---- what was saved ------------------------------------------------------------------------------------------------
+
+
+def saved_source(data: RecordsConfig, s3: S3Config) -> Folder | None:
+    """data.path, if prepared tables may be there."""
+    is_place = is_s3(data.path) or "://" not in data.path.removeprefix("file://")
+    return open_folder(data.path, s3) if is_place and data.format in ("auto", "saved") else None
+
+
+def check_same(facts: dict[str, Any], data: RecordsConfig, featurizer: Featurizer, tokenizer_id: str) -> None:
+    """InputError for the first setting in which this run and tables prepared elsewhere differ."""
+    place = f"data.path={data.path}"
+    check(facts["kind"] == featurizer.kind, f"{place} was prepared for task={facts['kind']}, not {featurizer.kind}")
+    theirs = dict(flatten(facts["settings"]))
+    mine = dict(flatten(json.loads(canonical_json(featurizer.settings))))
+    theirs["labels"], mine["labels"] = facts["labels"], data.labels or facts["labels"]
+    for name, value in facts["selection"].items():
+        theirs[name], mine[name] = value, value if getattr(data, name) is None else getattr(data, name)
+    for name in sorted({*theirs, *mine}):
+        old, new = theirs.get(name), mine.get(name)
+        check(old == new, f"{place} was prepared with {name}={old}, this run has {new}; use the same or prepare anew")
+    missing = sorted(set(data.more_validation) - set(facts["splits"]))
+    check(not missing, f"{place} has no split {', '.join(missing)} (data.more_validation); prepare it anew")
+    check(
+        facts["tokenizer_sha256"] == tokenizer_id,
+        f"{place} was prepared with another tokenizer (sha256 {facts['tokenizer_sha256'][:12]}) than the model's "
+        f"({tokenizer_id[:12]}); choose the model it was prepared for, or prepare anew",
+    )
+
+
+def find_saved(job: Job, source: Folder, facts: dict[str, Any]) -> Path:
+    """A local folder as it lies; of S3, a copy in the cache. InputError if something is missing or damaged."""
+    data = job.data
+    if not is_s3(data.path):
+        folder = local_path(data.path)
+        check_whole(folder, facts, checksums=data.verify)
+        return folder
+    folder = job.folder(facts["id"])
+    if not find_whole(folder, facts["id"], checksums=data.verify):
+        with unfinished(job.root) as temporary, telling("write", temporary):
+            bring(source, facts, temporary)
+            make_durable(temporary)
+            write_atomic(temporary / NAME, as_json(facts))
+            publish(temporary, folder)
+    return folder
+
+
+# ---- what is made --------------------------------------------------------------------------------------------------
+
+
+def find_or_make(job: Job) -> Path:
+    """The folder of these rows, settings and tokenizer. InputError for rows that will not do, or for a full disk."""
+    cfg, data, featurizer = job.cfg, job.data, job.featurizer
+    with unfinished(job.root) as temporary, bars_on_terminals_only():
+        scratch = temporary / "scratch"
+        scratch.mkdir()
+        content = raw_data.fingerprint(data, cfg.s3, scratch)  # of rows and of settings of data
+        parts = [FORMAT, content, cfg.seed, featurizer.kind, featurizer.settings, job.tokenizer_id]
+        identity = sha256_json(parts)
+        folder = job.folder(identity)
+        if not find_whole(folder, identity, checksums=data.verify):
+            found = raw_data.read_raw(data, featurizer.kind, cfg.s3, seed=cfg.seed, scratch=scratch)
+            with telling("write", temporary):
+                facts = make(job, found, identity, temporary, scratch)
+                shutil.rmtree(scratch)
+                seal(temporary, facts)
+                publish(temporary, folder)
+    return folder
+
+
+def make(job: Job, found: raw_data.Raw, identity: str, folder: Path, scratch: Path) -> dict[str, Any]:
+    """Write the tables of all splits and the tokenizer to `folder`; what is to be said about them."""
+    featurizer, splits = job.featurizer, {}
+    for split, examples in found.splits.items():
+        features = make_features(featurizer, split, examples, scratch, fingerprint=identity)
+        features.save_to_disk(str(folder / split), max_shard_size=SHARD)
+        examples.save_to_disk(str(folder / f"{split}_examples"), max_shard_size=SHARD)
+        seq_len, notes = featurizer.settings["seq_len"], featurizer.notes(split)
+        about = facts_of_split(examples, features, labels=found.labels, seq_len=seq_len, notes=notes)
+        dropped = dict(found.dropped[split])
+        splits[split] = {**about, "bad_examples": dropped.pop("examples"), **dropped}
+    save_tokenizer(featurizer.tokenizer, folder / "tokenizer")
+    return {
+        "format": FORMAT,
+        "id": identity,
+        "kind": featurizer.kind,
+        "labels": found.labels,
+        "settings": featurizer.settings,
+        "selection": {name: getattr(job.data, name) for name in ("max_train_examples", "max_validation_examples")},
+        "tokenizer_sha256": job.tokenizer_id,
+        "splits": splits,
+    }
+
+
+def make_features(
+    featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path, *, fingerprint: str
+) -> datasets.Dataset:
+    """One process: the tokenizer has threads of its own. Memory: ROWS_AT_ONCE rows."""
+    names = examples.column_names
+
+    def features_of(rows: Any, indices: list[int]) -> dict[str, list]:
+        return featurizer.features({name: rows[name] for name in names}, indices, split=split)
+
+    return examples.map(
+        features_of,
+        with_indices=True,
+        batched=True,
+        batch_size=ROWS_AT_ONCE,
+        writer_batch_size=ROWS_AT_ONCE,
+        remove_columns=names,
+        features=datasets.Features(FEATURES[featurizer.kind]),
+        keep_in_memory=False,
+        cache_file_name=str(scratch / f"{split}.arrow"),
+        load_from_cache_file=False,
+        new_fingerprint=sha256_json([fingerprint, split]),  # else it pickles the tokenizer to make one
+        desc=f"tokenise {split}",
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    tokenizer.backend_tokenizer.no_truncation()  # as the last call left it
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(str(folder))
+
+
+@contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    were_on = datasets.are_progress_bars_disabled() is False
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            datasets.enable_progress_bars()

@@ -1,0 +1,76 @@
+"""`python -m train.records key=value ...`: prepare labelled examples as `python -m train` with the same settings would,
+and say what they are: classes, lengths, padding, bad rows. Nothing is trained; data.save_to keeps the result elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from train import cli
+from train.config import RecordsConfig, TrainConfig, check
+from train.data.table_facts import best_lengths, padding_share
+
+if TYPE_CHECKING:
+    from train.data.tables import Tables
+
+MOST_LENGTHS = 3  # suggested: each is a graph more to compile
+
+WORTH_SAYING = 0.1  # share of the tokens computed that other lengths would save
+
+
+def main() -> int:
+    return cli.run(TrainConfig, show)
+
+
+def show(cfg: TrainConfig) -> int:
+    check(
+        isinstance(cfg.data, RecordsConfig),
+        f"task={cfg.task.kind} learns from shards, which python -m train.shards looks into; choose classify or qa",
+    )
+    from train.tasks import build_task  # torch takes seconds to import: what is refused is refused before
+
+    task = cast(Any, build_task(cfg))
+    for line in description(cfg, task.tables, task.lengths):
+        print(line)
+    return cli.DONE
+
+
+def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
+    """Lines for people: where the data lies, each split, and lengths of batches that suit it better than `lengths`."""
+    assert isinstance(cfg.data, RecordsConfig)
+    seq_len = tables.facts["settings"]["seq_len"]
+    yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"
+    for split in tables.splits:
+        facts = tables.facts["splits"][split]
+        yield f"{split}: {facts['examples']:,} examples, {facts['rows']:,} rows of tokens"
+        if facts["label_counts"]:
+            total = sum(facts["label_counts"].values())
+            counts = (f"{label} {n:,} ({n / total:.1%})" for label, n in facts["label_counts"].items())
+            yield f"  classes   {', '.join(counts)}"
+        yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
+        for name, number in facts["notes"].items():
+            yield f"  {name.replace('_', ' ')}: {number:,.10g}"
+        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {words(lengths)} tokens"
+        if facts["bad_rows"] or facts["left_out"]:
+            yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
+            yield from (f"    {example}" for example in facts["bad_examples"])
+    rows = tables.lengths("train")
+    better = best_lengths(rows, seq_len, MOST_LENGTHS)
+    now, then = (1 - padding_share(rows, some) for some in (lengths, better))
+    if 1 - now / then > WORTH_SAYING:
+        yield (
+            f"data.lengths=[{','.join(map(str, better))}] would compute {1 - now / then:.0%} fewer tokens in training "
+            f"({1 - then:.1%} padding), with {len(better)} graphs to compile"
+        )
+    if cfg.data.save_to is not None:
+        yield f"saved to {cfg.data.save_to}"
+
+
+def words(lengths: Sequence[int]) -> str:
+    return " or ".join(map(str, lengths))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
