@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -13,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forks import ROOT as ROOT
+from forks import TORCHRUN, free_port, launch, run_forked
+
 from train import cli
 from train.config import PrepareConfig, TrainConfig
 
-ROOT = Path(__file__).parent.parent
 SEQ_LEN = 32
 SYLLABLES = "ba be bo da du fi fo ga gu ka ki lo lu ma mi na ne no pa pe ra ri sa so ta ti to va we zu".split()
 
@@ -76,30 +77,22 @@ def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
 
 
 def train_config(run_dir: Path, data: Path, *overrides: str) -> TrainConfig:
-    return cli.load_config(TrainConfig, train_overrides(run_dir, data, *overrides))
+    """For a run in the tests' own process. Those of `run` and `command` have a watchdog as well."""
+    return cli.load_config(TrainConfig, train_overrides(run_dir, data, "watchdog.enabled=false", *overrides))
 
 
 def run(
     arguments: list[str], *, ranks: int = 1, module: str = "train", env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m train ...`, alone or on several ranks of this machine under torchrun."""
-    return subprocess.run(
-        command(arguments, ranks=ranks, module=module),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
+    """`python -m train ...`, alone or on several ranks of this machine under torchrun, in forks (see there)."""
+    words = [module, *arguments] if ranks == 1 else launch(module, arguments, ranks=ranks)
+    return run_forked(words, {**os.environ, **(env or {})})
 
 
 def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> list[str]:
     if ranks == 1:
         return [sys.executable, "-m", module, *arguments]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    launcher = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
     return [*launcher, "-m", module, *arguments]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import psutil
 import pytest
 import torch
+from forks import launch, start_forked
 from running import ROOT, command, lines, run, train_config, train_overrides
 
 from train import life, loop
@@ -77,11 +79,12 @@ def undisturbed(tmp_path_factory, prepared):
     return run_dir
 
 
-# Slows every step, so that a test can hit one.
+# Slows every step, so that a test can hit one, and says which process is which rank.
 SLOW = """
-import sys, time
+import os, sys, time
+from pathlib import Path
 from train.tasks.mlm import MaskedLMTask
-from train.watchdog import Watchdog
+Path(__file__).with_name(f"rank_{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
 before = MaskedLMTask.loss
 def slower(self, *arguments):
     time.sleep(0.05)
@@ -157,11 +160,11 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, slow, tmp_path, 
     """SIGSTOP: it no longer comes to the collective, in which the other one waits."""
     run_dir = tmp_path / "run"
     arguments = train_overrides(run_dir, prepared, *LONG, "watchdog.step_s=4", "watchdog.start_s=100")
-    process = start(arguments, ranks=2, restarts=1, script=slow)
-    until(lambda: max(steps_logged(run_dir), default=0) >= 12 or process.poll() is not None)
-    ranks_of(process)[1].send_signal(signal.SIGSTOP)
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 0, output
+    process = start_forked(launch(str(slow), arguments, ranks=2, restarts=1), os.environ, err=tmp_path / "err")
+    until(lambda: max(steps_logged(run_dir), default=0) >= 12 or not process.is_alive())
+    os.kill(int((tmp_path / "rank_1").read_text()), signal.SIGSTOP)
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert_same_weights(run_dir, undisturbed, 60)
     reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
     assert "stuck: rank 1 has been in" in reason
@@ -188,7 +191,7 @@ def test_a_second_job_on_the_same_folder_is_refused(slow, tmp_path, prepared):
 def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_path, prepared):
     """For torchrun an exit code of 75 is a failure, to be tried again."""
     run_dir = tmp_path / "run"
-    slow.write_text(SLOW.replace("0.05", "0.05 * int(os.environ['RANK'])").replace("import sys", "import os, sys"))
+    slow.write_text(SLOW.replace("0.05", "0.05 * int(os.environ['RANK'])"))
     options = [*LONG, "max_steps=100000", "straggler.windows=2"]
     process = start(train_overrides(run_dir, prepared, *options), ranks=2, restarts=3, script=slow)
     until(lambda: len(steps_logged(run_dir)) >= 5 or process.poll() is not None)
@@ -377,7 +380,7 @@ def test_a_watchdog_that_is_gone_is_told_once(tmp_path, prepared, monkeypatch):
         self.process.wait()
 
     monkeypatch.setattr(Watchdog, "start_process", start_and_kill)
-    assert train(tmp_path / "run", prepared) == ("done", 6)
+    assert train(tmp_path / "run", prepared, "watchdog.enabled=true") == ("done", 6)
     told = [line["reason"] for line in lines(tmp_path / "run", "fault")]
     assert len(told) == 1 and "the watchdog process of this machine is gone" in told[0]
 

@@ -16,7 +16,8 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
-from running import ROOT, command, lines, train_overrides
+from forks import launch, start_forked
+from running import ROOT, lines, train_overrides
 from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
 
 from train import notices, preempt
@@ -497,14 +498,15 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_call():
 def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, prepared):
     run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
     options = ["max_steps=100000", "eval_every=null", "checkpoint.every=100000", "export=false", "preempt.poll_s=0.05"]
-    arguments = command(train_overrides(run_dir, prepared, *options), ranks=2)
-    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    words, err = launch("train", train_overrides(run_dir, prepared, *options), ranks=2), tmp_path / "err"
+    process = start_forked(words, os.environ, err=err)
     try:
-        until(lambda: process.poll() is not None or imds.seen(SPOT), deadline_s=120)
+        until(lambda: not process.is_alive() or imds.seen(SPOT), deadline_s=120)
         imds.say(SPOT, SPOT_NOTICE)
-        _, stderr = process.communicate(timeout=120)
+        process.join(120)
     finally:
         process.terminate()
+    stderr = err.read_text()
     files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
     assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
     outcome = json.loads((run_dir / "outcome.json").read_text())

@@ -4,11 +4,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from forks import run_forked
 from running import ROOT, SEQ_LEN, prepare_config, run, write_corpus
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -121,8 +120,8 @@ def killed_at(output, corpus, target, call, *overrides):
     """A preparation in a process that is killed at a call of a function."""
     paths = {"root": str(ROOT), "tests": str(ROOT / "tests"), "output": str(output), "corpus": str(corpus)}
     code = KILLED_AT.format(**paths, target=target, call=call, overrides=overrides)
-    died = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+    died = run_forked(["-c", code], os.environ)
+    assert died.returncode == -signal.SIGKILL, died.stderr
 
 
 REMEMBERED = [("preparation.write_shard", 4), ("merge.write_manifest", 1)]  # what was done by then is

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
 import botocore.endpoint
 import pytest
-from running import ROOT, command, eventually, lines, run, train_config, train_overrides
+from forks import start_forked
+from running import eventually, lines, run, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
 from train import __main__, lease, loop
@@ -114,10 +115,11 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(bucket, p
     bucket.proxy.set(Fault("delay", match="^PUT .*step_00000006/manifest.json"))
     options = [*bucket.overrides(), "watchdog.enabled=false"]  # which vanishes with the machine
     arguments = train_overrides(bucket.location("run"), prepared, *options)
-    process = subprocess.Popen(command(arguments), cwd=ROOT, stderr=subprocess.DEVNULL)
-    eventually(lambda: any(seen.fault for seen in bucket.proxy.requests("manifest")) or process.poll() is not None)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process = start_forked(["train", *arguments], os.environ)
+    eventually(lambda: any(seen.fault for seen in bucket.proxy.requests("manifest")) or not process.is_alive())
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     bucket.proxy.set()
     assert losses(told(bucket, "train")).keys() >= {1, 2, 3}
     killed = bucket.keys("run/checkpoints/step_00000006/")

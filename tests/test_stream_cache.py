@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from running import ROOT, command, lines, run, train_config
+from forks import start_forked
+from running import ROOT, lines, run, train_config
 from services.fault_proxy import Fault
 from streaming import alive, assert_same, descendants, losses, num_shards, overrides, train_from, upload
 
@@ -156,10 +157,10 @@ def windowed(shards):
 
 def started(settings, run_dir, step):
     """A run in a process of its own that has saved a step."""
-    process = subprocess.Popen(command(settings), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (run_dir / f"checkpoints/step_{step:08d}").exists():
+    process = start_forked(["train", *settings], os.environ)
+    while process.is_alive() and not (run_dir / f"checkpoints/step_{step:08d}").exists():
         time.sleep(0.02)
-    assert process.poll() is None
+    assert process.is_alive()
     return process
 
 
@@ -177,14 +178,14 @@ def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, from_di
             train_from(bucket, tmp_path / "small", location, here, windowed(shards))
     finally:
         other.kill()
-        other.wait()
+        other.join()
     other = started(overrides(bucket, tmp_path / "third", location, *long, windowed(shards)), tmp_path / "third", 5)
     try:
         with pytest.raises(InputError, match=r"another run has .* for itself; give one of them its own data.cache_dir"):
             train_from(bucket, tmp_path / "fourth", location, here)
     finally:
         other.kill()
-        other.wait()
+        other.join()
 
 
 def test_the_same_command_may_follow_a_kill_at_once(bucket, shards, tmp_path):
@@ -193,7 +194,7 @@ def test_the_same_command_may_follow_a_kill_at_once(bucket, shards, tmp_path):
     settings += ["max_steps=60", "checkpoint.every=5", "data.num_workers=2"]
     killed = started(settings, tmp_path / "run", 5)
     killed.kill()
-    killed.wait()
+    killed.join()
     found = run(settings)
     assert found.returncode == 0, found.stderr
     assert sorted({line["step"] for line in lines(tmp_path / "run", "train")}) == list(range(1, 61))
@@ -226,10 +227,9 @@ def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
     more = ["max_steps=1", "eval_every=null", "data.num_workers=2", "data.deadline_s=200", "data.verify=false"]
     more += ["data.window_shards=1", "export=false", "data.attempt_s=100", "data.downloads=1"]
     assert len(hung) > 2
-    found = subprocess.run(
-        command(overrides(bucket, tmp_path / "run", location, *more)), cwd=ROOT, capture_output=True, timeout=60
-    )
-    assert found.returncode == 0, found.stderr
+    process = start_forked(["train", *overrides(bucket, tmp_path / "run", location, *more)], os.environ)
+    process.join(60)
+    assert process.exitcode == 0
     assert losses(tmp_path / "run")
 
 
@@ -258,12 +258,10 @@ def test_its_loss_during_the_run_is_named_at_once(bucket, shards, tmp_path, monk
 def test_a_killed_run_leaves_no_process_and_goes_on_with_another_number_of_ranks(bucket, shards, from_disk, tmp_path):
     settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
     settings += ["checkpoint.every=5", "data.num_workers=1"]
-    process = subprocess.Popen(command(settings), cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (tmp_path / "run/checkpoints/step_00000010").exists():
-        time.sleep(0.05)
+    process = started(settings, tmp_path / "run", 10)
     children = descendants(process.pid)
     process.kill()
-    process.wait()
+    process.join()
     assert len(children) >= 2  # fetcher and loader
     deadline_s = time.monotonic() + 15
     while any(alive(pid) for pid in children) and time.monotonic() < deadline_s:

@@ -552,6 +552,10 @@ class TrainConfig:
             "choose data=shards for mlm, data=csv, tweets, squad, ... for classify and qa",
         )
         check(
+            self.optim.head_lr is None or reads_records,
+            f"optim.head_lr={self.optim.head_lr} is for tasks whose head begins anew (classify, qa); leave it out",
+        )
+        check(
             not self.best.export or self.checkpoint.best,
             "best.export=true needs the best checkpoint: set checkpoint.best=true",
         )

@@ -88,8 +88,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     model = task.build_model()
     lengths = 1 if task.buckets is None else len(task.buckets.lengths)
     engine = build_engine(cfg.parallel, backend, model, accumulation=plan.accumulation, lengths=lengths)
-    head = model.head_parameters() if cfg.optim.head_lr is not None else ()
-    optimizer = build_optimizer(cfg.optim, engine.parameters, adamw=backend.adamw, head=head)
+    optimizer = build_optimizer(cfg.optim, engine.parameters, adamw=backend.adamw, head=model.head_parameters())
     backend.seed(cfg.seed)  # other dropout on every rank
     watch.phase("load", is_start=True)
     recovery = Recovery(life, backend, model, engine, optimizer)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from train.config import ClassifyConfig, TrainConfig, check
 from train.data.masking import IGNORE_INDEX
 from train.data.table_facts import column
-from train.models.heads import Classifier, build_classifier
+from train.models.encoder import model_config
+from train.models.heads import Classifier, build_classifier, check_labels
 from train.tasks import scores
 from train.tasks.featurize import ClassifyFeaturizer
 from train.tasks.finetune import FineTuning, Sizes, Split, json_lines
@@ -69,6 +70,8 @@ class ClassifyTask(FineTuning):
         featurizer = ClassifyFeaturizer(sizes.tokenizer, seq_len=sizes.lengths[-1])
         super().__init__(cfg, sizes, featurizer, train_columns=columns, eval_columns=columns, metrics=METRICS)
         self.labels: list[str] = self.tables.facts["labels"]
+        vocab_size, pad_id = len(self.tokenizer), self.tokenizer.pad_token_id
+        check_labels(sizes.model, model_config(sizes.model, vocab_size=vocab_size, pad_id=pad_id), self.labels)
         self.label_smoothing = cfg.task.label_smoothing
         counts = np.bincount(self.train_table.values["labels"], minlength=len(self.labels))
         weights = class_weights(cfg.task, self.labels, counts)

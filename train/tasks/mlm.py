@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from train.config import InputError, MLMConfig, ShardsConfig, TrainConfig, check
 from train.data.batches import MaskedRows
+from train.data.cache import cache_dir
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.order import ShardSampler, Windows
 from train.data.prepared import PreparedData, Supply
 from train.data.tokenizer import check_same_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
 from train.models.flops import train_flops_per_sequence
+from train.models.source import resolved
 from train.storage import Folder
 
 
@@ -35,7 +37,7 @@ class MaskedLMTask:
 
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, MLMConfig) and isinstance(cfg.data, ShardsConfig)
-        self.model_config = cfg.model
+        self.model_config = model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         self.data = PreparedData(cfg.data, cfg.s3)
         self.folder, self.manifest = self.data.folder, self.data.manifest
         self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
@@ -50,12 +52,12 @@ class MaskedLMTask:
         )
         info = self.manifest.tokenizer
         check_fits(
-            model_config(cfg.model, vocab_size=info.vocab_size, pad_id=info.pad_id),
+            model_config(model, vocab_size=info.vocab_size, pad_id=info.pad_id),
             vocab_size=info.vocab_size,
             seq_len=self.seq_len,
         )
-        if cfg.model.pretrained is not None:
-            check_same_vocabulary(cfg.model.pretrained, self.folder / "tokenizer")
+        if model.pretrained is not None:
+            check_same_vocabulary(model.pretrained, self.folder / "tokenizer")
         self.masker = Masker(
             seed=cfg.seed,
             mask_rate=cfg.task.mask_rate,
