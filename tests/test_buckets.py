@@ -99,6 +99,12 @@ def test_evaluation_gives_each_result_once_in_the_order_of_the_data_at_its_own_l
     assert merged[:, 0].tolist() == list(range(ROWS)) and merged[:, 1].tolist() == list(range(0, 2 * ROWS, 2))
 
 
+def test_a_length_that_no_example_needs_is_no_batch():
+    order = BucketEvalOrder(np.array([2, 2, 0], np.uint8), batch_size=2, rank=0, world_size=1)
+    assert [parts_of(np.array(batch))[1] for batch in order] == [0, 2]
+    assert order.merged([np.arange(4)[:, None]]).tolist() == [[2], [3], [0]]
+
+
 def test_only_graphs_are_a_batch_of_each_length():
     order = BucketEvalOrder(BUCKETS, batch_size=4, rank=1, world_size=2, most=8)
     assert [parts_of(np.array(batch))[1] for batch in order] == [0, 1, 2]

@@ -17,7 +17,7 @@ ARCHITECTURES = {
     "albert": {"embedding_size": 16, "intermediate_size": 64},
     "bert": {"intermediate_size": 64},
     "roberta": {"intermediate_size": 64},
-    "electra": {},
+    "distilbert": {},
     "electra": {"embedding_size": 16, "intermediate_size": 64},
     "deberta-v2": {"intermediate_size": 64},  # no SDPA in transformers
     "modernbert": {"intermediate_size": 64},

@@ -211,7 +211,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def check_same_run(found: dict[str, Any], identity: dict[str, Any], *, place: object, force: bool) -> None:
     """Raise InputError with all differences if what was found in `place` is of another run, or warn if forced."""
-    known = {key: value for key, value in identity.items() if key in found or value}  # not settings that are new and off
+    known = {key: value for key, value in identity.items() if key in found or value}  # not what is new and off
     changed = differences(found, known)
     if changed and force:
         logger.warning("going on, as resume.force=true says, with another run than %s: %s", place, ", ".join(changed))

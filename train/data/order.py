@@ -170,7 +170,9 @@ class EvalOrder:
     def __iter__(self) -> Iterator[list[int]]:
         padded = np.full(len(self) * self.batch_size * self.world_size, PADDING)
         padded[: self.rows] = np.arange(self.rows)
-        yield from padded.reshape(len(self), -1)[:, self.rank :: self.world_size].tolist()
+        yield from padded.reshape(len(self), self.batch_size * self.world_size)[
+            :, self.rank :: self.world_size
+        ].tolist()
 
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """[rows, ...]: results in the order of the data set, each once, from those of all ranks: [len * batch, ...]

@@ -114,6 +114,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"tokenizer {source} is not to be had: {reason}") from error
     check(tokenizer.is_fast, f"tokenizer {source} is a slow one (pure Python); only fast tokenizers are supported")
+    check(
+        len(tokenizer) > len(tokenizer.all_special_ids),  # what transformers makes where there is no file
+        f"tokenizer {source} is not to be had: it has no tokenizer.json or vocabulary file",
+    )
     tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every document short
     tokenizer.backend_tokenizer.no_padding()
     for name in ("cls_token", "sep_token", "mask_token", "pad_token"):

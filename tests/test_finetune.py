@@ -1,0 +1,248 @@
+"""Fine-tuning through the loop: the same numbers on any number of ranks, the best model out, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from running import ROOT, lines, run
+from test_qa import squad
+from transformers import AutoModelForSequenceClassification
+
+from train import cli, loop
+from train.checkpoints.manifest import step_name
+from train.config import InputError, TrainConfig
+from train.preempt import StopRequest
+
+TWEETS = ROOT / "tests" / "data" / "tweets.csv"
+STILL = [
+    "optim.lr=1e-30",
+    "max_steps=1",
+    "eval_every=1",
+]  # a step that changes no weight: all ranks judge the same model
+
+
+@pytest.fixture(scope="module")
+def overrides(prepared, tmp_path_factory):
+    """Of a run of a few seconds: a tiny ALBERT that reads tweets in batches of two lengths."""
+    folder = tmp_path_factory.mktemp("cache")
+
+    def make(run_dir, *others):
+        return [
+            "task=classify",
+            "data=tweets",
+            "model=albert_tiny",
+            "model.hidden_size=32",
+            "model.intermediate_size=64",
+            "model.embedding_size=16",
+            "model.num_heads=2",
+            "optim=finetune",
+            f"model.tokenizer={prepared / 'tokenizer'}",
+            f"data.path={TWEETS}",
+            f"data.cache_dir={folder}",
+            "data.validation_fraction=0.3",
+            "data.num_workers=0",
+            "data.lengths=[24,40]",
+            "seq_len=64",
+            f"run_dir={run_dir}",
+            "global_batch_size=12",
+            "micro_batch_size=4",
+            "max_steps=6",
+            "optim.lr=3e-3",
+            "log_every=1",
+            "eval_every=2",
+            "checkpoint.every=100",
+            "tensorboard=false",
+            "backend.device=cpu",
+            "backend.precision=fp32",
+            *others,
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def train(overrides):
+    def train(run_dir, *others, stop=None):
+        cfg = cli.load_config(TrainConfig, overrides(run_dir, *others))
+        return loop.run(cfg, stop or StopRequest())
+
+    return train
+
+
+BEST = ["checkpoint.best=true", "best.metric=f1_macro", "best.export=true"]
+
+
+@pytest.fixture(scope="module")
+def best(train, tmp_path_factory):
+    """A run whose last evaluation is not the best: its rate is far too high in the end."""
+    run_dir = tmp_path_factory.mktemp("best") / "run"
+    train(run_dir, *BEST, "max_steps=8", "optim.lr=0.02", "optim.schedule=constant")
+    return run_dir
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def found_by(run_dir, *files):
+    """What an evaluation says: its line without times, and its files byte for byte."""
+    (line,) = lines(run_dir, "eval")
+    numbers = {key: value for key, value in line.items() if key not in ("time_unix_s", "eval_s")}
+    return numbers, [(run_dir / name).read_bytes() for name in files]
+
+
+@pytest.fixture(scope="module")
+def alone(train, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    train(run_dir, *STILL)
+    return run_dir
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_evaluation_is_the_same_to_the_last_digit_on_any_number_of_ranks(overrides, alone, tmp_path, ranks):
+    micro = {2: 2, 3: 4}[ranks]
+    done = run(overrides(tmp_path / "run", *STILL, f"micro_batch_size={micro}", "eval_batch_size=4"), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    files = ("evaluation.json", "predictions/validation.jsonl")
+    numbers, content = found_by(tmp_path / "run", *files)
+    assert numbers == found_by(alone, *files)[0]
+    assert content == found_by(alone, *files)[1]
+    assert 0 < numbers["f1_macro"] <= 1 and content[1].count(b"\n") > 30
+
+
+def test_answers_are_the_same_to_the_last_digit_on_three_ranks(overrides, train, tmp_path):
+    texts = TWEETS.read_text().replace('"', "").splitlines()
+    for name, seed, number in (("train", 1, 20), ("dev", 2, 11)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=number)))
+    given = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "data=squad_json", f"data.path={tmp_path}"]
+    given += ["data.train=train.json", "data.validation=dev.json", "data.validation_fraction=0.1", *STILL]
+    train(tmp_path / "one", *given)
+    done = run(overrides(tmp_path / "three", *given), ranks=3)
+    assert done.returncode == 0, done.stderr
+    files = ("evaluation.json", "predictions/validation.json", "predictions/validation_nbest.jsonl")
+    assert found_by(tmp_path / "three", *files) == found_by(tmp_path / "one", *files)
+    assert len(json.loads((tmp_path / "one" / files[1]).read_text())) == 11
+
+
+def test_training_is_the_same_on_three_ranks(overrides, train, tmp_path):
+    train(tmp_path / "one", "task.balanced=true", "task.label_smoothing=0.1", "optim.head_lr=1e-2")
+    given = ["task.balanced=true", "task.label_smoothing=0.1", "optim.head_lr=1e-2", "micro_batch_size=2"]
+    done = run(overrides(tmp_path / "three", *given), ranks=3)
+    assert done.returncode == 0, done.stderr
+    for key in ("loss", "grad_norm", "lr", "tokens_per_s"):
+        one, three = ([line[key] for line in lines(tmp_path / name, "train")] for name in ("one", "three"))
+        assert key == "tokens_per_s" or three == pytest.approx(one, rel=1e-4)
+    assert lines(tmp_path / "one", "summary")[0]["tokens"] == lines(tmp_path / "three", "summary")[0]["tokens"]
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(train, best, tmp_path):
+    given = [*BEST, "max_steps=8", "optim.lr=0.02", "optim.schedule=constant", "checkpoint.every=1"]
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    for _ in range(3):  # a step each
+        train(tmp_path / "run", *given, stop=asked)
+    assert train(tmp_path / "run", *given) == ("done", 8)
+    losses = [line["loss"] for line in lines(tmp_path / "run", "train")]
+    assert losses == [line["loss"] for line in lines(best, "train")]
+    evals = {line["step"]: line["f1_macro"] for line in lines(tmp_path / "run", "eval")}
+    assert evals == {line["step"]: line["f1_macro"] for line in lines(best, "eval")}
+    assert (tmp_path / "run" / "evaluation.json").read_bytes() == (best / "evaluation.json").read_bytes()
+
+
+# ---- shapes --------------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_reported_and_tokens_are_real_ones(best):
+    steps = lines(best, "train")
+    assert all(0 < line["padding_share"] < 1 for line in steps)
+    summary = lines(best, "summary")[0]
+    assert summary["tokens"] < 12 * 8 * 64 and 0 < summary["padding_share"] < 1
+    data = json.loads((best / "data.json").read_text())
+    assert data["lengths"] == [24, 40, 64] and data["splits"]["train"]["label_counts"].keys() == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize("options", [[], ["backend.layers=unrolled", "micro_batch_size=12"]])
+def test_on_xla_there_is_a_graph_to_train_and_one_to_evaluate_for_each_length(overrides, tmp_path, options):
+    """In a process of its own: within one, a second run finds the graphs of the first."""
+    pytest.importorskip("torch_xla")
+    done = run(overrides(tmp_path / "run", "backend=xla", "eval_every=6", "max_steps=10", *options))
+    assert done.returncode == 0, done.stderr
+    graphs = 2 if options else 3  # accumulating takes one more
+    assert lines(tmp_path / "run", "summary")[0]["graphs"] <= 3 * graphs
+
+
+# ---- the best ------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_evaluation_is_what_is_kept_exported_and_told(best):
+    scores = {line["step"]: line["f1_macro"] for line in lines(best, "eval")}
+    top = max(scores, key=lambda step: (scores[step], -step))
+    assert top != max(scores), scores  # else this shows nothing: choose another rate
+    assert json.loads((best / "evaluation.json").read_text())["step"] == top
+    weights = torch.load(best / "checkpoints" / step_name(top) / "model.pt", weights_only=True)
+    exported = AutoModelForSequenceClassification.from_pretrained(best / "export")
+    for name, value in exported.state_dict().items():
+        assert torch.equal(value, weights[f"network.{name}"]), name
+    assert exported.config.id2label == {0: "0", 1: "1", 2: "2"}
+    assert "f1" in (best / "export" / "README.md").read_text().lower()
+
+
+def test_early_stopping_goes_by_the_metric_chosen(train, tmp_path):
+    given = ["best.metric=accuracy", "early_stop.patience=2", "optim.lr=1e-30", "max_steps=50", "eval_every=1"]
+    assert train(tmp_path / "run", *given) == ("early_stop", 3)
+
+
+# ---- starting from a run -------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_from_another_with_its_tokenizer(train, best, tmp_path):
+    sizes = ["model=any", "model.tokenizer=null", *(f"~model.{name}" for name in ())]
+    sizes += [f"model.{name}=null" for name in ("hidden_size", "intermediate_size", "embedding_size", "num_heads")]
+    train(tmp_path / "run", *sizes, f"model.init_from={best}", *STILL)
+    source = AutoModelForSequenceClassification.from_pretrained(best / "export").state_dict()
+    ours = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "export").state_dict()
+    assert all(torch.equal(source[name], ours[name]) for name in source)
+    accuracy = lines(tmp_path / "run", "eval")[0]["accuracy"]
+    assert accuracy == max(line["accuracy"] for line in lines(best, "eval") if line["step"] == best_step(best))
+
+
+def best_step(run_dir):
+    return json.loads((run_dir / "evaluation.json").read_text())["step"]
+
+
+# ---- refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["best.metric=f1"], "best.metric=f1 is none of this task's: loss, accuracy, f1_macro, f1_weighted"),
+        (["data.columns.label=stars"], "stars"),
+        (["data.path=nowhere.csv"], "nowhere.csv"),
+        (["model.tokenizer=null"], "model.tokenizer is not set"),
+        (["task.class_weights=[1,2]"], "task.class_weights has 2 numbers for 3 labels"),
+        (["data.lengths=[24,80]"], "data.lengths ends with 80, more than the seq_len=64"),
+        (["data.labels=[a,b]"], "150"),
+        (["model.freeze_layers=1"], "share"),
+        (["hub.push_to=nobody"], "hub.push_to=nobody"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(train, tmp_path, given, says):
+    with pytest.raises(InputError, match=says.replace("[", "\\[")) as refusal:
+        train(tmp_path / "run", *given)
+    assert "\n" not in str(refusal.value)
+    left = {path.name for path in (tmp_path / "run").rglob("*")} - {"log", "rank_0000.txt", "outcome.json"}
+    assert not left & {"metrics.jsonl", "checkpoints", "export"}, left
+
+
+def test_what_is_refused_on_several_ranks_is_said_once(overrides, tmp_path):
+    broken = tmp_path / "broken.csv"
+    shutil.copy(TWEETS, broken)
+    with Path(broken).open("a") as file:
+        file.write('"one field"\n"fine","9"\n')
+    done = run(overrides(tmp_path / "run", f"data.path={broken}"), ranks=2)
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "broken.csv:152" in errors[0], done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,409 @@
+"""What a trained model says of new rows: as its run's evaluation, row for row, or one line on what is wrong."""
+
+import csv
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from running import train_config, write_corpus
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+
+from train import cli, loop, predict
+from train.config import ModelConfig, TrainConfig, to_dict
+from train.data.tokenizer import train_tokenizer
+from train.models.encoder import build_masked_lm
+from train.models.heads import build_classifier
+from train.preempt import StopRequest
+from train.tasks import predictor
+
+LABELS = ["bad", "fair", "good"]
+BERT = ModelConfig(architecture="bert", max_positions=64, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
+FP32 = ["--device", "cpu", "--precision", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt").read_text().replace("\n\n", "\n").splitlines()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6).save_pretrained(str(folder))
+    return folder
+
+
+def trained(run_dir, tokenizer, **given):
+    given = {
+        "data": "records",
+        "model": "albert_tiny",
+        "model.hidden_size": 32,
+        "model.intermediate_size": 64,
+        "model.embedding_size": 16,
+        "model.num_heads": 2,
+        "model.tokenizer": tokenizer,
+        "data.num_workers": 0,
+        "data.cache_dir": run_dir.parent / "cache",
+        "run_dir": run_dir,
+        "max_steps": 2,
+        "global_batch_size": 8,
+        "optim.lr": 3e-3,
+        "tensorboard": "false",
+        "backend.device": "cpu",
+        "backend.precision": "fp32",
+    } | given
+    loop.run(cli.load_config(TrainConfig, [f"{key}={value}" for key, value in given.items()]), StopRequest())
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def labelled(texts, tokenizer, tmp_path_factory):
+    """A run on CSV with a dialect and column names of its own, and the rows that it was evaluated on."""
+    place = tmp_path_factory.mktemp("labelled")
+    lines = [(f"row{i}", f'{LABELS[i % 3]} "{text}"', LABELS[i % 3]) for i, text in enumerate(texts[:60])]
+    for name, part in {"train": lines[:40], "dev": lines[40:]}.items():
+        with (place / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, quoting=csv.QUOTE_ALL, doublequote=False, escapechar="\\")
+            writer.writerows([("name", "body", "stars"), *part])
+    given = {"data.columns.id": "name", "data.columns.text": "body", "data.columns.label": "stars"}
+    given |= {"data.path": place, "data.train": "train.csv", "data.validation": "dev.csv", "data.escape": "'\\\\'"}
+    run = trained(place / "run", tokenizer, task="classify", seq_len=64, **{"data.lengths": "[16,32]"}, **given)
+    return run, place / "dev.csv"
+
+
+@pytest.fixture(scope="module")
+def answering(texts, tokenizer, tmp_path_factory):
+    """A run on questions of which every third has no answer, and those it was evaluated on."""
+    place, rng = tmp_path_factory.mktemp("answering"), random.Random(0)
+
+    def paragraph(number):
+        context = " ".join(rng.choices(texts, k=rng.randint(1, 6)))
+        word = rng.choice(context.split())
+        answers = [{"text": word, "answer_start": context.index(word)}] if number % 3 else []
+        question = {"id": f"q{number}", "question": f"{word} ?", "answers": answers, "is_impossible": not answers}
+        return {"context": context, "qas": [question]}
+
+    for name, count in (("train", 16), ("dev", 14)):
+        content = {"version": "2.0", "data": [{"paragraphs": [paragraph(number) for number in range(count)]}]}
+        (place / f"{name}.json").write_text(json.dumps(content))
+    task = {"task": "qa", "task.stride": 8, "task.max_question_tokens": 12, "task.unanswerable": "true"}
+    files = {"data.path": place, "data.train": "train.json", "data.validation": "dev.json"}
+    run = trained(place / "run", tokenizer, seq_len=48, **{"data.lengths": "[16]"}, **task, **files)
+    return run, place / "dev.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A model of transformers that no run of ours made."""
+    place = tmp_path_factory.mktemp("folder")
+    torch.manual_seed(0)
+    build_classifier(BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(place)
+    shutil.copytree(tokenizer, place, dirs_exist_ok=True)
+    return place
+
+
+def lines_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def same_answers(found, run):
+    wanted = json.loads((run / "predictions/validation.json").read_text())
+    return {line["id"]: line["answer"] for line in found} == wanted
+
+
+def refused(capsys, *arguments):
+    """The line that says what is wrong. (The runs of the fixtures have turned on what is logged.)"""
+    assert predict.main([str(argument) for argument in arguments]) == cli.REFUSED
+    found = capsys.readouterr()
+    assert not found.out
+    (line,) = [line for line in found.err.splitlines() if "random weights" not in line]
+    return line.removeprefix("error: ")
+
+
+# ---- the same as in the run's evaluation ---------------------------------------------------------------------------
+
+
+def check_same_labels(found, wanted):
+    assert [line["id"] for line in found] == [line["id"] for line in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert (one["prediction"], one["label"]) == (other["prediction"], other["label"])
+        assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
+
+
+def test_labels_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
+    run, dev = labelled
+    out = tmp_path / "out.jsonl"
+    assert predict.main([str(run), "--input", str(dev), "--output", str(out), "--batch-size", "7", *FP32]) == 0
+    check_same_labels(lines_of(out), lines_of(run / "predictions/validation.jsonl"))
+    found = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
+    said = f"accuracy {found['accuracy']:.4f}, f1_macro {found['f1_macro']:.4f}, f1_weighted {found['f1_weighted']:.4f}"
+    assert capsys.readouterr().out == f"{said} of the 20 rows with a label that the model knows (of 20)\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_file_goes_through_memory_in_parts(labelled, tmp_path, monkeypatch):
+    run, dev = labelled
+    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(predictor, "TOKENISED_TOGETHER", 3)
+    seen = []
+    read = predictor.Predictor.predict
+
+    def watched(self, rows, *rest, **more):
+        seen.append(len(rows))
+        return read(self, rows, *rest, **more)
+
+    monkeypatch.setattr(predictor.Predictor, "predict", watched)
+    assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "out.jsonl"), *FP32]) == 0
+    check_same_labels(lines_of(tmp_path / "out.jsonl"), lines_of(run / "predictions/validation.jsonl"))
+    assert seen == [7, 7, 6]
+
+
+def test_long_texts_make_smaller_parts(monkeypatch):
+    monkeypatch.setattr(predict, "CHARS_AT_ONCE", 10)
+    rows = [{"id": "0", "text": "x" * length} for length in (3, 4, 50, 1, 2)]
+    assert [len(chunk) for chunk in predict.in_chunks(rows)] == [3, 2]
+    assert list(predict.in_chunks([])) == []
+
+
+def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, monkeypatch):
+    run, dev = answering
+    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(predictor, "TOKENISED_TOGETHER", 2)
+    out = tmp_path / "out.jsonl"
+    assert predict.main([str(run), "--input", str(dev), "--output", str(out), "--batch-size", "3", *FP32]) == 0
+    found = lines_of(out)
+    assert same_answers(found, run)
+    assert [line["id"] for line in found] == [f"q{number}" for number in range(14)]
+    for line, wanted in zip(found, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True):
+        assert [one["text"] for one in line["n_best"]] == [one["text"] for one in wanted["answers"]]
+        scores = {one["text"]: one["score"] for one in reversed(line["n_best"])}
+        assert line["score"] == pytest.approx(scores[line["answer"]], abs=1e-6)
+        for one, other in zip(line["n_best"], wanted["answers"], strict=True):
+            assert (one["score"], one["probability"]) == pytest.approx((other["score"], other["probability"]), abs=1e-5)
+    metrics = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
+    said = f"exact_match {metrics['exact_match']:.2f}, f1 {metrics['f1']:.2f}"
+    assert capsys.readouterr().out == f"{said} of the 14 questions whose answers are known\n"
+
+
+def test_the_threshold_decides_whether_there_is_an_answer(answering, capsys):
+    run, dev = answering
+    for threshold, has_answer in (("-1e9", False), ("1e9", True)):
+        assert predict.main([str(run), "--input", str(dev), f"--null-threshold={threshold}", *FP32]) == 0
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {bool(line["answer"]) for line in found} == {has_answer}
+
+
+def test_without_an_evaluation_a_threshold_has_to_be_given(answering, tmp_path, capsys):
+    run, _ = answering
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
+    question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo", *FP32]
+    assert "evaluation.json names no threshold" in refused(capsys, *question)
+    assert predict.main([*map(str, question), "--null-threshold", "0"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"id", "answer", "score", "n_best"}
+
+
+# ---- other rows, other models --------------------------------------------------------------------------------------
+
+
+def test_one_text_goes_to_standard_output(labelled, capsys):
+    run, dev = labelled
+    with dev.open() as file:
+        row = next(csv.DictReader(file, escapechar="\\", doublequote=False))
+    assert predict.main([str(run), "--text", row["body"], *FP32]) == 0
+    wanted = lines_of(run / "predictions/validation.jsonl")[0]
+    found = capsys.readouterr()
+    line = json.loads(found.out)
+    assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0" and not found.err
+    assert line["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-5)
+
+
+def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, texts, tmp_path, capsys):
+    labels = ["bad", "fair", "strange", "strange"]
+    rows = [{"key": 9 - i, "body": f"{texts[i]} é", "label": label} for i, label in enumerate(labels)]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--text-column", "body", "--id-column", "key", *FP32]
+    assert predict.main([str(folder), "--input", str(tmp_path / "new.jsonl"), *flags]) == 0
+    found = capsys.readouterr()
+    lines = [json.loads(line) for line in found.out.splitlines()]
+    assert [line["id"] for line in lines] == ["9", "8", "7", "6"]
+    assert [line["label"] for line in lines] == ["bad", "fair", None, None]
+    assert "of the 2 rows with a label that the model knows (of 4)" in found.err
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    theirs = pipeline("text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None)
+    for line, row in zip(lines, rows, strict=True):
+        wanted = {one["label"]: one["score"] for one in theirs([row["body"]])[0]}
+        assert line["probabilities"] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_texts_without_labels_have_none_and_pairs_are_read_together(folder, tmp_path, capsys):
+    (tmp_path / "new.tsv").write_text("text\tother\nba be\tdo\nba be\tlo lo\n")
+    found = []
+    for flags in ([], ["--text-pair-column", "other"]):
+        assert predict.main([str(folder), "--input", str(tmp_path / "new.tsv"), *flags, *FP32]) == 0
+        output = capsys.readouterr()
+        assert not output.err
+        found.append([json.loads(line) for line in output.out.splitlines()])
+    assert list(found[0][0]) == ["id", "prediction", "probabilities"]
+    assert found[0][0]["probabilities"] == found[0][1]["probabilities"]
+    assert found[1][0]["probabilities"] != found[1][1]["probabilities"]
+    assert predict.main([str(folder), "--text", "ba be", "--text-pair", "do", *FP32]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["probabilities"] == pytest.approx(found[1][0]["probabilities"], abs=1e-5)
+
+
+def test_labels_that_the_model_does_not_know_are_said_so(folder, tmp_path, capsys):
+    (tmp_path / "new.csv").write_text("text,label\nba be,1\n")
+    assert predict.main([str(folder), "--input", str(tmp_path / "new.csv"), *FP32]) == 0
+    found = capsys.readouterr()
+    assert found.err == "no row has a label that the model knows: bad, fair, good\n"
+    assert json.loads(found.out)["label"] is None
+
+
+def test_csv_out_has_a_column_for_each_label(labelled, tmp_path):
+    run, dev = labelled
+    assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "out.csv"), *FP32]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    wanted = lines_of(run / "predictions/validation.jsonl")
+    assert list(found[0]) == ["id", "label", "prediction", "probability_bad", "probability_fair", "probability_good"]
+    assert [(row["id"], row["prediction"]) for row in found] == [(line["id"], line["prediction"]) for line in wanted]
+    assert float(found[3]["probability_fair"]) == pytest.approx(wanted[3]["probabilities"]["fair"], abs=1e-5)
+
+
+def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
+    run, dev = answering
+    exported = [f"export/{path.name}" for path in (run / "export").iterdir() if path.is_file()]
+    for name in ["config.yaml", "metrics.jsonl", "evaluation.json", *exported]:
+        bucket.put(f"runs/qa/{name}", (run / name).read_bytes())
+    bucket.put("new/dev.json", dev.read_bytes())
+    s3 = bucket.config()
+    flags = ["--endpoint", s3.endpoint, "--region", s3.region, "--path-style", "--cache-dir", str(tmp_path)]
+    given = [bucket.location("runs/qa"), "--input", bucket.location("new/dev.json"), *flags, *FP32]
+    assert predict.main(given) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert same_answers(found, run)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "holds no row"),
+        (b"name,body\n", "holds no row"),
+        (b"name,body\nrow1,ba\nrow2\n", "new.csv:3: 1 fields where the header has 2"),
+        (b"name,body\nrow1,ba\nrow2,b\xff\n", "new.csv:3: byte 0xff is not utf-8"),
+        (b"name,text\nrow1,ba\n", "no column body (data.columns.text); the columns are: name, text"),
+    ],
+    ids=["empty", "header_alone", "short_row", "not_utf8", "wrong_column"],
+)
+def test_bad_input_is_one_line_and_leaves_no_file(labelled, content, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 1)  # the first row is done with when the second turns out bad
+    run, _ = labelled
+    (tmp_path / "new.csv").write_bytes(content)
+    (tmp_path / "out.jsonl").write_text("older")
+    given = [run, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.jsonl", *FP32]
+    assert line in refused(capsys, *given)
+    assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "out.jsonl"}
+    assert (tmp_path / "out.jsonl").read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--text", "x", "--output", "{here}/no/out.jsonl"], "there is no folder"),
+        (["--text", "x", "--output", "{here}/out.txt"], "must end in .jsonl or .csv"),
+        (["--input", "{here}/new.jsonl", "--output", "{here}/new.jsonl"], "is the input"),
+        (["--text", "x", "--output", "s3://bucket/out.jsonl"], "written to this machine"),
+        (["--text", "x", "--batch-size", "0"], "--batch-size 0 must be above 0"),
+        (["--text", "x", "--context", "y"], "--question and --context go together"),
+        (["--input", "{here}/new.jsonl", "--text-pair", "x"], "--text-pair goes with --text"),
+        (["--text", "x", "--device", "neuron"], "runs on the CPU and CUDA devices"),
+        (["--input", "{here}/new.jsonl", "--format", "xml"], "--format=xml is not known"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_flags_are_checked_before_any_work(given, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "find", None)
+    (tmp_path / "new.jsonl").write_text('{"text": "ba"}\n')
+    assert line in refused(capsys, tmp_path, *(argument.format(here=tmp_path) for argument in given))
+
+
+def test_it_is_one_process(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in refused(capsys, "model", "--text", "x")
+
+
+def test_there_has_to_be_something_to_read(capsys):
+    for given in ([], ["--text", "x", "--input", "y"]):
+        with pytest.raises(SystemExit, match="2"):
+            predict.main(["model", *given])
+
+
+def test_typed_texts_are_checked(folder, capsys):
+    assert refused(capsys, folder, "--text", " ", *FP32) == "--text: it is empty"
+    assert refused(capsys, folder, "--text", "b\udcff", *FP32).startswith("--text: byte 0xff is not utf-8")
+
+
+def test_what_a_model_is_not_for(labelled, answering, capsys):
+    asks, labels = ["--question", "x", "--context", "y"], ["--text", "x"]
+    assert "labels texts: give --text or --input" in refused(capsys, labelled[0], *asks, *FP32)
+    assert "answers questions: give --question and --context" in refused(capsys, answering[0], *labels, *FP32)
+    assert "learnt single texts: see --text-pair" in refused(capsys, labelled[0], *labels, "--text-pair", "y", *FP32)
+    more = ["--input", labelled[1], "--text-pair-column", "stars"]
+    assert "learnt single texts: see --text-pair-column" in refused(capsys, labelled[0], *more, *FP32)
+
+
+def test_a_pretraining_has_no_head(tmp_path, tokenizer, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(train_config(run, tmp_path))))
+    (run / "metrics.jsonl").touch()
+    assert "is a pretraining: it has no head" in refused(capsys, run, "--text", "x", *FP32)
+    build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(tmp_path / "export")
+    shutil.copytree(tokenizer, tmp_path / "export", dirs_exist_ok=True)
+    line = refused(capsys, tmp_path / "export", "--text", "x", *FP32)
+    assert "no head for labels or answers (its config.json names the architecture BertForMaskedLM)" in line
+
+
+def test_models_that_are_not_there(labelled, tmp_path, capsys):
+    def line(model):
+        return refused(capsys, model, "--text", "x", *FP32)
+
+    assert line("/nowhere/run") == "MODEL=/nowhere/run: there is no such folder"
+    assert "tokenizer some/model is not to be had" in line("some/model")
+    for name in ("config.yaml", "metrics.jsonl"):
+        shutil.copy(labelled[0] / name, tmp_path)
+    assert "neither an export nor a checkpoint yet" in line(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("no_head", "its head was not trained"),
+        ("no_weights", "is not to be had"),
+        ("nan", "gives NaN"),
+        ("regression", "does not give one of several labels to a text: 3 outputs, problem_type regression"),
+    ],
+)
+def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    weights = load_file(folder / "model.safetensors")
+    if change == "no_head":
+        weights = {name: value for name, value in weights.items() if not name.startswith("classifier")}
+    if change == "nan":
+        weights["classifier.bias"] += float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    if change == "no_weights":
+        (model / "model.safetensors").unlink()
+    if change == "regression":
+        config = json.loads((folder / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"problem_type": "regression"}))
+    assert line in refused(capsys, model, "--text", "x", *FP32)
