@@ -206,4 +206,7 @@ class Reader:
         name = label_key(self.value("id"))
         if not name:
             raise BadRow(f"an empty {self.columns['id']}")
+        bad = unreadable(name, self.encoding)
+        if bad is not None:
+            raise bad
         return name
