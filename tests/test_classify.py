@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import write_corpus
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from train import cli
 from train.config import ClassifyConfig, InputError, TrainConfig
@@ -19,7 +19,7 @@ from train.storage import LocalFolder
 from train.tasks import build_task
 from train.tasks.classify import class_weights, probabilities
 from train.tasks.featurize import ClassifyFeaturizer
-from train.tasks.finetune import lengths_up_to
+from train.tasks.finetune import lengths_up_to, most_positions
 
 LABELS = ["bad", "fair", "good"]
 
@@ -139,6 +139,11 @@ def test_without_seq_len_it_is_what_the_model_can_read(make):
     assert make("seq_len=null", "model.max_positions=48").lengths == (48,)
     with pytest.raises(InputError, match="seq_len=64 is longer than the model's 48 positions"):
         make("model.max_positions=48")
+
+
+def test_roberta_reads_fewer_tokens_than_it_has_positions():
+    config = AutoConfig.for_model("roberta", max_position_embeddings=514, pad_token_id=1)
+    assert most_positions(config) == 512
 
 
 def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):

@@ -33,6 +33,19 @@ def test_every_option_of_every_group_composes(group):
         assert isinstance(load(f"{group}={option}", *extra), TrainConfig)
 
 
+def test_tables_of_names_take_new_ones():
+    given = ["task=classify", "data=reviews", "data.label_map={0: negative, 6: null}", "data.more_validation={other: b.csv}"]
+    data = load(*given).data
+    assert data.label_map["0"] == "negative" and data.label_map["6"] is None and data.label_map["5"] == "positive"
+    assert data.more_validation == {"other": "b.csv"}
+    with pytest.raises(InputError, match="label_map leads to nowhere"):
+        load("task=classify", "data=reviews", "data.label_map={0: nowhere}")
+    with pytest.raises(InputError, match="data.label_map is not a setting of the data chosen here"):
+        load("data.label_map={0: a}")
+    with pytest.raises(InputError, match="data.label_map is a table"):
+        load("task=classify", "data=reviews", "data.label_map=negative")
+
+
 def test_every_experiment_composes():
     for name in options("experiment"):
         cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])

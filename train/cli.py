@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import TypeVar
 
 import hydra
@@ -53,6 +54,8 @@ CHOSEN = (  # schemas that a group's option decides on
     FilesCorpusConfig,
     HFCorpusConfig,
 )
+
+TABLES = ("data.label_map", "data.more_validation")
 
 Config = TypeVar("Config", TrainConfig, PrepareConfig)
 Flagged = Callable[[argparse.Namespace, S3Config], int]
@@ -103,9 +106,28 @@ def compose_config(schema: type[Config], overrides: list[str]) -> DictConfig:
             raise InputError(f"{override} is not key=value; quote special characters, as in 'key=\"a (b)\"'") from error
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            return compose(config_name(schema), overrides=overrides)
+            composed = compose(config_name(schema), overrides=[*chain.from_iterable(map(opened, overrides))])
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema)) from error
+    for key in TABLES:
+        given = any(override.startswith(f"{key}=") for override in overrides)
+        is_known = given and OmegaConf.get_type(composed, "data") is RecordsConfig
+        check(is_known or not given, f"{key} is not a setting of the data chosen here; --cfg job lists all")
+    return composed
+
+
+def opened(override: str) -> list[str]:
+    """Tables of the user's own names take new ones, which Hydra wants to be told one by one: data.label_map={1: a}."""
+    key = override.partition("=")[0]
+    if key not in TABLES:
+        return [override]
+    table = OverridesParser.create().parse_override(override).value()
+    if not isinstance(table, dict):
+        raise InputError(f"{override}: {key} is a table, as {key}={{a: b, c: d}}")
+    names = {str(name): "null" if to is None else f"'{to}'" for name, to in table.items()}
+    odd = [name for name in names if not name.replace("_", "").replace("-", "").isalnum()]
+    check(not odd, f"{key}: {', '.join(odd)} cannot be said on a command line; write the table in a YAML of conf/data")
+    return [f"++{key}.{name}={to}" for name, to in names.items()]
 
 
 def config_name(schema: type[Config]) -> str:

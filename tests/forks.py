@@ -1,0 +1,98 @@
+"""Programs that are run in forks of one process, which has loaded torch and transformers: that takes seconds each time.
+
+All else is as if they had been started from the command line: arguments, environment, standard output, exit status. The
+ranks of a launch are forks of torchrun, by its own options. Only what libraries read from the environment when they are
+imported is that of the first program.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NOWHERE = Path(os.devnull)
+TORCHRUN = "torch.distributed.run"
+HEAVY = [
+    "torch",
+    TORCHRUN,
+    "hydra",
+    "safetensors.torch",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.albert.modeling_albert",
+    "torch_xla.experimental.scan",
+    "torch_xla.distributed.parallel_loader",
+]
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(HEAVY)  # what is missing is passed over
+
+
+def run_forked(words: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=env)` gives."""
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place) / "out", Path(place) / "err"
+        process = start_forked(words, env, out, err)
+        process.join()
+        return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def start_forked(
+    words: list[str], env: Mapping[str, str], out: Path = NOWHERE, err: Path = NOWHERE
+) -> ForkServerProcess:
+    """The same in the background; what it prints goes to files, or nowhere."""
+    load()
+    process = forks.Process(target=become, args=(words, dict(env), out, err))
+    process.start()
+    return process
+
+
+@functools.cache
+def load() -> None:
+    """Wait until all is loaded: whoever starts a program waits for what that does, not for this."""
+    first = forks.Process(target=int)
+    first.start()
+    first.join()
+
+
+def become(words: list[str], env: dict[str, str], out: Path, err: Path) -> None:
+    """In the fork: be `python -m MODULE ...`, or `python -c CODE ...`."""
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[0:0] = ["", *env.get("PYTHONPATH", "").split(os.pathsep)]
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    multiprocessing.set_start_method(None, force=True)  # which is that of the server else
+    module, *sys.argv[1:] = words
+    if module == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0) -> list[str]:
+    """The words of a torchrun on this machine that forks its ranks, of a module or a file."""
+    if not program.endswith(".py"):
+        found = importlib.util.find_spec(f"{program}.__main__" if program == "train" else program)
+        assert found is not None and found.origin is not None
+        program = found.origin
+    options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--master-port={free_port()}"]
+    return [TORCHRUN, *options, "--start-method=fork", "--run-path", program, *arguments]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
