@@ -73,12 +73,19 @@ def test_the_short_run_is_the_same_run_but_for_its_length(experiment):
     for section in ("seed", "seq_len", "task", "model", "backend", "parallel"):
         assert getattr(short, section) == getattr(real, section), section
     assert short.optim.name == real.optim.name
-    ours, theirs = (make_plan(cfg, world_size=32, rows=10**9) for cfg in (short, real))
+    ours, theirs = (make_plan(cfg, world_size=16, rows=10**9) for cfg in (short, real))
     assert (ours.micro_batch_size, ours.accumulation) == (theirs.micro_batch_size, theirs.accumulation)
     assert ours.total_steps == precompile.STEPS
     assert short.collect_graphs and short.run_dir == "/tmp/a b"
     assert short.max_examples is short.max_epochs is short.eval_every is short.early_stop.patience is None
     assert not (short.export or short.tensorboard)
+
+
+def test_batches_of_several_lengths_take_more_steps(tool):
+    given = ["experiment=mnli_roberta_large", "hub.push_to=a/b", "instance=trn1.2xlarge", "backend=xla", "--dry-run"]
+    assert precompile.main([*given, "global_batch_size=32"]) == cli.DONE
+    job = precompile.build_job(precompile.parse([*given, "global_batch_size=32"]), {}, work=tool)
+    assert f"max_steps={4 * precompile.STEPS}" in job.command and "hub.push_to=null" in job.command
 
 
 def test_a_short_run_meets_a_step_that_logs_and_one_that_does_not():

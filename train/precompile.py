@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train import cli, machine
-from train.config import InputError, Plan, TrainConfig, check, check_launch, make_plan
+from train.config import InputError, Plan, RecordsConfig, TrainConfig, check, check_launch, make_plan
 
 TOOL = "neuron_parallel_compile"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
@@ -113,7 +113,8 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
     world = ranks * nodes.count
     check_launch(cfg, {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks)})  # as torchrun will say
-    overrides = [*options.overrides, *short_run(work / "run")]
+    lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
+    overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
     plan = make_plan(cfg, world_size=world, rows=2**62)  # the data are not opened here: enough for all
     added = environment(environ, instance=cfg.instance.name)
@@ -128,22 +129,22 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     )
 
 
-def short_run(run_dir: Path) -> list[str]:
+def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     """Overrides that make of any run one that meets every graph once, judges nothing and leaves nothing behind.
 
-    Model, task, optimizer and batches stay: they are the graphs. The length only moves the learning rate, an input.
+    Model, task, optimizer and batches stay: they are the graphs, `lengths` of them, which all come among the first steps.
     """
     return [
         f'run_dir="{run_dir}"',
         "collect_graphs=true",
-        f"max_steps={STEPS}",
+        f"max_steps={STEPS * lengths}",
         "max_examples=null",
         "max_epochs=null",
         "optim.warmup_steps=null",  # a fixed number could be longer than the run
         f"log_every={LOG_EVERY}",
         "eval_every=null",  # still once, at the end, for its graph
         "early_stop.patience=null",
-        "export=false",
+        *("export=false", "best.export=false", "hub.push_to=null"),
         "tensorboard=false",
         "data.verify=false",
     ]
