@@ -57,6 +57,8 @@ bench: setup
 	@$(BIN)/python -m benchmarks.prepare
 	@$(BIN)/python -m benchmarks.checkpoint --rounds 1
 	@$(BIN)/python -m benchmarks.chaos
+	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
+	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
 
 clean:
 	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache

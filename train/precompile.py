@@ -132,7 +132,7 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     """Overrides that make of any run one that meets every graph once, judges nothing and leaves nothing behind.
 
-    Model, task, optimizer and batches stay: they are the graphs, `lengths` of them, which all come among the first steps.
+    Model, task, optimizer and batches stay: they are the graphs, `lengths` of them, all among the first steps.
     """
     return [
         f'run_dir="{run_dir}"',

@@ -1,0 +1,295 @@
+"""Fine-tuning a classifier with our loop and with the Hugging Face Trainer, in one run, to the same macro F1.
+
+    python -m benchmarks.finetune --model RUN --data tweets.csv [--rounds 3] [--epochs 3] [data.columns.text=body ...]
+
+    trainer   transformers' Trainer, DataCollatorWithPadding (a batch is as long as its longest text), random order
+    grouped   the same with train_sampling_strategy=group_by_length
+    buckets   python -m train with batches of the lengths --lengths and --seq-len
+    fixed     python -m train with --seq-len alone
+
+The same start weights (an encoder and one random head), tokens (compared, row by row), split, batch, epochs, dropout,
+fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
+warm-up begins at 0, a step behind ours. No loader processes, no TensorBoard; ours saves once, at the end. What does not
+fill a batch is left out beforehand, and both find their texts tokenised. Every run is a process of its own; rounds go
+through all variants, forwards and backwards in turn; the seed of order and dropout is the round's number.
+
+Seconds of training are those of steps with the wait for their data, without evaluations and log lines; tokens/s is real
+tokens, without padding, over these. The target is a share of the lowest final F1 of all runs; seconds are to the end of
+the step before the first evaluation that reached it. Shapes are distinct [batch, seq]: XLA compiles a graph for each.
+Peak memory is that of the largest process of a run, on Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# No torch here: at a start the kernel counts the parent's memory as the peak of its child.
+
+ROOT = Path(__file__).parent.parent
+THEIRS, OURS = ("trainer", "grouped"), ("buckets", "fixed")
+VARIANTS = (*THEIRS, *OURS)
+EVAL_BATCH, TARGET_SHARE = 128, 0.98
+MEASURES = {  # what is told, and whether more (1) or less (-1) of it is better
+    "tokens_per_s": ("real tokens/s in training", 1),
+    "to_target_s": ("training until the target, s", -1),
+    "to_target_all_s": ("the same with the evaluations, s", -1),
+    "final_f1": ("final macro F1", 0),
+    "padding_share": ("padding, share of the tokens computed", 0),
+    "train_shapes": ("distinct shapes in training", 0),
+    "eval_shapes": ("distinct shapes in evaluations", 0),
+    "eval_s": ("an evaluation, s", -1),
+    "start_s": ("imports, model, data: until the first step, s", -1),
+    "command_s": ("the whole command, s", -1),
+    "cpu_s": ("the whole command, CPU s", -1),
+    "peak_rss_mib": ("peak memory, MiB", -1),
+}
+Result = dict[str, Any]
+
+
+def settings(options: argparse.Namespace, folder: Path) -> list[str]:
+    """What all runs of ours have in common."""
+    return [
+        "task=classify",
+        "model=any",
+        "optim=finetune",
+        "backend=ddp",
+        "backend.device=cpu",
+        f"backend.precision={options.precision}",
+        f"seq_len={options.seq_len}",
+        f"global_batch_size={options.batch}",
+        f"eval_batch_size={EVAL_BATCH}",
+        f"max_epochs={options.epochs}",
+        f"eval_every={options.eval_every}",
+        "log_every=50",
+        f"optim.lr={options.lr}",
+        "optim.weight_decay=0.01",
+        "optim.warmup_fraction=0.1",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.num_workers=0",
+        "checkpoint.every=1000000",
+        "export=false",
+        "tensorboard=false",
+    ]
+
+
+def lengths_of(options: argparse.Namespace, variant: str) -> list[int]:
+    return [*(options.lengths if variant == "buckets" else []), options.seq_len]
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> None:
+    """What the runs share, in `folder`: our tables data/, tokens/ for the Trainer, the weights start/, facts.json."""
+    import numpy as np
+    import torch
+    from transformers import AutoTokenizer
+
+    from train import cli
+    from train.config import TrainConfig, make_plan, to_dict
+    from train.tasks import build_task
+
+    reading = ["data=tweets", f"data.path={options.data.resolve()}", *options.overrides]
+    words = [*settings(options, folder), *reading, f"model.init_from={options.model}", f"run_dir={folder / 'none'}"]
+    rows = build_task(cli.load_config(TrainConfig, words)).train_rows
+    whole = [f"data.max_train_examples={rows // options.batch * options.batch or rows}"]  # batches
+    cfg = cli.load_config(TrainConfig, [*words, *whole, f"data.save_to={folder / 'data'}"])
+    task: Any = build_task(cfg)
+    plan = make_plan(cfg, world_size=1, rows=task.train_rows)
+    torch.manual_seed(0)
+    task.export(task.build_model(), folder / "start")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "start")
+
+    def tokens_of(rows: Any) -> dict[str, Any]:
+        texts = [rows[name] for name in ("text", "text_pair") if name in rows]
+        return {**tokenizer(*texts, truncation=True, max_length=options.seq_len), "labels": rows["label"]}
+
+    rows_of, shapes = {}, {variant: {} for variant in OURS}
+    for split in ("train", "validation"):
+        rows = task.tables.examples(split)
+        tokens = rows.map(tokens_of, batched=True, remove_columns=rows.column_names)
+        if list(tokens["input_ids"]) != list(task.tables.features(split)["input_ids"]):
+            raise RuntimeError(f"{split}: the Trainer would read other tokens than ours")
+        tokens.save_to_disk(folder / "tokens" / split)
+        rows_of[split] = len(rows)
+        for variant in OURS:
+            used = np.searchsorted(lengths_of(options, variant), task.tables.lengths(split))
+            shapes[variant][split] = len(np.unique(used))
+    facts = {"steps": plan.total_steps, "warmup_steps": plan.warmup_steps, "rows": rows_of, "shapes": shapes}
+    (folder / "facts.json").write_text(json.dumps({**facts, "labels": task.labels, "settings": to_dict(cfg)}))
+
+
+def run_apart(command: list[str], log: Path, *, threads: int) -> Result:
+    """A module in a fresh process, and what it used. RuntimeError with the end of its log if it fails."""
+    spawned_unix_s = time.time()
+    with log.open("w") as file:
+        environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=file, stderr=file, cwd=ROOT, env=environ)
+        _, status, used = os.wait4(process.pid, 0)  # with its own children, as far as it waited for them
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+    times = {"spawned_unix_s": spawned_unix_s, "command_s": time.time() - spawned_unix_s}
+    return {**times, "cpu_s": used.ru_utime + used.ru_stime, "peak_rss_mib": used.ru_maxrss / 1024}
+
+
+def our_words(options: argparse.Namespace, variant: str, seed: int, folder: Path, run_dir: Path) -> list[str]:
+    """The command line of a run of ours."""
+    return [
+        *settings(options, folder),
+        "data=records",
+        f"data.path={folder / 'data'}",
+        "data.format=saved",
+        f"data.lengths={lengths_of(options, variant)}",
+        f"model.init_from={folder / 'start'}",
+        f"run_dir={run_dir}",
+        f"seed={seed}",
+    ]
+
+
+def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
+    """What metrics.jsonl says, as Meter.result() of peers/trainer.py. Before an evaluation there is a line of steps."""
+    begun_unix_s = train_s = tokens = slots = 0.0
+    step, evaluations = 0, []
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        if line["kind"] == "train":
+            busy_s = line["step_s"] * (line["step"] - step)
+            begun_unix_s = begun_unix_s or line["time_unix_s"] - busy_s
+            step, train_s = line["step"], train_s + busy_s
+            tokens += line["tokens_per_s"] * busy_s
+            slots += line["tokens_per_s"] * busy_s / (1 - line.get("padding_share", 0.0))
+        elif line["kind"] == "eval":
+            times = {"eval_s": line["eval_s"], "train_s": train_s, "all_s": line["time_unix_s"] - begun_unix_s}
+            evaluations.append({"step": line["step"], "f1": line["f1_macro"], **times})
+    found = {"begun_unix_s": begun_unix_s, "tokens": round(tokens), "slots": round(slots), "step": step}
+    return {**found, "train_s": train_s, "evaluations": evaluations, "shapes": dict(shapes)}
+
+
+def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Path, facts: Result) -> Result:
+    run_dir = Path(tempfile.mkdtemp(prefix=f"{variant}-", dir=folder))
+    log = run_dir.with_suffix(".log")
+    if variant in OURS:
+        command = ["train", *our_words(options, variant, seed, folder, run_dir)]
+        return {**run_apart(command, log, threads=options.threads), **read_ours(run_dir, facts["shapes"][variant])}
+    result = run_dir / "result.json"
+    command = ["benchmarks.peers.trainer", variant, str(folder), str(seed), str(result)]
+    return {**run_apart(command, log, threads=options.threads), **json.loads(result.read_text())}
+
+
+def measures(found: Result, target: float) -> dict[str, float]:
+    """Of one run."""
+    reached = next(one for one in found["evaluations"] if one["f1"] >= target)
+    return {
+        "tokens_per_s": found["tokens"] / found["train_s"],
+        "to_target_s": reached["train_s"],
+        "to_target_all_s": reached["all_s"],
+        "final_f1": found["evaluations"][-1]["f1"],
+        "padding_share": 1 - found["tokens"] / found["slots"],
+        "train_shapes": found["shapes"]["train"],
+        "eval_shapes": found["shapes"]["validation"],
+        "eval_s": statistics.median(one["eval_s"] for one in found["evaluations"]),
+        "start_s": found["begun_unix_s"] - found["spawned_unix_s"],
+        **{name: found[name] for name in ("command_s", "cpu_s", "peak_rss_mib")},
+    }
+
+
+def compare(rounds: list[dict[str, Result]]) -> Result:
+    """Every measure of every variant, and ours against theirs of the same round (above 1: ours is better): least,
+    median, greatest. RuntimeError unless all runs learnt from as many tokens and were judged after the same steps.
+    """
+    runs = [found for round_ in rounds for found in round_.values()]
+    work = {(found["tokens"], found["step"], *(one["step"] for one in found["evaluations"])) for found in runs}
+    if len(work) != 1:
+        raise RuntimeError(f"tokens, steps or evaluations of the runs differ: {sorted(work)}")
+    target = TARGET_SHARE * min(found["evaluations"][-1]["f1"] for found in runs)
+    told = [{variant: measures(found, target) for variant, found in round_.items()} for round_ in rounds]
+    values = {variant: {name: spread([one[variant][name] for one in told]) for name in MEASURES} for variant in told[0]}
+    against = {}
+    for ours, theirs in ((a, b) for a in OURS for b in THEIRS if {a, b} <= set(values)):
+        against[f"{ours} against {theirs}"] = {
+            name: spread([(one[ours][name] / one[theirs][name]) ** sense for one in told])
+            for name, (_, sense) in MEASURES.items()
+            if sense
+        }
+    return {"target_f1": round(target, 4), "values": values, "against": against}
+
+
+def spread(values: list[float]) -> list[float]:
+    """Least, median, greatest."""
+    return [float(f"{choose(values):.4g}") for choose in (min, statistics.median, max)]
+
+
+def table(columns: Mapping[str, Mapping[str, list[float]]]) -> str:
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, (label, _) in MEASURES.items():
+        cells = [shown(column[name]) for column in columns.values() if name in column]
+        if cells:
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown(values: list[float]) -> str:
+    """Least / **median** / greatest; once if they are the same."""
+    least, middle, greatest = (f"{value:,.10g}" for value in values)
+    return middle if least == greatest else f"{least} / **{middle}** / {greatest}"
+
+
+def benchmark(options: argparse.Namespace, words: list[str]) -> None:
+    rounds: list[dict[str, Result]] = []
+    with tempfile.TemporaryDirectory(prefix="finetune-") as name:
+        folder = Path(name)
+        run_apart(["benchmarks.finetune", *words, "--prepare", name], folder / "prepare.log", threads=options.threads)
+        facts = json.loads((folder / "facts.json").read_text())
+        for number in range(options.rounds):
+            order = options.variants if number % 2 == 0 else options.variants[::-1]
+            found = {variant: run_variant(options, variant, number, folder, facts) for variant in order}
+            rounds.append({variant: found[variant] for variant in options.variants})
+            print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
+    result = compare(rounds)
+    counts = f"{facts['rows']['train']:,} texts to learn, {facts['rows']['validation']:,} to judge"
+    steps = f"{facts['steps']:,} steps of {options.batch}, {options.precision}, {options.threads} threads"
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    print(f"{options.data.name}: {counts}, {len(facts['labels'])} classes; {steps}; {versions}")
+    print(f"target: macro F1 {result['target_f1']:g}, {TARGET_SHARE:g} of the lowest final one\n")
+    print(table(result["values"]))
+    if result["against"]:
+        print(f"\nOurs against theirs, above 1 where ours is better:\n\n{table(result['against'])}")
+    print(f"\n{json.dumps(result)}")
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="how to read the data: see conf/data")
+    parser.add_argument("--data", type=Path, default=ROOT / "tests" / "data" / "tweets.csv", help="a CSV file")
+    parser.add_argument("--model", default="runs/demo", help="to begin from: a run, or a folder of transformers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations")
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--seq-len", type=int, default=64, help="tokens; longer texts are cut, by all")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[32, 48], help="shorter ones of buckets, rising")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)  # for the first process of a benchmark
+    options = parser.parse_args(words)
+    if set(options.variants) & set(THEIRS) and importlib.util.find_spec("accelerate") is None:
+        parser.error("the Trainer needs accelerate: pip install -e '.[bench]'; or leave it out with --variants")
+    if options.prepare:
+        prepare(options, options.prepare)
+    else:
+        benchmark(options, words)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

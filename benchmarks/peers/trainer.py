@@ -1,0 +1,161 @@
+"""One fine-tuning with the Hugging Face Trainer: python -m benchmarks.peers.trainer VARIANT FOLDER SEED RESULT
+
+FOLDER is what `benchmarks.finetune` has prepared; RESULT becomes a file of JSON, Meter.result().
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Meter:
+    """What a run comes to."""
+
+    def __init__(self) -> None:
+        self.begin()
+        self.aside_s = self.train_s = 0.0
+        self.shapes: dict[str, set[tuple[int, ...]]] = {"train": set(), "validation": set()}
+        self.tokens = self.slots = self.step = 0
+        self.evaluations: list[dict[str, float]] = []
+
+    def begin(self) -> None:
+        """The first step is next."""
+        self.begun_s, self.begun_unix_s = time.perf_counter(), time.time()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done within is no training; it may be nested."""
+        began_s, before_s = time.perf_counter(), self.aside_s
+        yield
+        self.aside_s = before_s + time.perf_counter() - began_s
+
+    def take(self, split: str, mask: Any) -> None:
+        """Before a batch with the attention mask [B, S]."""
+        self.shapes[split].add(tuple(mask.shape))
+        if split == "train":
+            self.tokens += int(mask.sum())
+            self.slots += mask.numel()
+
+    def end_step(self, step: int) -> None:
+        self.step, self.train_s = step, time.perf_counter() - self.begun_s - self.aside_s
+
+    def evaluated(self, f1: float, eval_s: float) -> None:
+        times = {"eval_s": eval_s, "train_s": self.train_s, "all_s": time.perf_counter() - self.begun_s}
+        self.evaluations.append({"step": self.step, "f1": f1, **times})
+
+    def result(self) -> dict[str, Any]:
+        names = ("begun_unix_s", "tokens", "slots", "step", "train_s", "evaluations")
+        shapes = {split: len(found) for split, found in self.shapes.items()}
+        return {**{name: getattr(self, name) for name in names}, "shapes": shapes}
+
+
+def metered(trainer: type, meter: Meter) -> Any:
+    """The Trainer class with the meter's readings."""
+
+    class Metered(trainer):  # type: ignore[misc]
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            meter.take("train", inputs["attention_mask"])
+            return super().training_step(model, inputs, *args, **kwargs)
+
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            meter.take("validation", inputs["attention_mask"])
+            return super().prediction_step(model, inputs, *args, **kwargs)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            with meter.aside():
+                began_s = time.perf_counter()
+                found = super().evaluate(*args, **kwargs)
+                meter.evaluated(found["eval_f1_macro"], time.perf_counter() - began_s)
+            return found
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            with meter.aside():
+                super().log(*args, **kwargs)
+
+    return Metered
+
+
+def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Of TrainingArguments: what our settings are in its words."""
+    ours = facts["settings"]
+    optim = ours["optim"]
+    return {
+        "max_steps": facts["steps"],
+        "per_device_train_batch_size": ours["global_batch_size"],
+        "per_device_eval_batch_size": ours["eval_batch_size"],
+        "train_sampling_strategy": "group_by_length" if variant == "grouped" else "random",
+        "optim": "adamw_torch_fused",
+        "learning_rate": optim["lr"],
+        "adam_beta1": optim["betas"][0],
+        "adam_beta2": optim["betas"][1],
+        "adam_epsilon": optim["eps"],
+        "weight_decay": optim["weight_decay"],
+        "max_grad_norm": optim["max_grad_norm"],
+        "lr_scheduler_type": optim["schedule"],
+        "warmup_steps": facts["warmup_steps"],
+        "bf16": ours["backend"]["precision"] == "bf16",
+        "eval_strategy": "steps",
+        "eval_steps": ours["eval_every"],
+        "logging_steps": ours["log_every"],
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": seed,
+    }
+
+
+def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
+    """What a user of transformers writes, with a meter."""
+    # Where torch_xla is installed, accelerate imports it and the Trainer trains on XLA, use_cpu=True or not.
+    sys.modules["torch_xla"] = None  # type: ignore[assignment]
+    import torch
+    import transformers
+    from datasets import load_from_disk
+
+    from train.tasks import scores
+
+    facts, meter = json.loads((folder / "facts.json").read_text()), Meter()
+    transformers.set_seed(seed)
+    auto = transformers.AutoModelForSequenceClassification
+    model = auto.from_pretrained(folder / "start", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
+
+    class Clock(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            meter.begin()
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            meter.end_step(state.global_step)
+
+    trainer = metered(transformers.Trainer, meter)(
+        model,
+        transformers.TrainingArguments(str(folder / "trainer"), **arguments(variant, facts, seed)),
+        data_collator=transformers.DataCollatorWithPadding(tokenizer),
+        train_dataset=load_from_disk(str(folder / "tokens" / "train")),
+        eval_dataset=load_from_disk(str(folder / "tokens" / "validation")),
+        processing_class=tokenizer,
+        compute_metrics=lambda found: scores.summary(found.label_ids, found.predictions.argmax(-1)),
+        callbacks=[Clock()],
+    )
+    decayed = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    if set(trainer.get_decay_parameter_names(model)) != decayed:
+        raise RuntimeError("the Trainer lets other weights decay than ours")
+    trainer.train()
+    if not meter.evaluations or meter.evaluations[-1]["step"] != meter.step:
+        trainer.evaluate()
+    return meter.result()
+
+
+def main(variant: str, folder: str, seed: str, result: str) -> None:
+    Path(result).write_text(json.dumps(run(variant, Path(folder), int(seed))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
