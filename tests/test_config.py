@@ -34,7 +34,12 @@ def test_every_option_of_every_group_composes(group):
 
 
 def test_tables_of_names_take_new_ones():
-    given = ["task=classify", "data=reviews", "data.label_map={0: negative, 6: null}", "data.more_validation={other: b.csv}"]
+    given = [
+        "task=classify",
+        "data=reviews",
+        "data.label_map={0: negative, 6: null}",
+        "data.more_validation={other: b.csv}",
+    ]
     data = load(*given).data
     assert data.label_map["0"] == "negative" and data.label_map["6"] is None and data.label_map["5"] == "positive"
     assert data.more_validation == {"other": "b.csv"}

@@ -238,7 +238,9 @@ def test_a_tokenizer_without_cls_in_front_is_refused(tokenizer):
 
 
 def test_questions_without_an_answer_are_refused_in_v1(make):
-    with pytest.raises(InputError, match="row 0 of validation has no answer; for SQuAD v2 set task.unanswerable=true"):
+    with pytest.raises(
+        InputError, match="question \\['q0'\\] of validation has no answer; for SQuAD v2 set task.unanswerable=true"
+    ):
         make(validation="dev2")
 
 

@@ -177,8 +177,10 @@ def known_keys(schema: type) -> list[str]:
     ]
 
 
-def run(schema: type[Config], action: Callable[[Config], int]) -> int:
-    """Read the command line, check it, act. Hydra's own flags (--cfg job, --help, --info) are Hydra's to answer."""
+def run(schema: type[Config], action: Callable[[Config], int], *, given: Sequence[str] = ()) -> int:
+    """Read the command line, check it, act. Hydra's own flags (--cfg job, --help, --info) are Hydra's to answer.
+    `given`: overrides that the command line may override.
+    """
     flags = [argument for argument in sys.argv[1:] if argument.startswith("-")]
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
@@ -187,7 +189,9 @@ def run(schema: type[Config], action: Callable[[Config], int]) -> int:
             compose_config(schema, [override for override in overrides if "=" in override])  # not a flag's value
             hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name(schema))(refuse_flags)()
             return DONE
-        return action(load_config(schema, overrides))
+        keys = {override.partition("=")[0] for override in overrides}
+        unsaid = [override for override in given if override.partition("=")[0] not in keys]
+        return action(load_config(schema, unsaid + overrides))
     except InputError as error:
         if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
             print(f"error: {error}", file=sys.stderr)

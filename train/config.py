@@ -109,7 +109,7 @@ class ModelConfig:
     """A Hugging Face encoder: made from sizes, or read from a checkpoint."""
 
     pretrained: str | None = None  # Hub id or folder; its configuration and weights are used, sizes below must agree
-    init_from: str | None = None  # the same, or a run of ours (its run_dir, in S3 too): weights, sizes, tokenizer
+    init_from: str | None = None  # the same, or a run of ours (its run_dir, in S3 too), in place of pretrained
     tokenizer: str | None = None  # Hub id, folder or run, for classify and qa; None: that of the weights
     freeze_embeddings: bool = False  # they stay as they are
     freeze_layers: int = 0  # so many layers from the bottom stay as they are, and the embeddings with them
@@ -128,10 +128,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = ("embedding_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         check_positive("model.", self, "vocab_size", "max_positions", *sizes)
-        check(
-            self.pretrained is None or self.init_from is None,
-            f"model.pretrained={self.pretrained} and model.init_from={self.init_from}: the weights come from one place",
-        )
+        if self.init_from is not None:
+            self.pretrained = None
         check(self.freeze_layers >= 0, f"model.freeze_layers={self.freeze_layers} must be 0 or more")
         for name in ("hidden_dropout", "attention_dropout"):
             value = getattr(self, name)
@@ -236,6 +234,7 @@ class RecordsConfig(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # as command lines have it
         formats = ("auto", "csv", "jsonl", "parquet", "squad", "hub", "saved")
         check_choice("data.format", self.format, formats)
         check_positive("data.", self, "max_train_examples", "max_validation_examples")

@@ -192,7 +192,9 @@ def describe(plan: Plan, backend: Backend) -> str:
 def export(life: Life, recovery: Recovery, model: nn.Module) -> None:
     """Weights and tokenizer for transformers, and the card that goes with them; to the Hub, if asked for."""
     cfg, task, folder = life.cfg, life.task, life.folder
-    task.export((recovery.best_model() if cfg.best.export else None) or model, folder.export)
+    if cfg.best.export:
+        recovery.put_best()
+    task.export(model, folder.export)
     card.write(folder)
     folder.mirror_export()
     if cfg.hub.push_to is not None:

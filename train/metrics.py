@@ -154,7 +154,7 @@ class Recorder:
         self.train_s += busy_s
         self.progress.productive_s += busy_s
         if is_due:
-            self.last_loss = loss_sum_all / max(window.count, 1.0)
+            self.last_loss = loss_sum_all / (window.count or 1.0)
             self.stragglers.see(works)
             self._write_train(step, lr, norm, wait_s, Sample.from_values(readings))
             self.window = Window()

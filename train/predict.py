@@ -94,6 +94,15 @@ def find_run(place: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
     return read_config(folder), folder
 
 
+def precision_of(cfg: TrainConfig, folder: Folder) -> str:
+    """What a run computed in, so that answers are those of its evaluation."""
+    try:
+        used = json.loads(folder.read("environment.json"))["precision"]
+    except (FileNotFoundError, ValueError, LookupError):
+        used = cfg.backend.precision
+    return "fp32" if used == "fp32" else "bf16" if used.startswith("bf16") else "auto"
+
+
 def threshold_of(origin: Origin, given: float | None) -> float | None:
     """Of the odds of no answer: the one given, set, or found by the run's evaluation. None: there is always one."""
     if given is not None or origin.run is None:
@@ -232,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences at once (32)")
     parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
-    parser.add_argument("--precision", default="auto", help="fp32, bf16, or auto: bf16 where the hardware has it")
+    parser.add_argument("--precision", help="fp32, bf16 or auto (the run's, or auto: bf16 where the hardware has it)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
     parser.add_argument("--null-threshold", type=float, metavar="X", help="odds above which there is no answer")
     parser.add_argument("--format", help="of an input whose name does not tell: csv, jsonl, parquet, squad")
@@ -262,8 +271,9 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     from train.tasks.finetune import json_lines
     from train.tasks.predictor import Trained
 
-    backend = DDP(BackendConfig(device=options.device, precision=options.precision))
     origin = find(options, s3)
+    precision = options.precision or (precision_of(*origin.run) if origin.run else "auto")
+    backend = DDP(BackendConfig(device=options.device, precision=precision))
     task, seq_len = (origin.run[0].task, origin.run[0].seq_len) if origin.run else (None, None)
     trained = Trained.of(origin.source, task, options.seq_len or seq_len)
     chunks = in_chunks(read_rows(options, origin, trained, s3))

@@ -214,14 +214,14 @@ class Recovery:
             for step in since:
                 self.store.put_aside(step, "rolled-back")
 
-    def best_model(self) -> nn.Module | None:
-        """On the host, the model as the best evaluation found it, on rank 0; None if that is how it is now.
+    def put_best(self) -> None:
+        """Give the model of rank 0 the weights that the best evaluation found; there is nothing more to train.
 
         Raises InputError if the checkpoint of the best evaluation is no longer whole.
         """
         step = self.recorder.progress.best_step
         if step is None or step == self.recorder.progress.step:
-            return None
+            return
         try:
             path = self.store.fetch(step)
         except Damaged as error:
@@ -230,10 +230,8 @@ class Recovery:
                 f"({error}); best.export=false exports the last weights"
             ) from error
         logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
-        model = self.life.task.build_model()
-        model.load_state_dict(read(path / "model.pt", self.backend))
+        self.model.load_state_dict(read(path / "model.pt", self.backend))
         self.store.let_go(path)
-        return model
 
     # ---- at the end ----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import pyarrow.parquet
+from datasets.exceptions import DatasetsError
 
 from train.config import InputError, RecordsConfig, check
 from train.data.documents import LIBRARY_ERRORS, naming
@@ -121,7 +122,9 @@ def naming_hub(cfg: RecordsConfig) -> Any:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     hint = "; without the Hub, give a file or folder: data.path=FOLDER"
-    return naming(f"data.path={cfg.path} is no file or folder here, and as a Hub data set", LIBRARY_ERRORS, hint)
+    return naming(
+        f"data.path={cfg.path} is no file or folder here, and as a Hub data set", (*LIBRARY_ERRORS, DatasetsError), hint
+    )
 
 
 def hub_splits(cfg: RecordsConfig, names: dict[str, str | None], scratch: Path) -> dict[str, datasets.Dataset]:

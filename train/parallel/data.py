@@ -24,7 +24,7 @@ class DataParallel:
 
     def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> None:
         # The ranks' gradients are averaged, the loss is a sum over all of them: hence the world size.
-        scale = self.backend.world_size / max(count, 1.0)
+        scale = self.backend.world_size / (count or 1.0)
         for number, batch in enumerate(micro_batches, start=1):
             with self.backend.accumulate(self.wrapped, is_last=number == len(micro_batches)):
                 self._add_gradients(batch, loss, scale)

@@ -115,8 +115,8 @@ class QAFeaturizer(Reader):
         """
         answers = rows.get("answers", [{"text": []}] * len(indices))
         if "answers" in rows and not self.task.unanswerable:
-            bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
-            check(bad is None, f"row {bad} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
+            bad = [name for name, answer in zip(rows["id"], answers, strict=True) if not answer["text"]]
+            check(not bad, f"question {bad[:1]} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
         encoded = self.tokenizer(
             self.shortened(rows["question"], split),
             rows["context"],
