@@ -189,7 +189,7 @@ def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
     store, trained = Gate(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
-    save(saver, 6, trained, is_last=True, beat=store.opened.set)  # who waits without one waits for ever
+    save(saver, 6, trained, must=True, beat=store.opened.set)  # who waits without one waits for ever
     saver.close(waits=True)
     assert [(found.step, found.failure) for found in saver.take()] == [(3, None), (6, None)]
     assert store.steps() == [3, 6]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("train")
 HELD_LINES = 100_000  # in memory, while the disk refuses them; then the oldest are lost
@@ -45,3 +47,8 @@ class LineFile:
         os.close(self.handle)
         if self.waiting:
             logger.error("%s: %d lines could not be written", self.path, len(self.waiting))
+
+
+def finite(value: Any) -> bool:
+    """JSON has no NaN."""
+    return not isinstance(value, float) or math.isfinite(value)

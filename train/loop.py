@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
@@ -18,8 +17,10 @@ from train import card
 from train.backend import Backend, open_backend
 from train.checkpoints.progress import Progress
 from train.config import (
+    InputError,
     Plan,
     TrainConfig,
+    Unreachable,
     check,
     check_launch,
     launched_world_size,
@@ -116,7 +117,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     with (
         supply,
         monitor,
-        Recorder(cfg, plan, folder, backend, flops, lengths, progress, monitor) as recorder,
+        Recorder(cfg, plan, folder, backend, flops, progress, monitor) as recorder,
         recovery,
     ):
         recovery.begin(recorder)
@@ -136,7 +137,8 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
             if num_failures:
                 raise_together(backend, failure)
             stopping = num_stops > 0 and progress.step + 1 < plan.total_steps  # the last step ends by itself
-            watch.phase("step", step=progress.step, is_start=recorder.is_first)
+            seq_len = micro_batches[0]["inputs"]["input_ids"].shape[-1]
+            watch.phase("step", step=progress.step, is_start=recorder.is_first or recorder.is_new(seq_len))
             lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
             set_learning_rate(optimizer, lr)
             engine.forward_backward(micro_batches, loss, count)
@@ -145,7 +147,6 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
             progress.examples += plan.global_batch_size
             supply.consumed(progress.examples)
             evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
-            seq_len = micro_batches[0]["inputs"]["input_ids"].shape[-1]
             recorder.end_step(
                 evaluates, lr=lr, count=count, tokens=tokens, seq_len=seq_len, engine=engine, grad_norm=grad_norm
             )
@@ -226,9 +227,19 @@ def evaluate(life: Life, backend: Backend, engine: Engine, recorder: Recorder) -
     best, step = life.cfg.best, recorder.progress.step
     score = metrics[best.metric] if best.lower_is_better else -metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=life.cfg.early_stop.min_delta):
-        write: Callable[[], None] = lambda: life.task.write_evaluation(rows, life.folder.folder, step=step)  # noqa: E731
-        meanwhile(backend, write, life.watch.beat)
+        failure = meanwhile(backend, lambda: written(life, rows, step), life.watch.beat)
+        if failure is not None:
+            recorder.alarm(f"the predictions of this evaluation are not written: {failure}")
     return score
+
+
+def written(life: Life, rows: np.ndarray, step: int) -> str | None:
+    """Predictions and tables of an evaluation; why not, if they are not: a full disk is no reason to stop training."""
+    try:
+        life.task.write_evaluation(rows, life.folder.folder, step=step)
+    except (InputError, Unreachable, OSError) as error:
+        return str(error)
+    return None
 
 
 def validate(

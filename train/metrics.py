@@ -10,6 +10,7 @@ import logging
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from train.board import Board
 from train.config import Plan, TrainConfig
-from train.lines import LineFile
+from train.lines import LineFile, finite
 from train.monitor import Monitor, Sample
 from train.run_folder import RunFolder
 from train.stragglers import Stragglers
@@ -59,13 +60,14 @@ class Recorder:
     folder: RunFolder
     backend: Backend
     flops_per_example: Callable[[int], float | None]  # of so many tokens, padding included
-    lengths: int  # that batches have
     progress: Progress
     monitor: Monitor
     window: Window = field(default_factory=Window)
     total: Window = field(default_factory=Window)  # of this life: tokens, slots and flops
     train_s: float = 0.0
     steps_done: int = 0  # of this life
+    steps_of: Counter[int] = field(default_factory=Counter)  # the same, by the length of their batches
+    last_length: int = 0
     last_loss: float = math.nan
     is_first_evaluation: bool = True
     skipped: int = 0  # steps of this process, because of a gradient that was not finite
@@ -77,8 +79,11 @@ class Recorder:
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing is compiled yet."""
-        return self.steps_done < COMPILED_STEPS * self.lengths
+        """Whether something is still to be compiled for batches as the last ones."""
+        return self.is_new(self.last_length)
+
+    def is_new(self, seq_len: int) -> bool:
+        return self.steps_of[seq_len] < COMPILED_STEPS
 
     def __enter__(self) -> Recorder:
         self.file: LineFile | None = None
@@ -131,6 +136,8 @@ class Recorder:
         window.steps += 1
         self.steps_done += 1
         window.count += count
+        self.steps_of[seq_len] += 1
+        self.last_length = seq_len
         examples = self.plan.global_batch_size
         for each in (window, self.total):
             each.tokens += tokens
@@ -204,7 +211,7 @@ class Recorder:
                 for text in found["alarms"]:
                     self.alarm(text)
         shown = {"loss": f"{self.last_loss:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
-        self.bar.set_postfix(shown if mfu is None else {**shown, "mfu": f"{mfu:.1%}"}, refresh=False)
+        self.bar.set_postfix(shown | ({} if mfu is None else {"mfu": f"{mfu:.1%}"}), refresh=False)
         width = len(str(self.plan.total_steps))
         utilisation = "" if mfu is None else f"  mfu {mfu:5.1%}"
         logger.info(
@@ -291,8 +298,3 @@ class Recorder:
             self.file.write(json.dumps({"kind": kind, "time_unix_s": round(time.time(), 3), **known}))
         if self.board is not None and kind in ("train", "eval"):
             self.board.add(kind, values)
-
-
-def finite(value: Any) -> bool:
-    """JSON has no NaN."""
-    return not isinstance(value, float) or math.isfinite(value)

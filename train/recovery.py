@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import nn
 
 from train import goodput
 from train.checkpoints.loader import Loaded, load, read
-from train.checkpoints.manifest import Damaged, NoneValid
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid
 from train.checkpoints.progress import Progress
+from train.checkpoints.retention import best
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import open_store
-from train.config import InputError, flat
+from train.config import flat
 from train.metrics import Recorder, Window
 from train.run_folder import environment
 from train.together import together
@@ -156,6 +158,9 @@ class Recovery:
         return progress.step % cfg.every == 0 or num_asked > 0 or is_best or is_after_rollback
 
     def save(self, metric: float | None, *, is_last: bool) -> None:
+        """`metric`: of this step's evaluation, if there was one. The last save waits for the one before, and so does
+        that of the best evaluation, if it is what will be exported.
+        """
         if self.cfg.collect_graphs:
             return
         progress, window = self.recorder.progress, self.recorder.window
@@ -169,8 +174,8 @@ class Recovery:
             "wait_s": window.wait_s,
             "work_s": window.work_s,
         }
-        beat = self.life.watch.beat
-        self.saver.save(progress, self.model, self.optimizer, own, metric=metric, is_last=is_last, beat=beat)
+        beat, must = self.life.watch.beat, is_last or (self.cfg.best.export and progress.best_step == progress.step)
+        self.saver.save(progress, self.model, self.optimizer, own, metric=metric, must=must, beat=beat)
 
     def roll_back(self) -> Progress:
         """Weights, optimizer and step as the newest checkpoint has them; the data goes on where it is, so that what
@@ -214,25 +219,6 @@ class Recovery:
             for step in since:
                 self.store.put_aside(step, "rolled-back")
 
-    def put_best(self) -> None:
-        """Give the model of rank 0 the weights that the best evaluation found; there is nothing more to train.
-
-        Raises InputError if the checkpoint of the best evaluation is no longer whole.
-        """
-        step = self.recorder.progress.best_step
-        if step is None or step == self.recorder.progress.step:
-            return
-        try:
-            path = self.store.fetch(step)
-        except Damaged as error:
-            raise InputError(
-                f"best.export=true, and the checkpoint of the best evaluation, step {step}, is not to be had "
-                f"({error}); best.export=false exports the last weights"
-            ) from error
-        logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
-        self.model.load_state_dict(read(path / "model.pt", self.backend))
-        self.store.let_go(path)
-
     # ---- at the end ----------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -259,6 +245,36 @@ class Recovery:
             step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
             max_loss_s=self.cfg.checkpoint.max_loss_s,
         )
+
+    def put_best(self) -> None:
+        """Give the model of rank 0 the weights of the best evaluation, now that there is nothing more to train. If they
+        were not saved, or are damaged, those of the best that was.
+        """
+        progress, whole = self.recorder.progress, self._manifests()
+        while (found := best(whole)) is not None:
+            if found != progress.best_step:
+                text = "the best evaluation was at step %s, which is not to be had: exporting step %d"
+                logger.warning(text, progress.best_step, found)
+            if found == progress.step:
+                return
+            try:
+                path = self.store.fetch(found)
+            except Damaged as error:
+                logger.warning("step %d is damaged: %s", found, error)
+                del whole[found]
+                continue
+            logger.info("exporting step %d, the best by %s", found, self.cfg.best.metric)
+            self.model.load_state_dict(read(path / "model.pt", self.backend))
+            self.store.let_go(path)
+            return
+
+    def _manifests(self) -> dict[int, Manifest]:
+        """Of the checkpoints that have one."""
+        found = {}
+        for step in self.store.steps():
+            with suppress(Damaged):  # nothing to choose from
+                found[step] = self.store.look(step)
+        return found
 
     def __enter__(self) -> Recovery:
         return self

@@ -196,8 +196,8 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
             print(f"passed over: step {each}: {error}", file=sys.stderr)
     found = best(whole)
     if found is not None:
-        name = whole[found].settings.get("best.metric", "loss")
-        return found, f"the best (validation {name} {abs(whole[found].metric or 0.0):.4f})"
+        name, score = whole[found].settings.get("best.metric", "loss"), whole[found].metric
+        return found, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
     newest = newest_valid(store)
     if newest is None:
         raise InputError(f"{store.location} holds no valid checkpoint; verify says what is wrong")

@@ -55,6 +55,19 @@ class Retention:
 
 
 def best(manifests: dict[int, Manifest]) -> int | None:
-    """The step of the best evaluation, of equal ones the first; None if none was evaluated."""
-    losses = {step: manifest.metric for step, manifest in manifests.items() if manifest.metric is not None}
-    return min(losses, key=lambda step: (losses[step], step)) if losses else None
+    """The step of the best evaluation, as the newest checkpoint knows it; if that was not saved, the best of those that
+    were, by the metric that the run goes by now. None if none was evaluated.
+    """
+    if not manifests:
+        return None
+    newest = manifests[max(manifests)]
+    known = newest.progress.get("best_step")
+    if known in manifests:
+        return int(known)
+    name = newest.settings.get("best.metric")
+    scores = {
+        step: manifest.metric
+        for step, manifest in manifests.items()
+        if manifest.metric is not None and manifest.settings.get("best.metric") == name
+    }
+    return min(scores, key=lambda step: (scores[step], step)) if scores else None

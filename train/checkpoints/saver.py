@@ -98,16 +98,16 @@ class Saver:
         own: State,
         *,
         metric: float | None,
-        is_last: bool = False,
+        must: bool = False,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to save this step. `own` is what each rank has for itself: small, plain or tensors on the host.
 
-        One that comes while the last is being written waits for checkpoint.max_wait_s and is then left out; the last
-        of a run waits as long as it takes.
+        One that comes while the last is being written waits for checkpoint.max_wait_s and is then left out; one that
+        must be waits as long as it takes.
         """
         began_s = time.monotonic()
-        if is_last:
+        if must:
             self.wait(beat)
         if not self.backend.broadcast(self.is_free(progress.step, began_s)):
             return
