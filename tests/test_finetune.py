@@ -211,7 +211,7 @@ def test_a_best_evaluation_that_was_owed_is_the_best(train, tmp_path):
 
 def test_another_metric_is_not_compared_with_the_one_before(train, tmp_path):
     given = [*BEST, "eval_every=2", "checkpoint.every=2"]
-    train(tmp_path / "run", *given, "max_steps=4", "best.metric=f1_macro")
+    train(tmp_path / "run", *given, "max_steps=4", "best.metric=f1_macro", "optim.lr=0.02")
     train(tmp_path / "run", *given, "max_steps=8", "best.metric=loss", "optim.lr=0.02")
     losses = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "eval") if line["step"] > 4}
     assert best_step(tmp_path / "run") == min(losses, key=losses.get)

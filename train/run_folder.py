@@ -32,7 +32,17 @@ from omegaconf import OmegaConf
 import conf
 import train
 from train import machine
-from train.config import InputError, Plan, S3Config, TrainConfig, Unreachable, check, launched_rank, to_dict
+from train.config import (
+    InputError,
+    Plan,
+    RecordsConfig,
+    S3Config,
+    TrainConfig,
+    Unreachable,
+    check,
+    launched_rank,
+    to_dict,
+)
 from train.outcome import NAME, Outcome
 from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
 
@@ -199,6 +209,7 @@ def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
+        **({"data.lengths": cfg.data.lengths} if isinstance(cfg.data, RecordsConfig) else {}),  # the order is by them
     }
 
 
