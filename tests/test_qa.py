@@ -237,11 +237,14 @@ def test_a_tokenizer_without_cls_in_front_is_refused(tokenizer):
         featurizer(other)
 
 
-def test_questions_without_an_answer_are_refused_in_v1(make):
-    with pytest.raises(
-        InputError, match="question \\['q0'\\] of validation has no answer; for SQuAD v2 set task.unanswerable=true"
-    ):
+def test_questions_without_an_answer_are_bad_rows_in_v1(make, tokenizer):
+    with pytest.raises(InputError, match=r"validation: 4 bad rows, .*dev2\.json, question q0: no answer; for SQuAD v2"):
         make(validation="dev2")
+    facts = make("data.max_bad_rows=4", validation="dev2").tables.facts["splits"]["validation"]
+    assert (facts["examples"], facts["bad_rows"]) == (8, 4)
+    rows = {"question": ["ba?"], "context": ["be na"], "answers": [{"text": [], "answer_start": []}]}
+    with pytest.raises(InputError, match="row 7 of x has no answer; for SQuAD v2 set task.unanswerable=true"):
+        featurizer(tokenizer).features(rows, [7], split="x")
 
 
 # ---- loss and statistics -------------------------------------------------------------------------------------------

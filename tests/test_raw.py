@@ -9,7 +9,8 @@ import huggingface_hub.constants
 import pytest
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config
-from train.data.raw import fingerprint, read_raw, read_texts
+from train.data.raw import read_raw, read_texts
+from train.data.raw_identity import fingerprint
 
 S3 = S3Config()
 ROWS = [(f"text number {number}", str(number % 2)) for number in range(40)]
@@ -167,8 +168,13 @@ def test_too_many_bad_rows_are_refused_with_the_first_ones(folder):
         ("text;label\na;1\n", {}, r"no column text .*; the columns are: text;label"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
         (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
-        ("text,label\n", {}, "train: no row is left"),
-        ("", {}, "train: no row is left"),
+        ("text,label\n", {}, r"train: no row is left: none is in .*/a\.csv$"),
+        ("", {}, r"train: no row is left: none is in .*/a\.csv$"),
+        (
+            "text,label\na,1\n",
+            {"validation_fraction": 1 - 1e-9},
+            "train: no row .* of 1 rows comes to all, as rows",
+        ),
         ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .*comes to none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
         (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* 40 that data.label_map"),
@@ -199,6 +205,8 @@ def test_broken_gzip_is_one_line(folder):
 def test_other_encodings(folder):
     assert texts_of(put(folder, "a.csv", "text\ncafé\n".encode("latin-1")), encoding="latin-1") == ["café"]
     assert texts_of(put(folder, "b.csv", "text\ncafé\n".encode("utf-16")), encoding="utf-16") == ["café"]
+    marked = put(folder, "c.csv", "\ufefftext\ncafé\n")
+    assert [texts_of(marked, encoding=name) for name in ("utf-8", "utf_8", "UTF8", "U8")] == [["café"]] * 4
     with pytest.raises(InputError, match=r"b\.csv:1: no header: .*encoding"):
         texts_of(folder / "b.csv")
 
@@ -388,6 +396,25 @@ def test_hub_settings_reach_the_library(folder, monkeypatch):
     assert list(raw.splits) == ["train", "validation"]
 
 
+def test_one_row_of_json_lines_may_lack_a_column(folder):
+    lines = [json.dumps({"text": text, "label": label}) for text, label in ROWS]
+    path = put(folder, "a.jsonl", "\n".join(['{"text": "first"}', *lines]))
+    with pytest.raises(InputError, match=r"1 bad rows, data.max_bad_rows=0 are allowed: .*a\.jsonl:1: no label"):
+        read(path)
+    raw = read(path, max_bad_rows=1)
+    assert sum(map(len, raw.splits.values())) == 40 and raw.dropped["train"]["bad_rows"] == 1
+    path = put(folder, "b.jsonl", '[]\n{"text": "first"}\n{"body": "x"}\n')
+    with pytest.raises(InputError, match=r"b\.jsonl:2: no column label .*; the columns are: text, body"):
+        read(path, max_bad_rows=3)
+
+
+def test_a_folder_with_a_broken_file_is_one_line(folder):
+    put(folder, "train.jsonl", '{"text": "a", "label": 1}\n{"text": \n')
+    with pytest.raises(InputError, match=f"data.path={folder} cannot be read as a data set: ") as error:
+        read(folder, format="hub")
+    assert "\n" not in str(error.value)
+
+
 # ---- new data, fingerprints, S3 -----------------------------------------------------------------------------------
 
 
@@ -424,10 +451,15 @@ def test_the_fingerprint_is_of_content_and_reading(folder):
     changes = [
         {"delimiter": ";"},
         {"label_map": {"0": "no"}},
-        {"max_bad_rows": 1},
         {"columns": ColumnsConfig(text="b")},
+        {"format": "jsonl"},
     ]
     assert len({first, *[of("a.csv", **change) for change in changes]}) == 5
+    assert of("a.csv", max_bad_rows=1) == of("a.csv", format="csv") == of("", train="a.csv") == first
+    names = ("a.csv.gz", "a.tsv", "a.tsv.gz")
+    for name in names:
+        put(folder, name, csv_of(ROWS))
+    assert len({first, *map(of, names)}) == 4  # packed bytes; tabs
     assert of("a.csv", validation="b.csv") != first
     put(folder, "a.csv", csv_of(ROWS[:-1]))
     assert of("a.csv") != first

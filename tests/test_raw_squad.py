@@ -24,10 +24,10 @@ def squad(*qas, context=CONTEXT, **more):
     )
 
 
-def read(folder: Path, *names, **settings):
+def read(folder: Path, *names, unanswerable=True, **settings):
     columns = ColumnsConfig(**settings.pop("columns", {}))
     cfg = RecordsConfig(path=str(folder), train=names[0], validation=names[1], columns=columns, **settings)
-    return read_raw(cfg, "qa", S3, seed=0, scratch=folder / "scratch")
+    return read_raw(cfg, "qa", S3, seed=0, scratch=folder / "scratch", unanswerable=unanswerable)
 
 
 @pytest.fixture
@@ -56,6 +56,17 @@ def test_version_2(folder):
     answers = read(folder, "train.json", "dev.json").splits["validation"]["answers"]
     assert [answer["text"] for answer in answers] == [[], [], ["Normandy"]]
     assert answers[0]["answer_start"] == []
+
+
+def test_without_unanswerable_a_question_without_an_answer_is_a_bad_row(folder):
+    empty = {"id": "empty", "question": "why?", "answers": []}
+    (folder / "dev.json").write_text(squad(empty, question("there")))
+    files = ("train.json", "dev.json")
+    with pytest.raises(InputError, match=r"dev\.json, question empty: no answer; for SQuAD v2 set task.unanswerable"):
+        read(folder, *files, unanswerable=False)
+    raw = read(folder, *files, unanswerable=False, max_bad_rows=1)
+    assert raw.splits["validation"]["id"][:] == ["there"] and raw.dropped["validation"]["bad_rows"] == 1
+    assert len(read(folder, *files).splits["validation"]) == 2
 
 
 def test_answers_that_are_not_where_they_should_be(folder):

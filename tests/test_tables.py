@@ -19,13 +19,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from train import cli, records, tasks
-from train.config import Failure, InputError, TrainConfig
-from train.data import once
+from train.config import ColumnsConfig, Failure, InputError, QAConfig, TrainConfig
+from train.data import once, raw_identity
 from train.data import raw as raw_data
 from train.data.table_facts import best_lengths, length_histogram, padding_share
 from train.data.table_files import UNFINISHED
 from train.data.tables import open_tables
 from train.storage import sha256_file, sha256_json
+from train.tasks.featurize import QAFeaturizer
+from train.tasks.finetune import lengths_up_to
 
 WORDS = "good bad day sun rain very so and the not".split()
 SEQ_LEN, ROWS = 16, 1200
@@ -64,17 +66,19 @@ class Words:
 
 class Source:
     """Stands in for train/data/raw.py: a split "train" out of the lines of data.path, whose first word is the label,
-    and a small "validation". `reads` is how often it was read.
+    and a small "validation". `reads` is how often it was read, `hashed` how
+    often its content was looked at.
     """
 
     def __init__(self):
-        self.reads, self.before = 0, lambda: None
+        self.reads, self.hashed, self.before = 0, 0, lambda: None
 
     def fingerprint(self, cfg, s3, scratch=None):
-        about = [cfg.max_train_examples, cfg.labels, cfg.label_map, cfg.max_bad_rows]
+        self.hashed += 1
+        about = [cfg.max_train_examples, cfg.labels, cfg.label_map]
         return sha256_json([sha256_file(Path(cfg.path)), *about])
 
-    def read_raw(self, cfg, kind, s3, *, seed, scratch):
+    def read_raw(self, cfg, kind, s3, *, seed, scratch, unanswerable):
         self.reads += 1
         self.before()
         lines = [line.split(" ", 1) for line in Path(cfg.path).read_text().splitlines()]
@@ -96,7 +100,7 @@ class Source:
 @pytest.fixture
 def source(monkeypatch):
     made = Source()
-    monkeypatch.setattr(raw_data, "fingerprint", made.fingerprint)
+    monkeypatch.setattr(raw_identity, "fingerprint", made.fingerprint)
     monkeypatch.setattr(raw_data, "read_raw", made.read_raw)
     return made
 
@@ -113,7 +117,7 @@ def cfg(plain, tmp_path):
     lines = [f"{'pn'[n % 3 == 0]} {' '.join(random.choice(WORDS, random.integers(1, 20)))}" for n in range(ROWS)]
     path = tmp_path / "texts.txt"
     path.write_text("\n".join(lines))
-    return with_data(plain, path=str(path), cache_dir=str(tmp_path / "cache"))
+    return with_data(plain, path=str(path), cache_dir=str(tmp_path / "cache"), max_bad_rows=1)
 
 
 def with_data(cfg, **changes):
@@ -222,6 +226,66 @@ def test_without_verify_only_lengths_are_compared(cfg, source):
     assert open_tables(with_data(cfg, verify=False), Words()) == made and source.reads == 1
     with pytest.raises(InputError, match="data-00000-of-00001.arrow is damaged: its sha256"):
         made.verify()
+
+
+# ---- without reading the raw data again ----------------------------------------------------------------------------
+
+
+def test_raw_files_that_have_not_changed_are_not_read_again(cfg, source):
+    made = open_tables(cfg, Words())
+    assert open_tables(cfg, Words()) == made and source.hashed == 1
+    path = Path(cfg.data.path)
+    content = path.read_text()
+    path.write_text(content.replace("good", "rain"))  # of the same size
+    other = open_tables(cfg, Words())
+    assert other.id != made.id and (source.hashed, source.reads) == (2, 2)
+    path.write_text(content)  # another time, the same content
+    assert open_tables(cfg, Words()) == made and (source.hashed, source.reads) == (3, 2)
+    assert open_tables(with_data(cfg, labels=["n", "p"]), Words()).id != made.id
+    for note in (cache_of(cfg) / "index").iterdir():
+        note.write_text("spoilt")
+    assert open_tables(cfg, Words()) == made and source.reads == 3
+
+
+def test_raw_data_that_changes_while_it_is_read_is_not_remembered(cfg, source):
+    source.before = lambda: Path(cfg.data.path).write_text("p good\nn bad")
+    made = open_tables(cfg, Words())
+    assert not (cache_of(cfg) / "index").exists()
+    source.before = lambda: None
+    assert open_tables(cfg, Words()).id != made.id and source.reads == 2
+
+
+def test_prepared_data_outlives_the_raw(cfg, source, caplog):
+    made = open_tables(cfg, Words())
+    Path(cfg.data.path).unlink()
+    assert open_tables(cfg, Words()) == made and source.hashed == 1
+    assert f"data.path={cfg.data.path} is gone; going on with what was prepared from it" in caplog.text
+    for other, words in ((with_data(cfg, labels=["n", "p"]), Words()), (cfg, Words(version=2))):
+        with pytest.raises(FileNotFoundError):  # as reading says it: here the stand-in
+            open_tables(other, words)
+    (made.folder / "tables.json").unlink()
+    with pytest.raises(FileNotFoundError):
+        open_tables(cfg, Words())
+
+
+def test_files_in_s3_are_not_fetched_to_find_what_was_made_of_them(cfg, bucket):
+    bucket.put("set/train.csv", csv_of(CLASSES))
+    there = with_data(cfg, path=bucket.location("set/train.csv"), max_bad_rows=0)
+    there = replace(there, s3=bucket.config())
+    made = open_tables(there, Words())
+    bucket.proxy.set()
+    assert open_tables(there, Words()) == made
+    assert not [request for request in bucket.proxy.requests() if request.method == "GET"]
+    bucket.put("set/train.csv", csv_of(CLASSES[:-1]))
+    assert open_tables(there, Words()).id != made.id
+
+
+def test_tables_with_more_bad_rows_than_this_run_allows_are_refused(cfg, source):
+    made = open_tables(cfg, Words())
+    assert open_tables(with_data(cfg, max_bad_rows=7), Words()) == made and source.hashed == 1
+    with pytest.raises(InputError, match="train: 1 bad rows, data.max_bad_rows=0 are allowed: a.csv:7: no label"):
+        open_tables(with_data(cfg, max_bad_rows=0), Words())
+    assert source.reads == 1
 
 
 # ---- nothing half-written ------------------------------------------------------------------------------------------
@@ -390,6 +454,61 @@ def test_what_was_saved_is_used_without_the_raw_data(cfg, source, saved, tmp_pat
     assert plain[7] == saved.features("train")[7]
 
 
+CLASSES = [{"text": f"good day {WORDS[n % 9]} {n}", "label": "np"[n % 2]} for n in range(60)]
+QUESTIONS = [
+    {"id": f"q{n}", "question": "so ?", "context": f"rain {n}", "answers": {"text": ["rain"], "answer_start": [0]}}
+    for n in range(60)
+]
+
+
+def csv_of(rows):
+    return "".join(f"{row['text']},{row['label']}\n" for row in [{"text": "text", "label": "label"}, *rows]).encode()
+
+
+def jsonl_of(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def squad_of(rows):
+    answers = [{"text": "rain", "answer_start": 0}]
+    return json.dumps(
+        {"data": [{"paragraphs": [{"context": row["context"], "qas": [row | {"answers": answers}]} for row in rows]}]}
+    ).encode()
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "content", "columns"),
+    [
+        ("csv", "csv", csv_of(CLASSES), {}),
+        ("jsonl", "json", jsonl_of(CLASSES), {}),
+        ("squad", "json", squad_of(QUESTIONS), {}),
+        ("hub", "jsonl", jsonl_of(QUESTIONS), {"id": "id"}),
+    ],
+)
+def test_saved_data_of_every_format_is_read_back_by_its_path_alone(cfg, tmp_path, form, suffix, content, columns):
+    raw, target = tmp_path / "raw", tmp_path / "saved"
+    raw.mkdir()
+    for name in ("train", "validation"):
+        (raw / f"{name}.{suffix}").write_bytes(content if name == "train" else content.replace(b" 7", b" 70"))
+    train, validation = ("train", "validation") if form == "hub" else (f"train.{suffix}", f"validation.{suffix}")
+    files = {"train": train, "validation": validation, "columns": ColumnsConfig(**columns)}
+    cfg = with_data(cfg, path=str(raw), format=form, **files)
+    if form in ("csv", "jsonl"):
+        featurizer = Words()
+    else:
+        pairs = tokenizer_of(WORDS)
+        pairs.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        featurizer = QAFeaturizer(pairs, seq_len=SEQ_LEN, task=QAConfig(stride=2, max_question_tokens=4))
+    made = open_tables(with_data(cfg, save_to=str(target)), featurizer)
+    shutil.rmtree(raw)
+    shutil.rmtree(cache_of(cfg))
+    found = open_tables(with_data(cfg, path=str(target)), featurizer)
+    assert (found.facts, found.folder) == (made.facts, target)
+    assert {split: len(found.features(split)) for split in found.splits} == {"train": 60, "validation": 60}
+
+
 def test_saving_twice_is_once_and_over_something_else_is_refused(cfg, source, saved, tmp_path):
     target = tmp_path / "saved"
     before = (target / "tables.json").stat().st_mtime_ns
@@ -487,10 +606,15 @@ def test_the_best_lengths_leave_the_least_padding():
 
 @pytest.fixture
 def command(cfg, source, monkeypatch, capsys):
+    def build(cfg):
+        words = Words()
+        lengths = lengths_up_to(words.settings["seq_len"], cfg.data.lengths)
+        return SimpleNamespace(tables=open_tables(cfg, words), lengths=lengths)
+
     def run(*overrides):
-        monkeypatch.setattr(tasks, "build_task", lambda cfg: SimpleNamespace(tables=open_tables(cfg, Words())))
+        monkeypatch.setattr(tasks, "build_task", build)
         plain = ["task=classify", "data=records", "run_dir=none", "micro_batch_size=2", "max_steps=1"]
-        there = [f"data.path={cfg.data.path}", f"data.cache_dir={cfg.data.cache_dir}"]
+        there = [f"data.path={cfg.data.path}", f"data.cache_dir={cfg.data.cache_dir}", "data.max_bad_rows=1"]
         monkeypatch.setattr(sys, "argv", ["records", *plain, *there, *overrides])
         return records.main(), capsys.readouterr()
 

@@ -55,16 +55,15 @@ class Retention:
 
 
 def best(manifests: dict[int, Manifest]) -> int | None:
-    """The step of the best evaluation, as the newest checkpoint knows it; if that was not saved, the best of those that
-    were, by the metric that the run goes by now. None if none was evaluated.
+    """The step of the best evaluation by the metric that the run goes by now, of equal ones the first; None if none was
+    evaluated. The newest checkpoint knows of one that was evaluated after it had been saved.
     """
     if not manifests:
         return None
     newest = manifests[max(manifests)]
-    known = newest.progress.get("best_step")
-    if known in manifests:
+    known, name = newest.progress.get("best_step"), newest.settings.get("best.metric")
+    if known in manifests and manifests[known].metric is None:
         return int(known)
-    name = newest.settings.get("best.metric")
     scores = {
         step: manifest.metric
         for step, manifest in manifests.items()

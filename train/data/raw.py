@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,15 @@ from train.data.raw_examples import (
     in_order,
     wanted_columns,
 )
-from train.data.raw_files import FILE_FORMATS, Table, is_named, layout, saved_folder, split_files
+from train.data.raw_files import FILE_FORMATS, MAX_LISTED, Table, is_named, layout, saved_folder, split_files
 from train.data.raw_formats import (
     dataset_table,
     file_table,
     hub_splits,
-    hub_version,
     saved_splits,
 )
-from train.storage import make_folder, sha256_file, sha256_json
+from train.storage import make_folder
 
-VERSION = 1  # of how rows are read: another one makes other fingerprints
-NOT_READING = ("path", "num_workers", "prefetch", "verify", "cache_dir", "lengths", "save_to")  # settings
 BATCH_ROWS = 500  # of an Arrow file, gathered in memory
 STRING = datasets.Value("string")
 ANSWERS = {"text": [STRING], "answer_start": [datasets.Value("int64")]}
@@ -57,57 +54,33 @@ class Raw:
     dropped: dict[str, dict[str, Any]]  # of each split: bad_rows, examples (at most 10 places and reasons), left_out
 
 
-def fingerprint(cfg: RecordsConfig, s3: S3Config, scratch: Path | None = None) -> str:
-    """sha256 of all that is read and of the settings that matter to reading it; for the Hub, of the data's commit.
-
-    Files in S3 are fetched for it, to `scratch` if that is given, where `read_raw` finds them again.
-    """
-    if scratch is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return fingerprint(cfg, s3, Path(folder))
-    settings = {key: value for key, value in asdict(cfg).items() if key not in NOT_READING}
-    kind = layout(cfg, s3)
-    content: Any
-    if kind == "files":
-        files = split_files(cfg, s3, scratch)
-        content = {split: [[path.suffix, digest_of(path)] for path in paths] for split, paths in files.items()}
-    elif kind == "saved" or Path(cfg.path).expanduser().is_dir():
-        root = saved_folder(cfg, s3, scratch)
-        found = sorted(path for path in root.rglob("*") if path.is_file())
-        content = [[path.relative_to(root).as_posix(), digest_of(path)] for path in found]
-    else:
-        content = [cfg.path, hub_version(cfg, scratch)]
-    return sha256_json([VERSION, kind, content, settings])
-
-
-def digest_of(path: Path) -> str:
-    with naming(f"{path} cannot be read", (OSError,)):
-        return sha256_file(path)
-
-
-def read_raw(cfg: RecordsConfig, kind: str, s3: S3Config, *, seed: int, scratch: Path) -> Raw:
+def read_raw(
+    cfg: RecordsConfig, kind: str, s3: S3Config, *, seed: int, scratch: Path, unanswerable: bool = True
+) -> Raw:
     """All splits of the data for a "classify" or "qa" task, as Arrow files in a new folder below `scratch`.
 
-    Without `data.validation`, rows of the training data are held out by a hash of their text (qa: of the context) and
-    the seed. Subsets are drawn with the seed and keep the order of the data. Raises InputError for what the user has
-    to mend.
+    Without `unanswerable`, a question that has no answer is a bad row. Without `data.validation`, rows of the
+    training data are held out by a hash of their text (qa: of the context) and the seed. Subsets are drawn with the
+    seed and keep the order of the data. Raises InputError for what the user has to mend.
     """
     tables = open_tables(cfg, kind, s3, scratch)
     folder = Path(tempfile.mkdtemp(prefix="raw-", dir=make_folder(scratch)))
     try:
-        return convert(tables, cfg, kind, seed, folder)
+        return convert(tables, cfg, kind, seed, folder, unanswerable)
     except BaseException:
         shutil.rmtree(folder)
         raise
 
 
-def convert(tables: dict[str, list[Table]], cfg: RecordsConfig, kind: str, seed: int, folder: Path) -> Raw:
+def convert(
+    tables: dict[str, list[Table]], cfg: RecordsConfig, kind: str, seed: int, folder: Path, unanswerable: bool
+) -> Raw:
     labels = given_labels(cfg, tables["train"][0]) if kind == "classify" else []
     files: dict[str, ArrowFile] = {}
     lost = {split: Dropped(split, cfg.max_bad_rows) for split in tables}
     for number, (split, found) in enumerate(tables.items()):
         names = LabelNames(cfg, labels)
-        rows = examples(found, cfg, kind, names, lost[split], labelled=True)
+        rows = examples(found, cfg, kind, names, lost[split], labelled=True, unanswerable=unanswerable)
         with naming(f"{folder} cannot be written", (OSError,)):
             new = {split: ArrowFile(folder / f"{number}.arrow", cfg, kind)}
             if split == "train" and cfg.validation is None:
@@ -117,9 +90,9 @@ def convert(tables: dict[str, list[Table]], cfg: RecordsConfig, kind: str, seed:
         files |= new
         labels = labels or in_order(names.found)
     dropped = {split: lost.get(split, Dropped(split, 0)).facts() for split in files}
-    splits = {}
+    rows_of, splits = {split: file.rows for split, file in files.items()}, {}
     for number, (split, file) in enumerate(files.items()):
-        check_size(cfg, split, file.rows, files["train"].rows, dropped[split])
+        check_size(cfg, split, rows_of, dropped[split], [table.place for table in tables.get(split, ())])
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
         splits[split] = sample(file.table(labels), most, seed, number)
     if kind == "classify":
@@ -220,13 +193,20 @@ def write(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: str, seed: i
         file.close()
 
 
-def check_size(cfg: RecordsConfig, split: str, rows: int, train_rows: int, dropped: dict[str, Any]) -> None:
+def check_size(
+    cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: dict[str, Any], places: list[str]
+) -> None:
+    """InputError if a split has no row, with the reason. `places`: the files that it was read from."""
+    held_out = f"data.validation_fraction={cfg.validation_fraction} of {rows['train'] + rows['validation']:,} rows"
     if split == "validation" and cfg.validation is None:
-        fraction = f"data.validation_fraction={cfg.validation_fraction}"
-        hint = f"{fraction} of {train_rows:,} rows comes to none; raise it or set data.validation"
-    else:
+        hint = f"{held_out} comes to none; raise it or set data.validation"
+    elif split == "train" and cfg.validation is None and rows["validation"]:
+        hint = f"{held_out} comes to all, as rows with the same text stay together; set data.validation"
+    elif dropped["bad_rows"] or dropped["left_out"]:
         hint = f"{dropped['bad_rows']:,} bad ones and {dropped['left_out']:,} that data.label_map leads to null"
-    check(rows > 0, f"{split}: no row is left: {hint}")
+    else:
+        hint = f"none is in {', '.join(places[:MAX_LISTED])}{', ...' if len(places) > MAX_LISTED else ''}"
+    check(rows[split] > 0, f"{split}: no row is left: {hint}")
 
 
 def check_classes(table: datasets.Dataset, labels: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, check
@@ -15,6 +16,7 @@ MAX_NAMED = 10  # bad rows of a split that are named
 COUNTED = 10_000  # bad rows beyond the limit that are counted before reading stops
 MAX_LABELS = 1000  # found in the data; more are another column
 SHOWN_LABELS = 10
+COLUMN_ROWS = 100  # of JSON lines, which tell the columns: one row may lack some
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 OPTIONAL = {"classify": ("label",), "qa": ("answers",)}  # keys of columns that new data need not have
 
@@ -106,7 +108,14 @@ def wanted_columns(columns: ColumnsConfig, kind: str) -> dict[str, str]:
 
 
 def examples(
-    tables: Iterable[Table], cfg: RecordsConfig, kind: str, labels: LabelNames, dropped: Dropped, *, labelled: bool
+    tables: Iterable[Table],
+    cfg: RecordsConfig,
+    kind: str,
+    labels: LabelNames,
+    dropped: Dropped,
+    *,
+    labelled: bool,
+    unanswerable: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Rows with the columns that raw.py promises, the label by its name. Without `labelled`, labels and answers are
     only there if the data has them. Bad rows go to `dropped`; a column that is missing is an InputError."""
@@ -114,18 +123,23 @@ def examples(
     for table in tables:
         wanted = wanted_columns(table.keys or cfg.columns, kind)
         needed = {key: column for key, column in wanted.items() if labelled or key not in OPTIONAL[kind]}
-        columns = table.columns
-        if columns is not None:
-            check_columns(needed, columns, table.place)
-        for place, row in table.rows():
+        rows = table.rows()
+        if table.columns is not None:
+            check_columns(needed, table.columns, table.place)
+        else:
+            first = list(islice(rows, COLUMN_ROWS))
+            good = [(place, row) for place, row in first if not isinstance(row, BadRow)]
+            if good:
+                check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), good[0][0])
+            rows = chain(first, rows)
+        for place, row in rows:
             number += 1
             try:
                 if isinstance(row, BadRow):
                     raise row
-                if columns is None:
-                    columns = list(row)
-                    check_columns(needed, columns, place)
                 example = Reader(row, wanted, cfg.encoding).example(kind, number, labelled)
+                if kind == "qa" and not unanswerable and not example["answers"]["text"]:
+                    raise BadRow("no answer; for SQuAD v2 set task.unanswerable=true")
                 if labelled or "label" in example:
                     set_label(example, labels, table.class_names.get(cfg.columns.label), labelled)
             except BadRow as bad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import io
 import re
@@ -45,7 +46,7 @@ class Table:
 
     place: str  # as errors name it
     rows: Callable[[], Iterator[Found]]
-    columns: list[str] | None = None  # None: those of the first row
+    columns: list[str] | None = None  # None: those of the first rows
     class_names: dict[str, list[str]] = field(default_factory=dict)  # of columns that hold numbers: what they mean
     keys: ColumnsConfig | None = None  # of a format whose columns have names of their own
 
@@ -84,24 +85,51 @@ def format_of(path: Path, cfg: RecordsConfig) -> str:
     return "squad" if SQUAD_START.match(start) else "jsonl"
 
 
+@dataclass(frozen=True)
+class S3File:
+    folder: S3Folder = field(compare=False)
+    location: str  # of the folder
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.location}/{self.name}"
+
+    def head(self) -> Any:
+        """boto3's answer about it; InputError if it is not there."""
+        head = self.folder.head(self.name)
+        check(head is not None, f"{self}: there is no such file")
+        return head
+
+
 def split_files(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> dict[str, list[Path]]:
-    """The files of each split that the settings name; those in S3 are fetched to `scratch`. InputError if one is
-    missing, or is in the training data and in a validation split."""
+    """The files of each split on this machine: those in S3 are fetched to `scratch`. InputError as `split_places`."""
+    places = split_places(cfg, s3)
+    return {split: [fetched(place, scratch) for place in found] for split, found in places.items()}
+
+
+def fetched(place: Path | S3File, scratch: Path) -> Path:
+    """One place for each, however it is asked for."""
+    return place if isinstance(place, Path) else download([place], scratch) / place.name
+
+
+def split_places(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[Path | S3File]]:
+    """The files of each split that the settings name, where they are. InputError if one is missing, or is in the
+    training data and in a validation split."""
     patterns: dict[str, tuple[str, str | None]] = {"train": ("data.train", cfg.train)}
     if cfg.validation is not None:
         patterns["validation"] = ("data.validation", cfg.validation)
     patterns |= {name: (f"data.more_validation.{name}", found) for name, found in cfg.more_validation.items()}
-    files = {split: find(cfg.path, key, pattern, s3, scratch) for split, (key, pattern) in patterns.items()}
-    for split, paths in files.items():
-        both = set(paths) & set(files["train"]) if split != "train" else set()
-        check(not both, f"{', '.join(map(str, sorted(both)))}: both in train and in {split}; name other files")
+    files = {split: find(cfg.path, key, pattern, s3) for split, (key, pattern) in patterns.items()}
+    for split, places in files.items():
+        both = set(places) & set(files["train"]) if split != "train" else set()
+        check(not both, f"{', '.join(sorted(map(str, both)))}: both in train and in {split}; name other files")
     return files
 
 
-def find(location: str, key: str, pattern: str | None, s3: S3Config, scratch: Path) -> list[Path]:
+def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Path | S3File]:
     """Files below `location` (beside it, if that is a file) that match; without a pattern the one that it is or has."""
     if is_s3(location):
-        return find_in_s3(location, key, pattern, s3, scratch)
+        return list(find_in_s3(location, key, pattern, s3))
     root = local_path(location).expanduser()
     check(root.exists(), f"data.path={location}: there is no such file or folder")
     if root.is_file():
@@ -115,7 +143,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config, scratch: Pa
         named = root / pattern  # a name may hold what means something in a glob
         found = [named] if named.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
     check(bool(found), f"{key}={pattern}: there is no file {named}")
-    return found
+    return list(found)
 
 
 def only_one(location: str, names: list[str]) -> str:
@@ -133,7 +161,7 @@ def s3_folder(location: str, s3: S3Config) -> S3Folder:
     return S3Folder(location, s3)
 
 
-def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config, scratch: Path) -> list[Path]:
+def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> list[S3File]:
     if is_named(location):
         location, _, own = location.rpartition("/")
         pattern = pattern or own
@@ -147,14 +175,13 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config, scrat
         check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
     else:
         names = [only_one(folder.location, list(filter(is_named, folder.names())))]
-    return [download(folder, [name], scratch) / name for name in names]  # one place for each, however it is asked for
+    return [S3File(folder, folder.location, name) for name in names]
 
 
-def download(folder: S3Folder, names: list[str], scratch: Path) -> Path:
-    """A folder with copies of these files; what was fetched before and has not changed is not fetched again."""
-    heads = {name: folder.head(name) for name in names}
-    for name, head in heads.items():
-        check(head is not None, f"{folder.location}/{name}: there is no such file")
+def download(files: list[S3File], scratch: Path) -> Path:
+    """A folder with copies of files of one folder; what was fetched before and has not changed is not fetched again."""
+    folder = files[0].folder
+    heads = {file.name: file.head() for file in files}
     seen = [[name, head["ETag"], head["ContentLength"]] for name, head in heads.items()]
     root = scratch / "s3" / sha256_json([folder.location, folder.endpoint, seen])[:16]
     if root.is_dir():
@@ -174,13 +201,25 @@ def download(folder: S3Folder, names: list[str], scratch: Path) -> Path:
 def saved_folder(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> Path:
     """The folder of a data set that save_to_disk wrote, on this machine."""
     if is_s3(cfg.path):
-        folder = s3_folder(cfg.path, s3)
-        names = folder.names()
-        check(bool(names), f"data.path={cfg.path} holds nothing")
-        return download(folder, names, scratch)
+        return download(saved_in_s3(cfg, s3), scratch)
     path = local_path(cfg.path).expanduser()
     check(path.is_dir(), f"data.path={cfg.path} is no folder; data.format=saved reads what save_to_disk wrote")
     return path
+
+
+def saved_in_s3(cfg: RecordsConfig, s3: S3Config) -> list[S3File]:
+    folder = s3_folder(cfg.path, s3)
+    names = folder.names()
+    check(bool(names), f"data.path={cfg.path} holds nothing")
+    return [S3File(folder, folder.location, name) for name in names]
+
+
+def saved_places(cfg: RecordsConfig, s3: S3Config) -> list[Path | S3File]:
+    """All files of such a folder, where they are."""
+    if is_s3(cfg.path):
+        return list(saved_in_s3(cfg, s3))
+    root = saved_folder(cfg, s3, Path())
+    return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
 @contextmanager
@@ -195,7 +234,7 @@ def text_lines(path: Path, encoding: str) -> Iterator[io.TextIOWrapper]:
         # utf-8-sig is utf-8 that drops a byte order mark.
         io.TextIOWrapper(
             unpacked(raw, path),
-            encoding="utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding,
+            encoding="utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding,
             errors="surrogateescape",
             newline="\n",
         ) as text,

@@ -121,10 +121,11 @@ def hub_arguments(cfg: RecordsConfig, scratch: Path) -> dict[str, Any]:
 def naming_hub(cfg: RecordsConfig) -> Any:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    errors = (*LIBRARY_ERRORS, DatasetsError)
+    if local_path(cfg.path).expanduser().is_dir():
+        return naming(f"data.path={cfg.path} cannot be read as a data set", errors)
     hint = "; without the Hub, give a file or folder: data.path=FOLDER"
-    return naming(
-        f"data.path={cfg.path} is no file or folder here, and as a Hub data set", (*LIBRARY_ERRORS, DatasetsError), hint
-    )
+    return naming(f"data.path={cfg.path} is no file or folder here, and as a Hub data set", errors, hint)
 
 
 def hub_splits(cfg: RecordsConfig, names: dict[str, str | None], scratch: Path) -> dict[str, datasets.Dataset]:

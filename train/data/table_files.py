@@ -13,25 +13,31 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from train.config import check
+from train.config import RecordsConfig, check, flatten
 from train.data.once import is_gone, owner_name
 from train.storage import (
     Folder,
     LocalFolder,
+    canonical_json,
     make_folder,
     sha256_bytes,
     sha256_file,
     sync_file,
     sync_folder,
+    telling,
     write_atomic,
 )
+
+if TYPE_CHECKING:
+    from train.data.features import Featurizer
 
 NAME = "tables.json"
 FORMAT = 1
 HEX = frozenset("0123456789abcdef")
 UNFINISHED = ".unfinished-"
+INDEX = "index"
 
 
 # ---- on this machine -----------------------------------------------------------------------------------------------
@@ -146,6 +152,25 @@ def find_whole(folder: Path, identity: str, *, checksums: bool) -> bool:
     return False
 
 
+# ---- what raw data was, without reading it again ---------------------------------------------------------------------
+
+
+def remember(root: Path, key: str, content: str) -> None:
+    """Keep the fingerprint of raw data in the cache `root`, by a key of what can be seen of it without reading."""
+    folder = make_folder(root / INDEX)
+    with telling("write", folder):
+        write_atomic(folder / f"{key}.json", canonical_json({"content": content}))
+
+
+def recall(root: Path, key: str) -> str | None:
+    """What `remember` kept; None for nothing, or what is not of its making."""
+    path = root / INDEX / f"{key}.json"
+    try:
+        return str(json.loads(path.read_bytes())["content"])
+    except (OSError, ValueError, KeyError, TypeError):  # then the raw data is read, which always helps
+        return None
+
+
 # ---- elsewhere -----------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +188,27 @@ def save(folder: Path, target: Folder) -> None:
     for name in facts["files"]:
         target.write(name, (folder / name).read_bytes())
     target.write(NAME, content)
+
+
+def check_same(facts: dict[str, Any], data: RecordsConfig, featurizer: Featurizer, tokenizer_id: str) -> None:
+    """InputError for the first setting in which this run and tables prepared elsewhere differ."""
+    place = f"data.path={data.path}"
+    check(facts["kind"] == featurizer.kind, f"{place} was prepared for task={facts['kind']}, not {featurizer.kind}")
+    theirs = dict(flatten(facts["settings"]))
+    mine = dict(flatten(json.loads(canonical_json(featurizer.settings))))
+    theirs["labels"], mine["labels"] = facts["labels"], data.labels or facts["labels"]
+    for name, value in facts["selection"].items():
+        theirs[name], mine[name] = value, value if getattr(data, name) is None else getattr(data, name)
+    for name in sorted({*theirs, *mine}):
+        old, new = theirs.get(name), mine.get(name)
+        check(old == new, f"{place} was prepared with {name}={old}, this run has {new}; use the same or prepare anew")
+    missing = sorted(set(data.more_validation) - set(facts["splits"]))
+    check(not missing, f"{place} has no split {', '.join(missing)} (data.more_validation); prepare it anew")
+    check(
+        facts["tokenizer_sha256"] == tokenizer_id,
+        f"{place} was prepared with another tokenizer (sha256 {facts['tokenizer_sha256'][:12]}) than the model's "
+        f"({tokenizer_id[:12]}); choose the model it was prepared for, or prepare anew",
+    )
 
 
 def bring(source: Folder, facts: dict[str, Any], folder: Path) -> None:

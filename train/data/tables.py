@@ -3,6 +3,7 @@
     read      train/data/raw.py: rows of files, one table a split
     make      the task's Featurizer: tokens of each row, as long as they are
     keep      CACHE_DIR/records/ID/: SPLIT/ (tokens), SPLIT_examples/ (rows as they were), tokenizer/, tables.json
+    remember  CACHE_DIR/records/index/: which raw files, by their names, sizes and times, have which content
 
 A place that data.save_to wrote can be data.path of other runs: then nothing is read or tokenised.
 """
@@ -10,6 +11,7 @@ A place that data.save_to wrote can be data.path of other runs: then nothing is 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,30 +25,38 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
-from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, launched_rank
+from train.config import RecordsConfig, S3Config, TrainConfig, check, launched_rank
 from train.data import raw as raw_data
+from train.data import raw_identity
 from train.data.cache import cache_dir
 from train.data.features import FEATURES, Featurizer
 from train.data.once import once_per_node
+from train.data.raw_examples import Dropped
+from train.data.raw_files import is_named
 from train.data.table_facts import column, facts_of_split
 from train.data.table_files import (
     FORMAT,
     NAME,
     as_json,
     bring,
+    check_same,
     check_whole,
     find_facts,
     find_whole,
     make_durable,
     publish,
+    recall,
+    remember,
     save,
     seal,
     unfinished,
 )
-from train.storage import Folder, canonical_json, is_s3, local_path, open_folder, sha256_json, telling, write_atomic
+from train.storage import Folder, is_s3, local_path, open_folder, sha256_json, telling, write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger("train")
 
 RESERVED = ("tokenizer", "scratch")  # folders beside those of the splits
 ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
@@ -109,6 +119,12 @@ class Job:
     tokenizer_id: str
     root: Path  # of all tables on this machine
 
+    def identity(self, content: str) -> str:
+        """The id of what is made from raw data of this fingerprint."""
+        featurizer = self.featurizer
+        parts = [FORMAT, content, self.cfg.seed, featurizer.kind, featurizer.settings, self.tokenizer_id]
+        return sha256_json(parts)
+
     def folder(self, identity: str) -> Path:
         return self.root / identity[:24]
 
@@ -140,30 +156,9 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def saved_source(data: RecordsConfig, s3: S3Config) -> Folder | None:
-    """data.path, if prepared tables may be there."""
-    is_place = is_s3(data.path) or "://" not in data.path.removeprefix("file://")
-    return open_folder(data.path, s3) if is_place and data.format in ("auto", "saved") else None
-
-
-def check_same(facts: dict[str, Any], data: RecordsConfig, featurizer: Featurizer, tokenizer_id: str) -> None:
-    """InputError for the first setting in which this run and tables prepared elsewhere differ."""
-    place = f"data.path={data.path}"
-    check(facts["kind"] == featurizer.kind, f"{place} was prepared for task={facts['kind']}, not {featurizer.kind}")
-    theirs = dict(flatten(facts["settings"]))
-    mine = dict(flatten(json.loads(canonical_json(featurizer.settings))))
-    theirs["labels"], mine["labels"] = facts["labels"], data.labels or facts["labels"]
-    for name, value in facts["selection"].items():
-        theirs[name], mine[name] = value, value if getattr(data, name) is None else getattr(data, name)
-    for name in sorted({*theirs, *mine}):
-        old, new = theirs.get(name), mine.get(name)
-        check(old == new, f"{place} was prepared with {name}={old}, this run has {new}; use the same or prepare anew")
-    missing = sorted(set(data.more_validation) - set(facts["splits"]))
-    check(not missing, f"{place} has no split {', '.join(missing)} (data.more_validation); prepare it anew")
-    check(
-        facts["tokenizer_sha256"] == tokenizer_id,
-        f"{place} was prepared with another tokenizer (sha256 {facts['tokenizer_sha256'][:12]}) than the model's "
-        f"({tokenizer_id[:12]}); choose the model it was prepared for, or prepare anew",
-    )
+    """data.path, if prepared tables may be there, whatever format the raw data had."""
+    is_place = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
+    return open_folder(data.path, s3) if is_place else None
 
 
 def find_saved(job: Job, source: Folder, facts: dict[str, Any]) -> Path:
@@ -187,23 +182,49 @@ def find_saved(job: Job, source: Folder, facts: dict[str, Any]) -> Path:
 
 
 def find_or_make(job: Job) -> Path:
-    """The folder of these rows, settings and tokenizer. InputError for rows that will not do, or for a full disk."""
+    """The folder of these rows, settings and tokenizer. InputError for rows that will not do, or for a full disk.
+
+    Raw data that has not changed since is not read again to find it; raw data that is gone need not come back.
+    """
+    data = job.data
+    is_missing = raw_identity.is_missing(data)
+    place = raw_identity.place_key(data)
+    seen = place if is_missing else raw_identity.glance(data, job.cfg.s3)
+    content = recall(job.root, seen) if seen else None
+    identity = job.identity(content) if content else None
+    if identity is None or not find_whole(job.folder(identity), identity, checksums=data.verify):
+        content, identity = find_or_read(job)
+        if seen is not None and seen == raw_identity.glance(data, job.cfg.s3):  # else it changed meanwhile
+            remember(job.root, seen, content)
+            remember(job.root, place, content)
+    elif is_missing:
+        logger.warning("data.path=%s is gone; going on with what was prepared from it", data.path)
+    folder = job.folder(identity)
+    for split, facts in json.loads((folder / NAME).read_bytes())["splits"].items():
+        Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
+    return folder
+
+
+def find_or_read(job: Job) -> tuple[str, str]:
+    """Fingerprint of the raw data, by reading it, and the id of its tables, which are there then."""
     cfg, data, featurizer = job.cfg, job.data, job.featurizer
     with unfinished(job.root) as temporary, bars_on_terminals_only():
         scratch = temporary / "scratch"
         scratch.mkdir()
-        content = raw_data.fingerprint(data, cfg.s3, scratch)  # of rows and of settings of data
-        parts = [FORMAT, content, cfg.seed, featurizer.kind, featurizer.settings, job.tokenizer_id]
-        identity = sha256_json(parts)
+        content = raw_identity.fingerprint(data, cfg.s3, scratch)  # of rows and of settings of data
+        identity = job.identity(content)
         folder = job.folder(identity)
         if not find_whole(folder, identity, checksums=data.verify):
-            found = raw_data.read_raw(data, featurizer.kind, cfg.s3, seed=cfg.seed, scratch=scratch)
+            unanswerable = featurizer.settings.get("unanswerable", True)
+            found = raw_data.read_raw(
+                data, featurizer.kind, cfg.s3, seed=cfg.seed, scratch=scratch, unanswerable=unanswerable
+            )
             with telling("write", temporary):
                 facts = make(job, found, identity, temporary, scratch)
                 shutil.rmtree(scratch)
                 seal(temporary, facts)
                 publish(temporary, folder)
-    return folder
+    return content, identity
 
 
 def make(job: Job, found: raw_data.Raw, identity: str, folder: Path, scratch: Path) -> dict[str, Any]:

@@ -114,9 +114,9 @@ class QAFeaturizer(Reader):
         windows that do not hold it, start and end are [CLS].
         """
         answers = rows.get("answers", [{"text": []}] * len(indices))
-        if "answers" in rows and not self.task.unanswerable:
-            bad = [name for name, answer in zip(rows["id"], answers, strict=True) if not answer["text"]]
-            check(not bad, f"question {bad[:1]} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
+        if "answers" in rows and not self.task.unanswerable:  # none that were read are so
+            bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
+            check(bad is None, f"row {bad} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
         encoded = self.tokenizer(
             self.shortened(rows["question"], split),
             rows["context"],
