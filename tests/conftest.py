@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from running import prepare_config, write_corpus
 
 from train import prepare
@@ -42,6 +43,7 @@ def quiet_world() -> None:
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    torch.set_num_threads(1)  # as in the processes that tests start: sums of floats are the same there
 
 
 @pytest.fixture(scope="session")

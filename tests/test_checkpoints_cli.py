@@ -17,6 +17,7 @@ from train.checkpoints import __main__ as command
 from train.checkpoints.compare import difference
 from train.checkpoints.store import LocalStore
 from train.config import LeaseConfig
+from train.exported import MARK
 from train.lease import Lease
 from train.preempt import StopRequest
 from train.storage import LocalFolder, sha256_file
@@ -52,6 +53,11 @@ def copy_step(run_dir, step, number, **changes):
     shutil.copytree(step_folder(run_dir, step), step_folder(run_dir, number))
     manifest = dataclasses.replace(store_of(run_dir).manifest(step), step=number, **changes)
     (step_folder(run_dir, number) / "manifest.json").write_bytes(manifest.to_json())
+
+
+def set_best(run_dir, step, best_step):
+    """Which step was the best, as `step` knows it."""
+    set_manifest(run_dir, step, progress={**store_of(run_dir).manifest(step).progress, "best_step": best_step})
 
 
 def content(folder):
@@ -157,6 +163,7 @@ def many(run_dir):
     copy_step(run_dir, 3, 2, metric=0.5)
     copy_step(run_dir, 3, 8)
     copy_step(run_dir, 3, 9)
+    set_best(run_dir, 9, 2)
     flip(step_folder(run_dir, 9) / "model.pt")
     (step_folder(run_dir, 1) / "model.pt").unlink()
     return run_dir
@@ -198,11 +205,13 @@ def test_prune_waits_for_nobody_who_lives(many, capsys):
 
 def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path, capsys):
     copy_step(run_dir, 3, 8, metric=None)
+    set_best(run_dir, 8, 6)
     before = content(run_dir)
     code, told = said(capsys, run_dir, "export", tmp_path / "out")
     assert code == 0 and "step 6, the best (validation loss" in told.out
     assert content(run_dir) == before
-    names = sorted(path.name for path in (run_dir / "export").iterdir())
+    own = {"README.md", MARK}  # the run's card, and how far it had come
+    names = sorted(path.name for path in (run_dir / "export").iterdir() if path.name not in own)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert {name: sha256_file(tmp_path / "out" / name) for name in names} == {
         name: sha256_file(run_dir / "export" / name) for name in names
@@ -222,7 +231,8 @@ def test_any_step_can_be_exported_also_where_the_data_has_moved(run_dir, prepare
 def test_the_newest_valid_step_is_exported_where_none_was_evaluated(run_dir, capsys):
     copy_step(run_dir, 3, 8)
     for step in (3, 6, 8):
-        set_manifest(run_dir, step, metric=None)
+        set_manifest(run_dir, step, metric=None, progress={"best_step": None})
+        set_best(run_dir, step, None)
     flip(step_folder(run_dir, 8) / "model.pt")
     store = store_of(run_dir)
     assert command.chosen(store, None) == (6, "the newest that is valid (none was evaluated)")

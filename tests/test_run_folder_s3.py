@@ -98,6 +98,8 @@ def test_a_run_in_s3_is_the_same_as_on_disk_and_all_of_it_is_there(bucket, prepa
         assert (found.identity, found.progress["examples"]) == (wanted.identity, wanted.progress["examples"])
         store.let_go(store.fetch(step))
     exported = [path.relative_to(on_disk).as_posix() for path in (on_disk / "export").rglob("*") if path.is_file()]
+    exported.remove("export/README.md")  # it tells how long the run took
+    assert bucket.get("run/export/README.md").startswith(b"---\nlibrary_name: transformers")
     for name in exported:
         assert bucket.get(f"run/{name}") == (on_disk / name).read_bytes()
     outcome = json.loads(bucket.get("run/outcome.json"))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train import card
+from train import card, exported
 from train.backend import Backend, open_backend
 from train.checkpoints.progress import Progress
 from train.config import (
@@ -97,6 +97,7 @@ def fit(life: Life, backend: Backend) -> tuple[str, int]:
     recovery.optimizer = optimizer = backend.own(optimizer, engine.parameters, cfg.optim.max_grad_norm)
     known = facts(plan, task, backend, engine)
     together(backend, lambda: folder.describe(cfg, life.identity, known, task.details) if backend.rank == 0 else None)
+    together(backend, lambda: task.describe_model(model, folder.folder) if backend.rank == 0 else None)
     logger.info(describe(plan, backend))
     num_blind = 0.0 if folder.is_remote else backend.sum([not folder.environment.is_file()])[0]
     order = train_order(cfg, plan, task, backend, progress)
@@ -195,9 +196,10 @@ def export(life: Life, recovery: Recovery, model: nn.Module) -> None:
     cfg, task, folder = life.cfg, life.task, life.folder
     if cfg.best.export:
         recovery.put_best()
-    task.export(model, folder.export)
+    with exported.renewed(folder, recovery.recorder.progress.step) as scratch:
+        task.export(model, scratch)
     card.write(folder)
-    folder.mirror_export()
+    exported.mirror(folder)
     if cfg.hub.push_to is not None:
         push(folder, cfg.hub.push_to, private=cfg.hub.private)
 

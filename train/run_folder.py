@@ -1,7 +1,7 @@
 """The run folder: the only thing a run writes to and the only thing a report reads.
 
     config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
-    tensorboard/  log/  export/  report/
+    model/  tensorboard/  log/  export/  report/
 
 A folder belongs to one run. Its identity (what is learnt, from which data, in which batches) may not change; where and
 how fast it runs, and how long, may. One in S3 has a copy on each machine that is written to, under
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
@@ -47,7 +47,7 @@ from train.outcome import NAME, Outcome
 from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
 
 if TYPE_CHECKING:
-    from train.s3 import S3Folder
+    pass
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
@@ -146,11 +146,6 @@ class RunFolder:
                 if state is not None and self.mirrored.get(name) != state:
                     self.folder.write(name, here.read_bytes())
                     self.mirrored[name] = state
-
-    def mirror_export(self) -> None:
-        for path in sorted(self.export.rglob("*")) if self.is_remote else ():
-            if path.is_file():
-                cast("S3Folder", self.folder).upload(path.relative_to(self.path).as_posix(), path)
 
     def mend_last_line(self) -> None:
         """Cut off a line of the metrics that a killed process left half written, so that the next one is its own."""

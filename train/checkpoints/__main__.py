@@ -178,9 +178,9 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     cfg.s3 = s3 if s3 != S3Config() else cfg.s3
     step, why = chosen(store, options.step)
     path = fetch(store, step)
-    export_step(path, store.manifest(step), cfg, target)
+    export_step(path, store.manifest(step), cfg, target, run=folder)
     store.let_go(path)
-    print(f"{target}: step {step}, {why}; AutoModelForMaskedLM.from_pretrained reads it")
+    print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
     return cli.DONE
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 
 import yaml
@@ -25,6 +27,8 @@ from train.config import (
     check,
     flat,
 )
+from train.models.encoder import Network
+from train.models.source import without_weights
 from train.run_folder import differences
 from train.storage import Folder, make_folder
 from train.tasks import build_task
@@ -50,15 +54,24 @@ def read_config(folder: Folder) -> TrainConfig:
     return config
 
 
-def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path) -> None:
-    """Write the weights in `source`, a step that was verified, to `target`. InputError if the data is no longer to be
-    had, or if data or configuration are not those of the checkpoint.
+def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:
+    """Write the weights in `source`, a step that was verified, to `target`. InputError if data or configuration are not
+    those of the checkpoint.
+
+    A fine-tuning has all else that it takes in its folder, `run`. Of a pretraining, and of runs of older versions, it
+    is with the data: InputError if that is no longer to be had.
     """
     known = {key: value for key, value in manifest.identity.items() if key.startswith(("model.", "task."))}
     now = flat(cfg)
     changed = differences(known, {key: now.get(key) for key in known})
     check(not changed, f"config.yaml is not of the run that wrote step {manifest.step}: {', '.join(changed)}")
-    task, data = build_task(cfg), manifest.identity["data"]
+    data = manifest.identity["data"]
+    if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
+        now = json.loads(run.read("environment.json"))["identity"]["data"]
+        check(now == data, f"step {manifest.step} learnt from other data than {run.location}/model is for")
+        export_described(source, cfg.task.kind, run, target)
+        return
+    task = build_task(cfg)
     check(
         task.data_id == data,
         f"{cfg.data.path} has the id {task.data_id[:12]}, the run's data {data[:12]}: its tokenizer may be another; "
@@ -67,3 +80,17 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     model = task.build_model()
     model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
     task.export(model, make_folder(target))
+
+
+def export_described(source: Path, kind: str, run: Folder, target: Path) -> None:
+    """The same by what the run has left in model/: its transformers' config.json and tokenizer."""
+    names = [name for name in run.names("model/") if name.count("/") == 1]
+    with tempfile.TemporaryDirectory(prefix="model-") as scratch:
+        for name in names:
+            (Path(scratch) / Path(name).name).write_bytes(run.read(name))
+        model = Network(without_weights(kind, Path(scratch)))
+        model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
+        model.export(make_folder(target))
+    for name in names:
+        if name != "model/config.json":
+            (target / Path(name).name).write_bytes(run.read(name))

@@ -1,7 +1,8 @@
 """Where weights and tokenizer come from: the Hub, a folder of `transformers`, or a run of ours, on disk or in S3.
 
-A run gives its export/, or else its best checkpoint, which is exported to the cache. What is fetched or exported is
-kept there under a name made from what it was made of, and done once per machine: the ranks wait for the first of them.
+A run gives its export/, or else its best checkpoint, as when it has gone on since; that is exported to the cache. What
+is fetched or exported is kept there under a name made from what it was made of, and done once per machine: the ranks
+wait for the first of them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as their_logging
 
 import train
-from train.config import InputError, ModelConfig, S3Config, check
+from train.config import InputError, ModelConfig, S3Config, check, launched_rank
+from train.exported import is_outdated, saved_steps
 from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 
 if TYPE_CHECKING:
@@ -71,7 +81,10 @@ def located(key: str, place: str, s3: S3Config, cache: Path, *, needs: str) -> s
     )
     exported = {name.removeprefix("export/") for name in folder.names("export/")}
     if "config.json" in exported and any(name.endswith(WEIGHTS) for name in exported):
-        return at_hand(folder, "export/", cache)
+        if not is_outdated(folder):
+            return at_hand(folder, "export/", cache)
+        level = logging.WARNING if launched_rank() == 0 else logging.DEBUG
+        logger.log(level, "%s has gone on since it wrote its export: a checkpoint is taken instead", place)
     return exported_checkpoint(key, place, folder, s3, cache)
 
 
@@ -95,7 +108,7 @@ def exported_checkpoint(key: str, place: str, folder: Folder, s3: S3Config, cach
 
     A process of its own does it: it is no rank, and the weights are in memory once per machine.
     """
-    manifests = [name for name in folder.names("checkpoints/") if name.endswith("/manifest.json")]
+    manifests = list(saved_steps(folder).values())
     check(
         bool(manifests),
         f"{key}={place} is a run with neither an export nor a checkpoint yet; wait for its first, or choose another",
@@ -111,13 +124,13 @@ def exported_checkpoint(key: str, place: str, folder: Folder, s3: S3Config, cach
         root = str(Path(train.__file__).parent.parent)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "train.checkpoints", place, "export", str(target), *options]
-        logger.info("%s has no export yet: exporting its best checkpoint", place)
+        logger.info("%s: exporting its best checkpoint", place)
         done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise InputError(
-                f"{key}={place}: its checkpoint cannot be exported ({reason.removeprefix('error: ')}); give the folder "
-                f"that python -m train.checkpoints {place} export FOLDER writes"
+                f"{key}={place}: its checkpoint cannot be exported ({reason.removeprefix('error: ')}); export one by "
+                f"python -m train.checkpoints {place} export FOLDER, with --step or --data, and give that folder"
             )
 
     return once(cache, made_of, export)
@@ -202,6 +215,14 @@ def parts(names: set[str]) -> list[str]:
     return sorted({name.rpartition(".")[0] for name in names})
 
 
+def without_weights(kind: str, folder: Path) -> PreTrainedModel:
+    """A model for "classify" or "qa", of the config.json in a folder, in float32 with random weights."""
+    auto = AutoModelForSequenceClassification if kind == "classify" else AutoModelForQuestionAnswering
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    network: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    return network
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' tables and progress bars: what matters of them is said by us, in a line."""
@@ -240,7 +261,10 @@ def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
         )
     tokenizer = read_tokenizer(source)
     if isinstance(tokenizer, str):
-        raise InputError(f"tokenizer {source} is not to be had: {tokenizer}")
+        raise InputError(
+            f"tokenizer {source} is not to be had: {tokenizer}; without the Hub give a folder, model.pretrained=FOLDER "
+            "(and HF_HUB_OFFLINE=1, so that nothing waits for it)"
+        )
     check(
         tokenizer.is_fast,
         f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it would be slower than the "

@@ -66,6 +66,9 @@ class Task(Protocol):
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         """To train on one of `seq_len` tokens, padding included."""
 
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        """Leave in the run folder what its checkpoints need to be exported without the data; rank 0."""
+
     def export(self, model: nn.Module, folder: Path) -> None: ...
 
 

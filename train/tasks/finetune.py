@@ -198,6 +198,13 @@ class FineTuning(ABC):
             splits[split.name] = {**found[split.name], **tables}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        """model/: what a checkpoint lacks to be exported without the data, tokenizer and transformers' config.json."""
+        assert isinstance(model, Classifier | SpanReader)
+        for path in sorted((self.tables.folder / "tokenizer").iterdir()):
+            folder.write(f"model/{path.name}", path.read_bytes())
+        folder.write("model/config.json", model.network.config.to_json_string().encode())
+
     def export(self, model: nn.Module, folder: Path) -> None:
         """The model and its tokenizer, for transformers' from_pretrained(folder)."""
         assert isinstance(model, Classifier | SpanReader)

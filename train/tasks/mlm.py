@@ -125,6 +125,9 @@ class MaskedLMTask:
         assert isinstance(model, MaskedLM)
         return train_flops_per_sequence(model.network.config, seq_len=seq_len, predictions=self.predictions)
 
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        """Nothing: its data has the tokenizer."""
+
     def export(self, model: nn.Module, folder: Path) -> None:
         """The model and its tokenizer, for AutoModelForMaskedLM.from_pretrained(folder)."""
         assert isinstance(model, MaskedLM)

@@ -1,0 +1,188 @@
+"""A run's export: without its data, whole or not at all, and not mistaken for a run that has gone on since."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from running import SYLLABLES, train_config
+from test_predict import FP32, trained
+from test_qa import squad
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
+
+from train import exported, loop, predict
+from train.checkpoints import __main__ as command
+from train.checkpoints.export import export_step, read_config
+from train.checkpoints.manifest import Manifest
+from train.config import InputError, ModelConfig, S3Config
+from train.models.source import resolved
+from train.preempt import StopRequest
+from train.run_folder import RunFolder
+from train.s3 import S3Folder
+
+HEADS = {"classify": AutoModelForSequenceClassification, "qa": AutoModelForQuestionAnswering}
+
+
+def write_classify(place):
+    rows = [f"{SYLLABLES[i % 20]} {SYLLABLES[i % 7]},{('good', 'bad', 'fair')[i % 3]}" for i in range(60)]
+    (place / "data.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    return {"data.path": place / "data.csv", "data.validation_fraction": 0.3, "seq_len": 16}
+
+
+def write_qa(place):
+    texts = [" ".join(SYLLABLES[i : i + 8]) for i in range(20)]
+    for name, seed in (("train", 1), ("dev", 2)):
+        (place / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=12)))
+    task = {"task.stride": 8, "task.max_question_tokens": 12, "seq_len": 48}
+    return task | {"data.path": place, "data.train": "train.json", "data.validation": "dev.json"}
+
+
+@pytest.fixture(scope="module", params=["classify", "qa"])
+def finetuned(request, prepared, tmp_path_factory):
+    """Kind and run folder of a fine-tuning whose data and cache are gone."""
+    place, kind = tmp_path_factory.mktemp(request.param), request.param
+    (place / "data").mkdir()
+    given = {"classify": write_classify, "qa": write_qa}[kind](place / "data")
+    run = trained(place / "run", prepared / "tokenizer", task=kind, **given)
+    shutil.rmtree(place / "data")
+    shutil.rmtree(place / "cache")
+    return kind, run
+
+
+@pytest.fixture
+def unexported(finetuned, tmp_path):
+    """The same without its export."""
+    return shutil.copytree(finetuned[1], tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+
+
+# ---- of a fine-tuning, without its data ----------------------------------------------------------------------------
+
+
+def test_a_fine_tuning_is_exported_without_its_data_as_by_itself(finetuned, unexported, tmp_path):
+    assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 0
+    wanted = {path.name: path.read_bytes() for path in (finetuned[1] / "export").iterdir()}
+    del wanted["README.md"], wanted[exported.MARK]  # the run's own: its card, and how far it had come
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == wanted
+    config = HEADS[finetuned[0]].from_pretrained(tmp_path / "out").config
+    assert finetuned[0] == "qa" or config.id2label == {0: "bad", 1: "fair", 2: "good"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
+
+
+def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_path, capsys):
+    cfg = resolved(ModelConfig(init_from=str(unexported)), S3Config(), tmp_path / "cache")
+    wanted = (finetuned[1] / "export/model.safetensors").read_bytes()
+    assert Path(cfg.pretrained, "model.safetensors").read_bytes() == wanted
+    row = ["--text", "ba be"] if finetuned[0] == "classify" else ["--question", "ba ?", "--context", "ba be bo"]
+    capsys.readouterr()
+    found = []
+    for run in (unexported, finetuned[1]):
+        assert predict.main([str(run), *row, "--cache-dir", str(tmp_path / "cache"), *FP32]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != ""
+
+
+def test_a_step_of_other_data_is_refused(unexported, tmp_path, capsys):
+    path = unexported / "environment.json"
+    content = json.loads(path.read_text())
+    content["identity"]["data"] = "other"
+    path.write_text(json.dumps(content))
+    assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 2
+    found = capsys.readouterr().err
+    assert "step 2 learnt from other data" in found and found.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_an_older_version_asks_for_its_data(unexported, tmp_path, capsys):
+    shutil.rmtree(unexported / "model")
+    assert command.main([str(unexported), "export", str(tmp_path / "out"), "--cache-dir", str(tmp_path)]) == 2
+    assert "data.path=" in capsys.readouterr().err
+
+
+def test_a_fine_tuning_in_s3_leaves_its_model_there(finetuned, unexported, bucket, tmp_path):
+    for path in unexported.rglob("*"):
+        if path.is_file() and "checkpoints" not in path.parts:
+            bucket.put(f"run/{path.relative_to(unexported)}", path.read_bytes())
+    run, step = S3Folder(bucket.location("run"), bucket.config()), unexported / "checkpoints/step_00000002"
+    manifest = Manifest.from_json((step / "manifest.json").read_bytes())
+    export_step(step, manifest, read_config(run), tmp_path / "out", run=run)
+    found = (tmp_path / "out/model.safetensors").read_bytes()
+    assert found == (finetuned[1] / "export/model.safetensors").read_bytes()
+
+
+# ---- of a run that goes on -----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_path, capsys):
+    run = tmp_path / "run"
+
+    def start(*options):
+        loop.run(train_config(run, prepared, *options), StopRequest())
+        capsys.readouterr()
+        place = resolved(ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache").pretrained
+        return place, capsys.readouterr().err  # the run has turned on what is logged
+
+    assert start("max_steps=1") == (f"{run}/export", "")
+    place, told = start("max_steps=2", "export=false")
+    assert place.startswith(str(tmp_path / "cache/models"))
+    assert told.splitlines()[0] == f"{run} has gone on since it wrote its export: a checkpoint is taken instead"
+    assert start("max_steps=2") == (f"{run}/export", "")
+
+
+def test_an_export_takes_the_place_of_the_old_when_it_is_whole(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    with exported.renewed(folder, 4) as scratch:
+        (scratch / "weights").write_text("four")
+        assert not folder.export.exists()
+    with pytest.raises(InputError), exported.renewed(folder, 8) as scratch:
+        (scratch / "weights").write_text("ei")
+        raise InputError("the disk is full")
+    assert {path.name: path.read_bytes() for path in folder.export.iterdir()} == {
+        "weights": b"four",
+        exported.MARK: b'{\n "step": 4\n}\n',
+    }
+    (tmp_path / ".export.tmp").mkdir()  # of a process that was killed
+    (tmp_path / ".export.tmp/half").touch()
+    with exported.renewed(folder, 8) as scratch:
+        (scratch / "other").touch()
+    assert {path.name for path in folder.export.iterdir()} == {"other", exported.MARK}
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_that_is_on_its_way_to_s3_is_of_no_step(bucket, monkeypatch):
+    folder = RunFolder(bucket.location("run"), bucket.config())
+    folder.path.mkdir(parents=True)
+    bucket.put("run/checkpoints/step_00000004/manifest.json", b"{}")
+    with exported.renewed(folder, 4) as scratch:
+        for name in ("a", "model.safetensors"):
+            (scratch / name).write_bytes(b"four")
+    exported.mirror(folder)
+    assert not exported.is_outdated(folder.folder)
+    upload = S3Folder.upload
+
+    def break_off(self, name, path):
+        if name.endswith("safetensors"):
+            raise InputError("no network")
+        upload(self, name, path)
+
+    monkeypatch.setattr(S3Folder, "upload", break_off)
+    with pytest.raises(InputError):
+        exported.mirror(folder)
+    assert exported.is_outdated(folder.folder)
+    monkeypatch.setattr(S3Folder, "upload", upload)
+    exported.mirror(folder)
+    assert not exported.is_outdated(folder.folder)
+    bucket.put("run/checkpoints/step_00000005/manifest.json", b"{}")
+    assert exported.is_outdated(folder.folder)
+
+
+def test_only_checkpoints_that_count_make_an_export_outdated(tmp_path):
+    folder = RunFolder(str(tmp_path))
+    for name in ("step_00000004", "step_00000009.damaged-0123abcd", ".step_00000009.tmp-0123"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    assert exported.saved_steps(folder.folder) == {4: "checkpoints/step_00000004/manifest.json"}
+    with exported.renewed(folder, 4):
+        pass
+    assert not exported.is_outdated(folder.folder)
+    (folder.export / exported.MARK).unlink()  # of an older version
+    assert not exported.is_outdated(folder.folder)
