@@ -95,7 +95,7 @@ class Gathered:
     def draw(self, items: np.ndarray) -> dict[str, Any]:
         (tokens,) = self.shards.gather(items.ravel() % len(self.shards), ("tokens",))
         inputs = {"input_ids": torch.from_numpy(tokens.reshape(*items.shape, -1))}
-        return {"inputs": inputs, "count": [0] * len(items)}
+        return {"inputs": inputs, "count": [0] * len(items), "tokens": [0] * len(items)}
 
 
 def ours(
