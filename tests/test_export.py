@@ -150,7 +150,7 @@ def test_an_export_takes_the_place_of_the_old_when_it_is_whole(tmp_path):
 
 def test_an_export_that_is_on_its_way_to_s3_is_of_no_step(bucket, monkeypatch):
     folder = RunFolder(bucket.location("run"), bucket.config())
-    folder.path.mkdir(parents=True)
+    folder.path.mkdir(parents=True, exist_ok=True)  # of an earlier bucket of this name
     bucket.put("run/checkpoints/step_00000004/manifest.json", b"{}")
     with exported.renewed(folder, 4) as scratch:
         for name in ("a", "model.safetensors"):
