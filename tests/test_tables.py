@@ -23,7 +23,7 @@ from train.config import ColumnsConfig, Failure, InputError, QAConfig, TrainConf
 from train.data import once, raw_identity
 from train.data import raw as raw_data
 from train.data.table_facts import best_lengths, length_histogram, padding_share
-from train.data.table_files import UNFINISHED
+from train.data.table_files import UNFINISHED, check_whole
 from train.data.tables import open_tables
 from train.storage import sha256_file, sha256_json
 from train.tasks.featurize import QAFeaturizer
@@ -225,7 +225,7 @@ def test_without_verify_only_lengths_are_compared(cfg, source):
     spoil(made.folder / "train" / "data-00000-of-00001.arrow")
     assert open_tables(with_data(cfg, verify=False), Words()) == made and source.reads == 1
     with pytest.raises(InputError, match="data-00000-of-00001.arrow is damaged: its sha256"):
-        made.verify()
+        check_whole(made.folder, made.facts, checksums=True)
 
 
 # ---- without reading the raw data again ----------------------------------------------------------------------------

@@ -82,10 +82,6 @@ class Tables:
         """The rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
         return datasets.load_from_disk(str(self.folder / f"{split}_examples"))
 
-    def verify(self) -> None:
-        """InputError names a file that is not what tables.json says. With data.verify, open_tables looked, too."""
-        check_whole(self.folder, self.facts, checksums=True)
-
     def lengths(self, split: str) -> np.ndarray:
         """[rows] int32: tokens of each row."""
         return column(self.features(split), "length")

@@ -152,7 +152,7 @@ class FineTuning(ABC):
         return most
 
     def verify_data(self) -> None:
-        """Checksums were compared as the tables were opened."""
+        """With data.verify, checksums were compared as the tables were opened."""
         return
 
     def windows(self) -> Windows:
