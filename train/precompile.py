@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         environ = {**os.environ, **job.added}
         check(
             shutil.which(TOOL, path=environ.get("PATH")) is not None,
-            f"{TOOL} is not installed; on a machine with Trainium: {machine.INSTALL} (README, On trn1)",
+            f"{TOOL} is not installed; on a machine with Trainium: {machine.INSTALL} (docs/trainium.md)",
         )
         return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
     except InputError as error:
