@@ -21,7 +21,8 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     faults = machine.package_faults(versions)
     check(not faults, "; ".join(faults))
     check(
-        "torch-xla" in versions, "backend=xla needs PyTorch/XLA: pip install 'baretrain[xla]' (on trn1 see docs/trainium.md)"
+        "torch-xla" in versions,
+        "backend=xla needs PyTorch/XLA: pip install 'baretrain[xla]' (on trn1 see docs/trainium.md)",
     )
     kind = choose_device(cfg.device)
     missing = [name for name in ("torch-neuronx", "neuronx-cc") if name not in versions]
