@@ -14,6 +14,7 @@ from forks import launch, start_forked
 from running import ROOT, command, lines, run, train_config, train_overrides
 
 from train import life, loop
+from train.backend.hosts import Hosts
 from train.checkpoints.store import LocalStore
 from train.preempt import StopRequest
 from train.tasks.mlm import MaskedLMTask
@@ -308,6 +309,30 @@ def test_a_run_that_keeps_coming_back_ends(tmp_path, prepared, monkeypatch):
     ended = outcome(tmp_path / "run")
     assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
     assert 3 <= ended["checkpoint"] < 10
+
+
+def test_a_cpu_goes_back_after_exactly_max_skips_steps_however_rare_the_lines_are(tmp_path, prepared, monkeypatch):
+    calls = spoil(monkeypatch, lambda call: call >= 4)
+    options = ["max_steps=50", "max_epochs=9", "eval_every=null", "log_every=20", "nonfinite.max_skips=4"]
+    with pytest.raises(FloatingPointError, match="4 steps in a row had no finite gradient, .* after 2 rollbacks"):
+        train(tmp_path / "run", prepared, *options)
+    assert len(calls) == 4 + 3 * 4
+    skips = [line["reason"] for line in lines(tmp_path / "run", "fault") if "were skipped" in line["reason"]]
+    assert len(skips) == 3 and all(reason.startswith("4 steps were skipped") for reason in skips)
+
+
+def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(
+    tmp_path, prepared, monkeypatch
+):
+    monkeypatch.setattr(Hosts, "known_skips", lambda backend: 0)
+    calls = spoil(monkeypatch, lambda call: call >= 4)
+    options = ["max_steps=50", "max_epochs=9", "eval_every=null", "log_every=10", "nonfinite.max_rollbacks=0"]
+    said = (
+        r"6 steps in a row .* \(nonfinite.max_skips=3, and this device counts by itself: .* every log_every=10 steps\)"
+    )
+    with pytest.raises(FloatingPointError, match=said):
+        train(tmp_path / "run", prepared, *options)
+    assert len(calls) == 10
 
 
 def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(tmp_path, prepared, monkeypatch):

@@ -143,8 +143,8 @@ class Recorder:
             each.tokens += tokens
             each.slots += examples * seq_len
             each.flops += examples * (self.flops_per_example(seq_len) or 0.0)
-        is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
-        if is_due:
+        must = reads or self.backend.known_skips() >= self.cfg.nonfinite.max_skips
+        if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             local = [engine.take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
             window.work_s += self.backend.take_work_s()
             norm = float(self.backend.read([grad_norm])[0])

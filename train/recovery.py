@@ -184,8 +184,11 @@ class Recovery:
         Raises:
             FloatingPointError: there is no checkpoint to go back to, or this happened too often.
         """
-        now, limit = self.recorder.progress, self.cfg.nonfinite.max_rollbacks
-        text = f"{self.recorder.skips_in_a_row} steps in a row had no finite gradient, up to step {now.step}"
+        now, limit, skips = self.recorder.progress, self.cfg.nonfinite.max_rollbacks, self.recorder.skips_in_a_row
+        text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
+        if skips > self.cfg.nonfinite.max_skips:
+            text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}, and this device counts by itself: it is "
+            text += f"asked every log_every={self.cfg.log_every} steps)"
         self.life.watch.phase("roll back", is_start=True)
         self.saver.wait(self.life.watch.beat)
         self.look()
