@@ -452,8 +452,10 @@ class NonfiniteConfig:
 
 @dataclass(kw_only=True)
 class StragglerConfig:
-    factor: float = 1.5  # a rank whose own work takes so many times the median of all ranks is named
-    windows: int = 5  # lines of the metrics in a row in which it does
+    # A rank is named once its own work takes so many times the median of the other ranks, and longer than in nine of
+    # ten lines of its own past, and again when that is over.
+    factor: float = 1.5
+    windows: int = 5  # lines of the metrics in a row in which it does; twice as many if it was so from the start
 
     def __post_init__(self) -> None:
         check(self.factor > 1, f"straggler.factor={self.factor:g} must be above 1")

@@ -162,9 +162,11 @@ class Recorder:
         self.progress.productive_s += busy_s
         if is_due:
             self.last_loss = loss_sum_all / (window.count or 1.0)
-            self.stragglers.see(works)
+            stragglers = self.stragglers.see(works)
             self._write_train(step, lr, norm, wait_s, Sample.from_values(readings))
             self.window = Window()
+            for text in stragglers:
+                self.alarm(text)
             self._judge_skips(skipped, norm)
 
     def _judge_skips(self, skipped: int, norm: float) -> None:
@@ -173,8 +175,6 @@ class Recorder:
         self.progress.skipped += new
         if new:
             self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
-        if (text := self.stragglers.take_alarm()) is not None:
-            self.alarm(text)
         is_number = math.isfinite(self.last_loss) and math.isfinite(norm)
         if not is_number and not new and not self.skips_in_a_row and not self.cfg.collect_graphs:
             raise FloatingPointError(
