@@ -1,12 +1,14 @@
 """What faults cost, out of metrics.jsonl; and which rank holds the others up."""
 
 import json
+import time
 
 import pytest
 
 from train import goodput
 from train.config import StragglerConfig
 from train.goodput import suggested_interval_s
+from train.run_clock import RunClock
 from train.stragglers import Stragglers, medians_of_others
 
 
@@ -79,6 +81,30 @@ def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes():
     assert suggested_interval_s(0.5, 400.0, max_loss_s=15.0) == 15.0
     assert suggested_interval_s(0.5, 400.0, max_loss_s=1800.0, save_s=60.0) == 60.0
     assert suggested_interval_s(0.5, None, max_loss_s=1800.0) == 1800.0
+
+
+HOUR_S = 3600.0
+
+
+def test_a_run_is_as_old_as_the_clock_says_pauses_included():
+    first = RunClock(None, age_s=5.0)
+    assert 5 <= first.run_s() < 60 and first.go_on(0.0) is None
+    later = RunClock(first.first_started_unix_s - HOUR_S, age_s=5.0)
+    assert later.go_on(100.0) is None
+    assert HOUR_S <= later.run_s() < HOUR_S + 60 and 105 <= later.attempts_s() < 160
+
+
+@pytest.mark.parametrize("ahead_s", [HOUR_S, -10.0])
+def test_a_clock_that_was_set_back_is_named_and_the_attempts_are_counted_instead(ahead_s):
+    clock = RunClock(time.time() + ahead_s, age_s=5.0)
+    said = clock.go_on(100.0)
+    assert "clock was set back" in said and "earlier attempts took 100 s" in said
+    assert 105 <= clock.run_s() < 160
+
+
+@pytest.mark.parametrize("first", ["yesterday", float("nan"), float("inf"), None, [1]])
+def test_a_start_that_is_no_time_is_this_one(first):
+    assert 5 <= RunClock(first, age_s=5.0).run_s() < 60
 
 
 def alarms(works, **settings):

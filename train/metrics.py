@@ -253,8 +253,7 @@ class Recorder:
 
     def goodput(self) -> float:
         """Seconds in steps that were not lost, of all since the run was begun, lives and pauses included."""
-        wall_s = max(time.time() - self.folder.first_started_unix_s(), self.progress.productive_s, 1e-9)
-        return self.progress.productive_s / wall_s
+        return self.progress.productive_s / max(self.folder.clock.run_s(), self.progress.productive_s, 1e-9)
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """The last line of this life of the run. Unknown figures are null."""
