@@ -250,8 +250,6 @@ def reliability(run: Run, end: Line) -> dict[str, float | None]:
     told = [line for life in run.lives for line in life if "goodput" in line]
     survived = [line for line in run.lines["fault"] if number(line, "steps_lost") is not None]
     closing = run.lives[-1][-1] if run.lives[-1][-1]["kind"] == "summary" else {}
-    if (number(end, "wall_s") or 0.0) < 0:  # older versions believed a clock that was set back
-        end, told = {**end, "wall_s": None, "mttf_s": None}, [{**line, "goodput": None} for line in told]
     return {
         "goodput": last(told, "goodput"),
         "faults_survived": len(survived) if told else None,
