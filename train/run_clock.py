@@ -14,7 +14,7 @@ class RunClock:
     """
 
     def __init__(self, first_started_unix_s: object, *, age_s: float) -> None:
-        """`first_started_unix_s`: as the run folder has it, None in the first attempt. `age_s`: of this process."""
+        """`first_started_unix_s`: as the run folder has it, None in the first attempt. `age_s`: of this attempt."""
         self.began_s = time.monotonic() - age_s
         began_unix_s, first = time.time() - age_s, first_started_unix_s
         is_known = isinstance(first, int | float) and math.isfinite(first)

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -48,9 +48,6 @@ from train.outcome import NAME, Outcome
 from train.run_clock import RunClock
 from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
 PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
@@ -68,6 +65,7 @@ class RunFolder:
             self.path = local_path(location)
             self.folder = LocalFolder(self.path)
         self.is_remote = is_s3(location)
+        self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # how the last life ended, once open
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of what has gone to S3
         self.mirroring = threading.Lock()
@@ -137,7 +135,8 @@ class RunFolder:
     @cached_property
     def clock(self) -> RunClock:
         before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
-        return RunClock(before.get("first_started_unix_s"), age_s=machine.age_s(os.getpid()))
+        first = before.get("first_started_unix_s")
+        return RunClock(first, age_s=machine.age_s(os.getpid()) if first is None else time.monotonic() - self.began_s)
 
     def mirror(self) -> None:
         """Bring what rank 0 has written to S3, where the run folder is there. The last line may be half written: who
