@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -14,6 +15,7 @@ from forks import launch, start_forked
 from running import ROOT, command, lines, run, train_config, train_overrides
 
 from train import life, loop
+from train.backend.hosts import Hosts
 from train.checkpoints.store import LocalStore
 from train.preempt import StopRequest
 from train.tasks.mlm import MaskedLMTask
@@ -310,6 +312,30 @@ def test_a_run_that_keeps_coming_back_ends(tmp_path, prepared, monkeypatch):
     assert 3 <= ended["checkpoint"] < 10
 
 
+def test_a_cpu_goes_back_after_exactly_max_skips_steps_however_rare_the_lines_are(tmp_path, prepared, monkeypatch):
+    calls = spoil(monkeypatch, lambda call: call >= 4)
+    options = ["max_steps=50", "max_epochs=9", "eval_every=null", "log_every=20", "nonfinite.max_skips=4"]
+    with pytest.raises(FloatingPointError, match="4 steps in a row had no finite gradient, .* after 2 rollbacks"):
+        train(tmp_path / "run", prepared, *options)
+    assert len(calls) == 4 + 3 * 4
+    skips = [line["reason"] for line in lines(tmp_path / "run", "fault") if "were skipped" in line["reason"]]
+    assert len(skips) == 3 and all(reason.startswith("4 steps were skipped") for reason in skips)
+
+
+def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(
+    tmp_path, prepared, monkeypatch
+):
+    monkeypatch.setattr(Hosts, "known_skips", lambda backend: 0)
+    calls = spoil(monkeypatch, lambda call: call >= 4)
+    options = ["max_steps=50", "max_epochs=9", "eval_every=null", "log_every=10", "nonfinite.max_rollbacks=0"]
+    said = (
+        r"6 steps in a row .* \(nonfinite.max_skips=3, and this device counts by itself: .* every log_every=10 steps\)"
+    )
+    with pytest.raises(FloatingPointError, match=said):
+        train(tmp_path / "run", prepared, *options)
+    assert len(calls) == 10
+
+
 def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(tmp_path, prepared, monkeypatch):
     """Else it would come back for ever."""
 
@@ -332,6 +358,30 @@ def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(tmp_path, pr
                 train(tmp_path / "run", prepared, *options)
         steps = LocalStore(tmp_path / "run/checkpoints").steps()
         assert LocalStore(tmp_path / "run/checkpoints").manifest(steps[-1]).progress["rollbacks"] == expected
+
+
+def test_a_clock_that_was_set_back_by_an_hour_gives_no_negative_times(tmp_path, prepared, monkeypatch):
+    run_dir = tmp_path / "run"
+    before = loop.learning_rate
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr(loop, "learning_rate", lambda step, **given: before(step, **given) if step < 5 else killed())
+        train(run_dir, prepared)
+    for name in ("environment.json", "metrics.jsonl"):  # as if they had been written by a clock that was ahead
+        text = (run_dir / name).read_text()
+        text = re.sub(r'(unix_s":\s*)([0-9.]+)', lambda found: f"{found[1]}{float(found[2]) + 3600}", text)
+        (run_dir / name).write_text(text)
+    assert train(run_dir, prepared) == ("done", 6)
+    reasons = [line["reason"] for line in lines(run_dir, "fault")]
+    assert sum("the clock was set back" in reason for reason in reasons) == 1, reasons
+    (fault,) = (line for line in lines(run_dir, "fault") if "steps_lost" in line)
+    summary = lines(run_dir, "summary")[-1]
+    assert fault["recover_s"] > 0 and fault["steps_lost"] == 2
+    assert summary["wall_s"] > fault["recover_s"] and summary["mttf_s"] > 0
+    assert all(0 < line["goodput"] < 1 for line in [*lines(run_dir, "train"), summary])
+
+
+def killed():
+    raise RuntimeError("killed")
 
 
 def test_early_stopping_counts_on_over_an_interruption(tmp_path, prepared):

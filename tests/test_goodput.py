@@ -1,13 +1,15 @@
 """What faults cost, out of metrics.jsonl; and which rank holds the others up."""
 
 import json
+import time
 
 import pytest
 
 from train import goodput
 from train.config import StragglerConfig
 from train.goodput import suggested_interval_s
-from train.stragglers import Stragglers
+from train.run_clock import RunClock
+from train.stragglers import Stragglers, medians_of_others
 
 
 @pytest.fixture
@@ -81,34 +83,98 @@ def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes():
     assert suggested_interval_s(0.5, None, max_loss_s=1800.0) == 1800.0
 
 
+HOUR_S = 3600.0
+
+
+def test_a_run_is_as_old_as_the_clock_says_pauses_included():
+    first = RunClock(None, age_s=5.0)
+    assert 5 <= first.run_s() < 60 and first.go_on(0.0) is None
+    later = RunClock(first.first_started_unix_s - HOUR_S, age_s=5.0)
+    assert later.go_on(100.0) is None
+    assert HOUR_S <= later.run_s() < HOUR_S + 60 and 105 <= later.attempts_s() < 160
+
+
+@pytest.mark.parametrize("ahead_s", [HOUR_S, -10.0])
+def test_a_clock_that_was_set_back_is_named_and_the_attempts_are_counted_instead(ahead_s):
+    clock = RunClock(time.time() + ahead_s, age_s=5.0)
+    said = clock.go_on(100.0)
+    assert "clock was set back" in said and "earlier attempts took 100 s" in said
+    assert 105 <= clock.run_s() < 160
+
+
+@pytest.mark.parametrize("first", ["yesterday", float("nan"), float("inf"), None, [1]])
+def test_a_start_that_is_no_time_is_this_one(first):
+    assert 5 <= RunClock(first, age_s=5.0).run_s() < 60
+
+
 def alarms(works, **settings):
+    """What each line gave rise to, and the fields of the last one."""
     watcher = Stragglers(StragglerConfig(**settings), [f"host{rank}" for rank in range(len(works[0]))])
-    found = []
-    for line in works:
-        watcher.see(line)
-        found.append(watcher.take_alarm())
-    return found, watcher.fields
+    return [watcher.see(line) for line in works], watcher.fields
 
 
-def test_a_rank_that_is_slow_for_long_is_named_once_with_its_machine():
-    works = [[1, 1, 9, 1]] + [[1.0, 1.0, 2.0, 1.1]] * 5
-    found, fields = alarms(works, factor=1.5, windows=3)
-    assert [text is not None for text in found] == [
-        False,
-        False,
-        False,
-        True,
-        False,
-        False,
-    ]  # the first line is warm-up
-    assert (
-        "rank 2 on host2 holds the others up: its own work takes 2.0 times the median of all ranks, 3 lines" in found[3]
-    )
-    assert fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
+def places(texts):
+    return [line for line, found in enumerate(texts) if found]
+
+
+EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
+
+
+def test_a_rank_that_becomes_slow_is_named_once_with_its_machine_and_again_when_that_is_over():
+    # The first line is warm-up.
+    texts, fields = alarms([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], windows=3)
+    assert places(texts) == [6, 16]
+    (text,) = texts[6]
+    assert text.startswith("rank 2 on host2 holds the others up: its own work takes 2.0 times the median of the other")
+    assert "ranks, 3 lines in a row; look at that machine" in text
+    assert texts[16] == ["rank 2 on host2 no longer holds the others up, 3 lines in a row"]
+    assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
+
+
+def test_a_rank_that_becomes_slow_again_is_named_again():
+    texts, _ = alarms([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], windows=3)
+    assert places(texts) == [7, 27, 47, 67]
+
+
+def test_a_rank_that_is_slow_from_the_start_has_no_past_and_needs_twice_as_many_lines():
+    texts, _ = alarms([SLOW] * 20, windows=3)
+    assert places(texts) == [6] and "6 lines in a row" in texts[6][0]
+
+
+def test_of_two_ranks_the_slow_one_is_measured_by_the_other():
+    texts, fields = alarms([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], windows=5)
+    assert places(texts) == [10] and "rank 1 on host1" in texts[10][0]
+    assert fields == {"slowest_rank": 1, "slowest_ratio": 1.6}
+
+
+def test_windows_of_all_lengths_are_compared_by_their_ratios():
+    texts, _ = alarms([[size * work for work in EVEN] for size in (1, 10, 0.1, 5, 70, 3, 0.5, 200) * 3], windows=2)
+    assert not any(texts)
 
 
 def test_ranks_that_are_slow_in_turns_or_a_little_are_no_stragglers():
     turns = [[1.0, 1.0, 1.0], *([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]] * 4)]
     assert not any(alarms(turns, factor=1.5, windows=2)[0])
     assert not any(alarms([[1.0, 1.0, 1.4]] * 9, factor=1.5, windows=2)[0])
-    assert alarms([[5.0]] * 9, factor=1.5, windows=2) == ([None] * 9, {})
+    assert alarms([[5.0]] * 9, factor=1.5, windows=2) == ([[]] * 9, {})
+
+
+def test_two_slow_ranks_are_both_named_whichever_is_slower():
+    slow = [[1.0, 1.0, 1.0, 2.0, 2.1], [1.0, 1.0, 1.0, 2.1, 2.0]]
+    texts, _ = alarms([*[[1.0] * 5] * 4, *slow * 3], windows=3)
+    assert places(texts) == [6] and [text.split(" on ")[0] for text in texts[6]] == ["rank 3", "rank 4"]
+
+
+def test_what_a_rank_does_by_chance_anyway_is_not_called_slow():
+    """Two ranks on a shared machine: one is up to twice as slow for four lines out of ten, then for six."""
+    burst, calm = [[1.0, 2.0]], [[1.0, 1.0]]
+    shared = [*calm, *(calm * 6 + burst * 4) * 6]
+    assert not any(alarms([*shared, *burst * 6, *calm * 6], factor=1.5, windows=5)[0])
+    texts, _ = alarms([*shared, *[[1.0, 3.0]] * 6], factor=1.5, windows=5)  # slower than ever
+    assert places(texts) == [len(shared) + 4]
+
+
+def test_the_median_of_the_others_leaves_out_the_rank_itself():
+    assert medians_of_others([1.0, 9.0]) == [9.0, 1.0]
+    assert medians_of_others([3.0, 1.0, 2.0]) == [2.0, 3.0, 3.0]
+    assert medians_of_others([1.0, 1.0, 2.0, 4.0]) == [2.0, 2.0, 1.0, 1.0]

@@ -19,6 +19,7 @@ ROWS = [
         "train.host_memory",
         "train.board",
         "train.lines",
+        "train.run_clock",
         "train.outcome",
     ],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],

@@ -397,6 +397,13 @@ def test_what_an_older_or_a_killed_run_does_not_tell_is_unknown(tmp_path: Path) 
     assert ["Goodput", "unknown", "90.0%"] in report.table([old, ended])
 
 
+def test_times_by_a_clock_that_was_set_back_are_unknown(tmp_path: Path) -> None:
+    ended = summary_line(10, 10, goodput=1.0, wall_s=-3500.0, mttf_s=-1750.0)
+    texts = report.facts(summarise(tmp_path / "run", [new_line(10), ended]))
+    labels = ("Goodput", "Time since the first start (h:mm:ss)", "Mean time between them (h:mm:ss)", "Faults survived")
+    assert [texts[label] for label in labels] == ["unknown", "unknown", "unknown", "0"]
+
+
 # ---- labelled data and its evaluation ------------------------------------------------------------------------------
 
 

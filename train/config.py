@@ -439,8 +439,11 @@ class WatchdogConfig:
 class NonfiniteConfig:
     """Steps whose gradient is NaN or infinite are skipped: neither weights nor optimizer change."""
 
-    max_skips: int = 3  # in a row; then the run goes back to its newest checkpoint, and past the data that came since
-    max_rollbacks: int = 2  # then it stops
+    # In a row. Then the run goes back to its newest checkpoint, and past the data that came since. On CPUs, and with
+    # backend=neuron, after exactly so many. CUDA and XLA devices count by themselves and are asked every log_every
+    # steps, so that no step waits: there the run goes back at the first line that ends with so many or more.
+    max_skips: int = 3
+    max_rollbacks: int = 2  # The next time it ends: after max_skips * (max_rollbacks + 1) skips if there are no others.
 
     def __post_init__(self) -> None:
         check_positive("nonfinite.", self, "max_skips")
@@ -449,8 +452,10 @@ class NonfiniteConfig:
 
 @dataclass(kw_only=True)
 class StragglerConfig:
-    factor: float = 1.5  # a rank whose own work takes so many times the median of all ranks is named
-    windows: int = 5  # lines of the metrics in a row in which it does
+    # A rank is named once its own work takes so many times the median of the other ranks, and longer than in nine of
+    # ten lines of its own past, and again when that is over.
+    factor: float = 1.5
+    windows: int = 5  # lines of the metrics in a row in which it does; twice as many if it was so from the start
 
     def __post_init__(self) -> None:
         check(self.factor > 1, f"straggler.factor={self.factor:g} must be above 1")

@@ -143,8 +143,8 @@ class Recorder:
             each.tokens += tokens
             each.slots += examples * seq_len
             each.flops += examples * (self.flops_per_example(seq_len) or 0.0)
-        is_due = reads or step % self.cfg.log_every == 0 or step == self.plan.total_steps
-        if is_due:
+        must = reads or self.backend.known_skips() >= self.cfg.nonfinite.max_skips
+        if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             local = [engine.take_loss(), window.wait_s / self.backend.world_size]  # waits for the device
             window.work_s += self.backend.take_work_s()
             norm = float(self.backend.read([grad_norm])[0])
@@ -162,9 +162,11 @@ class Recorder:
         self.progress.productive_s += busy_s
         if is_due:
             self.last_loss = loss_sum_all / (window.count or 1.0)
-            self.stragglers.see(works)
+            stragglers = self.stragglers.see(works)
             self._write_train(step, lr, norm, wait_s, Sample.from_values(readings))
             self.window = Window()
+            for text in stragglers:
+                self.alarm(text)
             self._judge_skips(skipped, norm)
 
     def _judge_skips(self, skipped: int, norm: float) -> None:
@@ -173,8 +175,6 @@ class Recorder:
         self.progress.skipped += new
         if new:
             self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
-        if (text := self.stragglers.take_alarm()) is not None:
-            self.alarm(text)
         is_number = math.isfinite(self.last_loss) and math.isfinite(norm)
         if not is_number and not new and not self.skips_in_a_row and not self.cfg.collect_graphs:
             raise FloatingPointError(
@@ -253,8 +253,7 @@ class Recorder:
 
     def goodput(self) -> float:
         """Seconds in steps that were not lost, of all since the run was begun, lives and pauses included."""
-        wall_s = max(time.time() - self.folder.first_started_unix_s(), self.progress.productive_s, 1e-9)
-        return self.progress.productive_s / wall_s
+        return self.progress.productive_s / max(self.folder.clock.run_s(), self.progress.productive_s, 1e-9)
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """The last line of this life of the run. Unknown figures are null."""

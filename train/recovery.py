@@ -92,7 +92,10 @@ class Recovery:
         self._put_back_window(self.loaded)
         for fault in self.loaded.faults:
             recorder.fault(fault)
+        skew = self.life.folder.clock.go_on(max(recorder.progress.attempts_s, recorder.progress.productive_s))
         if self.backend.rank == 0:
+            if skew is not None:
+                recorder.alarm(skew)
             lease = self.life.lease
             beaten = lease.previous if lease is not None else None
             self.lost = goodput.lost(
@@ -128,7 +131,8 @@ class Recovery:
         if self.life.lease is not None:
             self.life.lease.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
-            recover_s = max(0.0, time.time() - self.lost.last_sign_unix_s)
+            since_s = time.time() - self.lost.last_sign_unix_s
+            recover_s = max(since_s, self.life.folder.clock.attempt_s())  # clocks may differ
             text = f"{self.lost.reason}; {self.lost.steps} steps lost, {recover_s:.0f} s to the first step"
             logger.warning(text)
             self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
@@ -168,6 +172,7 @@ class Recovery:
         if asked is not None:
             logger.info("step %d: saving, as asked by %s", progress.step, asked)
             self.life.stop.saved()
+        progress.attempts_s = self.life.folder.clock.attempts_s()
         progress.window = {**dataclasses.asdict(window), "wait_s": 0.0, "work_s": 0.0}
         own = {
             "loss_sum": float(self.backend.read([self.engine.loss_sum])[0]),
@@ -184,8 +189,11 @@ class Recovery:
         Raises:
             FloatingPointError: there is no checkpoint to go back to, or this happened too often.
         """
-        now, limit = self.recorder.progress, self.cfg.nonfinite.max_rollbacks
-        text = f"{self.recorder.skips_in_a_row} steps in a row had no finite gradient, up to step {now.step}"
+        now, limit, skips = self.recorder.progress, self.cfg.nonfinite.max_rollbacks, self.recorder.skips_in_a_row
+        text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
+        if skips > self.cfg.nonfinite.max_skips:
+            text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}, and this device counts by itself: it is "
+            text += f"asked every log_every={self.cfg.log_every} steps)"
         self.life.watch.phase("roll back", is_start=True)
         self.saver.wait(self.life.watch.beat)
         self.look()
@@ -239,7 +247,7 @@ class Recovery:
             return {}
         return goodput.facts(
             self.life.folder.metrics,
-            wall_s=time.time() - self.life.folder.first_started_unix_s(),
+            wall_s=self.life.folder.clock.run_s(),
             stall_s=sum(stalls_s) / len(stalls_s),
             save_s=self.saver.save_s,
             step_s=self.recorder.train_s / max(1, self.recorder.steps_done),

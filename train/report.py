@@ -84,8 +84,9 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 def facts(summary: dict[str, Any]) -> dict[str, str]:
     """The summary as label and text, in the order of the table."""
     result = {}
+    is_skewed = (summary["wall_s"] or 0.0) < 0  # older versions believed a clock that was set back
     for label, key, form in ROWS:
-        value = summary[key]
+        value = None if is_skewed and key in ("goodput", "wall_s", "mttf_s") else summary[key]
         result[label] = "unknown" if value is None else printable(form(value))
         if key == "cost_usd" and value is not None and summary["cost_partial"]:
             result[label] = f"at least {result[label]}"

@@ -23,9 +23,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -44,10 +45,8 @@ from train.config import (
     to_dict,
 )
 from train.outcome import NAME, Outcome
+from train.run_clock import RunClock
 from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
@@ -66,7 +65,7 @@ class RunFolder:
             self.path = local_path(location)
             self.folder = LocalFolder(self.path)
         self.is_remote = is_s3(location)
-        self.first_unix_s: float | None = None
+        self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # how the last life ended, once open
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of what has gone to S3
         self.mirroring = threading.Lock()
@@ -121,19 +120,23 @@ class RunFolder:
     ) -> None:
         """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
         # The environment first: it is what tells the folder from somebody else's.
-        found = {"identity": identity, "first_started_unix_s": self.first_started_unix_s(), **environment(), **facts}
+        found = {
+            "identity": identity,
+            "first_started_unix_s": self.clock.first_started_unix_s,
+            **environment(),
+            **facts,
+        }
         write_atomic(self.environment, canonical_json(found))
         write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
         if details:
             write_atomic(self.path / "data.json", canonical_json(details))
         self.mirror()
 
-    def first_started_unix_s(self) -> float:
-        """When the run was begun, lives ago maybe."""
-        if self.first_unix_s is None:
-            before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
-            self.first_unix_s = float(before.get("first_started_unix_s", time.time() - machine.age_s(os.getpid())))
-        return self.first_unix_s
+    @cached_property
+    def clock(self) -> RunClock:
+        before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
+        first = before.get("first_started_unix_s")
+        return RunClock(first, age_s=machine.age_s(os.getpid()) if first is None else time.monotonic() - self.began_s)
 
     def mirror(self) -> None:
         """Bring what rank 0 has written to S3, where the run folder is there. The last line may be half written: who

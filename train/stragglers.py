@@ -1,13 +1,49 @@
-"""Which rank holds the others up: each rank's own work, waiting for others left out, against the median of all."""
+"""Which rank holds the others up: its own work, without waiting for others, against theirs and against its own past."""
 
 from __future__ import annotations
 
-import statistics
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from train.config import StragglerConfig
 
 WARM_UP = 1  # lines that say nothing: the first steps compile, open files, fill caches
+MEMORY = 100  # lines of a rank's past
+USUAL = 0.9  # share of the lines of its past that a slow rank has to exceed
+
+
+@dataclass
+class Pace:
+    """One rank's work, in multiples of the median of the others: windows differ in steps and lengths, ratios do not."""
+
+    past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
+    streak: list[float] = field(default_factory=list)  # the newest lines, all slow; once it is named, all not slow
+    is_named: bool = False
+
+    def see(self, ratio: float, cfg: StragglerConfig) -> int:
+        """The number of lines in a row after which the rank becomes a straggler, or ceases to be one; else 0."""
+        if self._is_slow(ratio, cfg.factor) == self.is_named:
+            if not self.is_named:
+                self.past.extend([*self.streak, ratio])  # a slow stretch that ends by itself is how this rank is
+            self.streak = []
+            return 0
+        self.streak.append(ratio)
+        has_past = self.is_named or len(self.past) >= cfg.windows
+        needed = cfg.windows if has_past else 2 * cfg.windows
+        if len(self.streak) < needed:
+            return 0
+        if self.is_named:
+            self.past.extend(self.streak)
+        self.is_named, self.streak = not self.is_named, []
+        return needed
+
+    def _is_slow(self, ratio: float, factor: float) -> bool:
+        """Against the others and, until it is named, against what it does in bad lines anyway: on a shared machine
+        ranks are slow by chance.
+        """
+        usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
+        return ratio > max(factor, usual)
 
 
 class Stragglers:
@@ -16,29 +52,35 @@ class Stragglers:
     def __init__(self, cfg: StragglerConfig, hosts: Sequence[str]) -> None:
         """`hosts` [world_size]: the machine of each rank."""
         self.cfg, self.hosts = cfg, hosts
+        self.paces = [Pace() for _ in hosts]
         self.seen = 0
-        self.suspect, self.in_a_row = -1, 0
         self.fields: dict[str, float] = {}  # for the line
-        self.alarm: str | None = None
 
-    def see(self, works_s: Sequence[float]) -> None:
-        """`works_s` [world_size]. Ranks alike see the same."""
+    def see(self, works_s: Sequence[float]) -> list[str]:
+        """`works_s` [world_size]. Gives what there is to say of ranks that have become stragglers, or ceased to be.
+        Ranks alike see the same.
+        """
         self.seen += 1
-        median_s = statistics.median_low(works_s)
-        if len(self.hosts) == 1 or self.seen <= WARM_UP or median_s <= 0:
-            return
-        slowest = max(range(len(self.hosts)), key=lambda rank: works_s[rank])
-        ratio = works_s[slowest] / median_s
-        self.fields = {"slowest_rank": slowest, "slowest_ratio": ratio}
-        is_slow = ratio > self.cfg.factor
-        self.in_a_row = (self.in_a_row + 1 if slowest == self.suspect else 1) if is_slow else 0
-        self.suspect = slowest if is_slow else -1
-        if self.in_a_row == self.cfg.windows:
-            self.alarm = (
-                f"rank {slowest} on {self.hosts[slowest]} holds the others up: its own work takes {ratio:.1f} times "
-                f"the median of all ranks, {self.cfg.windows} lines in a row; look at that machine (train.doctor)"
-            )
+        medians_s = medians_of_others(works_s) if len(works_s) > 1 else [0.0]
+        if self.seen <= WARM_UP or min(medians_s) <= 0:
+            return []
+        ratios = [work_s / median_s for work_s, median_s in zip(works_s, medians_s, strict=True)]
+        slowest = max(range(len(ratios)), key=ratios.__getitem__)
+        self.fields = {"slowest_rank": slowest, "slowest_ratio": ratios[slowest]}
+        texts = []
+        for rank, (pace, ratio) in enumerate(zip(self.paces, ratios, strict=True)):
+            if num_lines := pace.see(ratio, self.cfg):
+                texts.append(
+                    f"rank {rank} on {self.hosts[rank]} holds the others up: its own work takes {ratio:.1f} times the "
+                    f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
+                    if pace.is_named
+                    else f"rank {rank} on {self.hosts[rank]} no longer holds the others up, {num_lines} lines in a row"
+                )
+        return texts
 
-    def take_alarm(self) -> str | None:
-        taken, self.alarm = self.alarm, None
-        return taken
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each value the median of all but itself; of an even number the higher of the middle ones."""
+    ordered = sorted(values)
+    middle = (len(values) - 1) // 2
+    return [ordered[middle + (value <= ordered[middle])] for value in values]

@@ -86,6 +86,11 @@ class Backend(Protocol):
         Waits for the device.
         """
 
+    def known_skips(self) -> int:
+        """Steps up to the last one that changed nothing, in a row, as far as the host knows without waiting for the
+        device: 0 where it does not. The same on all ranks.
+        """
+
     def reset_skips(self) -> None:
         """None of the last steps counts as skipped any more: the run has gone back behind them."""
 

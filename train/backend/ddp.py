@@ -57,7 +57,7 @@ class DDP(Hosts):
         model.to(self.device)
         guards.tie(model, tied)
         guards.check_tied(model, tied)
-        self.skips = nonfinite.Skips(self.device)
+        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"))
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
         if not self.is_distributed:

@@ -96,6 +96,9 @@ class Hosts:
         total, streak = self.read([self.skips.total, self.skips.streak])
         return int(total), int(streak)
 
+    def known_skips(self) -> int:
+        return self.skips.known_streak()
+
     def reset_skips(self) -> None:
         self.skips.reset_streak()
 

@@ -19,7 +19,9 @@ def is_finite(norm: Tensor) -> Tensor:
 
 
 class Skips:
-    """Steps that were skipped, counted on the device, so that no step waits for the host."""
+    """Steps that were skipped, counted where it is decided: on the device, so that no step waits for the host, or on
+    the host, which then knows of each skip at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
@@ -27,9 +29,13 @@ class Skips:
 
     @torch.no_grad()
     def see(self, norm: Tensor) -> None:
-        skipped = (~is_finite(norm)).to(torch.int32)
+        skipped = (~is_finite(norm)).to(self.total.device, torch.int32)
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
+
+    def known_streak(self) -> int:
+        """The last ones in a row, as far as the host knows without waiting for a device: 0 where it does not."""
+        return int(self.streak) if self.streak.device.type == "cpu" else 0
 
     def reset_streak(self) -> None:
         # The same tensor, filled from the host: a new one would be another graph on XLA.

@@ -20,6 +20,7 @@ class Progress:
     rollbacks: int = 0
     skipped: int = 0  # steps whose gradient was not finite
     productive_s: float = 0.0  # in steps that were not lost
+    attempts_s: float = 0.0  # how long all attempts took, pauses between them left out; 0: saved by an older version
     window: dict[str, float] = field(default_factory=dict)  # of the metrics, since their last line
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
