@@ -20,6 +20,8 @@ ROWS = [
         "train.board",
         "train.lines",
         "train.outcome",
+        "train.command",
+        "train.help",
     ],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],
     ["train.exported", "train.goodput", "train.notices", "train.stragglers"],

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from train import cli
+from train.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, S3Config, ShardsConfig, check
 from train.data.packing import Rows
 from train.data.preparation import rows_of_shard
@@ -138,14 +139,24 @@ def pieces(table: Any, column: str, seq_len: int, dtype: np.dtype, vocab_size: i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.convert", description="Shards to a data set and back.")
+    parser = command_parser(
+        "train.convert",
+        "Turn shards into a data set that datasets.load_from_disk reads, or such a data set into shards.",
+        examples=(
+            "to-arrow data/mine arrow",
+            "to-arrow s3://bucket/mine arrow",
+            "from-arrow arrow data/again --tokenizer data/mine/tokenizer",
+        ),
+    )
     parser.add_argument("direction", choices=("to-arrow", "from-arrow"))
-    parser.add_argument("source")
-    parser.add_argument("output")
+    parser.add_argument(
+        "source", help="to-arrow: shards, a folder or s3://bucket/prefix; from-arrow: a data set's folder"
+    )
+    parser.add_argument("output", help="folder to write, new or empty; from-arrow: s3://bucket/prefix too")
     parser.add_argument("--tokenizer", help="from-arrow: Hub id or folder of the tokenizer that made the ids")
     parser.add_argument("--column", default="tokens", help="from-arrow: the one that holds the ids")
-    cli.add_s3_flags(parser)
-    return cli.run_flags(parser, arguments, convert)
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, convert)
 
 
 def convert(options: argparse.Namespace, s3: S3Config) -> int:
