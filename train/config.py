@@ -18,6 +18,7 @@ from omegaconf import MISSING, OmegaConf
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
 LARGEST = 2**63  # numbers stay below: NumPy, torch and safetensors count in 64 bits
+MOST_SEQUENCES, MOST_PROCESSES = 2**20, 1024  # in a batch of an evaluation, and side by side on a machine
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take some more, but not every float
 
 
@@ -104,6 +105,7 @@ class MLMConfig(TaskConfig):
     whole_word: bool = False  # units are whole words instead of tokens
 
     def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("mlm",))
         check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")
         check_positive("task.", self, "max_predictions", "max_ngram")
 
@@ -118,6 +120,7 @@ class ClassifyConfig(TaskConfig):
     label_smoothing: float = 0.0  # share of the target that is spread over all labels
 
     def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("classify",))
         check(0 <= self.label_smoothing < 1, f"task.label_smoothing={self.label_smoothing} must lie in [0, 1)")
         weights = self.class_weights
         check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
@@ -138,6 +141,7 @@ class QAConfig(TaskConfig):
     # None: the threshold that is best on the validation data, which is reported
 
     def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("qa",))
         check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")
         check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
 
@@ -405,6 +409,7 @@ class InstanceConfig:
     source: str | None = None  # where the figures are from, and the date
 
     def __post_init__(self) -> None:
+        check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
         check_positive("instance.", self, "devices", "device_tflops_bf16", "device_tflops_fp32", "usd_per_hour")
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
@@ -443,7 +448,9 @@ class LeaseConfig:
     ttl_s: float = 60.0  # without a heartbeat, as watched by a newcomer, and the owner counts as dead
 
     def __post_init__(self) -> None:
-        check_positive("lease.", self, "ttl_s")
+        check(
+            self.ttl_s >= 0.1, f"lease.ttl_s={self.ttl_s:g} must be at least 0.1: several heartbeats come in that time"
+        )
 
 
 @dataclass(kw_only=True)
@@ -458,7 +465,10 @@ class PreemptConfig:
     def __post_init__(self) -> None:
         check_choice("preempt.notices", self.notices, ("auto", "on", "off"))
         check_choice("preempt.rebalance", self.rebalance, ("save", "leave", "ignore"))
-        check_positive("preempt.", self, "poll_s")
+        check(
+            self.poll_s >= 0.01,
+            f"preempt.poll_s={self.poll_s:g} must be at least 0.01: each time asks EC2 and the disk",
+        )
         if self.block_end is not None:
             try:
                 aware = datetime.fromisoformat(self.block_end.replace("Z", "+00:00")).tzinfo is not None
@@ -590,6 +600,14 @@ class TrainConfig:
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
         check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples", "eval_batch_size", "max_run_s")
         check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
+        check(
+            self.seq_len is None or self.seq_len >= 8,
+            f"seq_len={self.seq_len} must be at least 8 (3 are special tokens)",
+        )
+        check(
+            (self.eval_batch_size or 0) <= MOST_SEQUENCES,
+            f"eval_batch_size={self.eval_batch_size} must be at most {MOST_SEQUENCES}: the last batch is filled up",
+        )
         reads_records = isinstance(self.data, RecordsConfig)
         check(
             reads_records == isinstance(self.task, ClassifyConfig | QAConfig),
@@ -689,6 +707,7 @@ class PrepareConfig:
         fraction = self.validation_fraction
         check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
         check_positive("", self, "rows_per_shard", "processes")
+        check(self.processes <= MOST_PROCESSES, f"processes={self.processes} must be at most {MOST_PROCESSES}")
         if self.part is not None:
             number, _, count = self.part.partition("/")
             ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()

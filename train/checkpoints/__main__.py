@@ -20,7 +20,7 @@ from train.checkpoints.store import Store, open_store
 from train.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.lease import Lease, LeaseLost
-from train.storage import Folder, LocalFolder, make_folder, open_folder
+from train.storage import Folder, LocalFolder, local_path, make_folder, open_folder
 
 REFUSED_TEXT = "arguments refused, or a job holds the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
@@ -173,8 +173,9 @@ def show(reasons: dict[int, str | None], word: str) -> None:
 def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
     from train.checkpoints.export import export_step, read_config  # torch and transformers are for those who need them
 
-    target = Path(options.folder)
-    check(not target.exists() or not any(target.iterdir()), f"{target} is not empty; choose another folder")
+    target = local_path(options.folder)
+    is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    check(is_new, f"{target} is a file or not empty; choose another folder")
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir = options.data or cfg.data.path, options.cache_dir or cfg.data.cache_dir
     cfg.s3 = s3 if s3 != S3Config() else cfg.s3
