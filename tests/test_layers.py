@@ -21,6 +21,8 @@ ROWS = [
         "train.lines",
         "train.run_clock",
         "train.outcome",
+        "train.command",
+        "train.help",
     ],
     ["train.cli", "train.run_folder", "train.preempt", "train.monitor", "train.lease", "train.watchdog"],
     ["train.exported", "train.goodput", "train.notices", "train.stragglers"],

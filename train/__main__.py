@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from train import cli
 from train.config import InputError, TrainConfig, launched_rank, launched_world_size
@@ -17,8 +18,25 @@ from train.watchdog import die_with_launcher
 logger = logging.getLogger("train")
 
 
-def main() -> int:
-    return cli.run(TrainConfig, train_once)
+USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
+USED += ("global_batch_size", "micro_batch_size", "seq_len", "optim.lr", "log_every", "eval_every", "checkpoint.every")
+USED += ("checkpoint.keep", "model.pretrained", "model.init_from", "backend.device", "backend.precision")
+USED += ("data.num_workers", "export", "s3.endpoint")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.settings_parser(
+        "train",
+        TrainConfig,
+        "Train a model: one run, alone or as one rank of torchrun. The same command goes on where it stopped.",
+        examples=(
+            "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
+            "torchrun --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
+            "experiment=tweets_trainium data.path=tweets.csv model.init_from=runs/mine run_dir=runs/tweets",
+        ),
+        keys=USED,
+    )
+    return cli.run(TrainConfig, train_once, parser, arguments=arguments)
 
 
 def train_once(cfg: TrainConfig) -> int:

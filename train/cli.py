@@ -6,26 +6,30 @@ Exit codes: 0 done, 1 failed, 2 configuration or input refused, 75 stopped on re
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
+import functools
 import os
-import sys
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from train.command import DONE, EXITS, FAILED, REFUSED, STOPPED, Parser, command_parser, guarded
 from train.config import (
     ClassifyConfig,
     CorpusConfig,
-    Failure,
     FilesCorpusConfig,
     HFCorpusConfig,
     InputError,
@@ -33,16 +37,17 @@ from train.config import (
     PrepareConfig,
     QAConfig,
     RecordsConfig,
-    S3Config,
     ShardsConfig,
     TrainConfig,
-    Unreachable,
+    Unset,
     XLAConfig,
     check,
+    check_values,
     launched_rank,
 )
+from train.help import groups, settings_help
 
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+__all__ = ["DONE", "FAILED", "REFUSED", "STOPPED"]  # actions take them from here
 
 CHOSEN = (  # schemas that a group's option decides on
     MLMConfig,
@@ -58,9 +63,9 @@ CHOSEN = (  # schemas that a group's option decides on
 TABLES = ("data.label_map", "data.more_validation")
 
 Config = TypeVar("Config", TrainConfig, PrepareConfig)
-Flagged = Callable[[argparse.Namespace, S3Config], int]
 
 
+@functools.cache
 def register_schemas() -> None:
     """Make the dataclasses known to Hydra; `conf/*.yaml` name them in their defaults lists."""
     store = ConfigStore.instance()
@@ -80,40 +85,77 @@ def register_schemas() -> None:
         store.store(group=group, name=name, node=node)
 
 
-def load_config(schema: type[Config], overrides: list[str]) -> Config:
+def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Compose `conf/train.yaml` or `conf/prepare.yaml` with the command line's overrides and check every value.
 
     Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
     """
-    composed = compose_config(schema, overrides)
+    return checked(compose_config(schema, overrides), schema, overrides)
+
+
+def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """The settings as dataclasses. InputError for one that is missing or impossible."""
     try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema)) from error
+        raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
     return config
 
 
-def compose_config(schema: type[Config], overrides: list[str]) -> DictConfig:
+def compose_config(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
     """The same without the checks that need every value: names, options and types are right."""
     register_schemas()
-    parser = OverridesParser.create()
     for override in overrides:
-        check(not override.startswith("+"), f"{override}: settings cannot be added, only given; write it without +")
-        try:
-            parser.parse_override(override)
-        except HydraException as error:
-            raise InputError(f"{override} is not key=value; quote special characters, as in 'key=\"a (b)\"'") from error
+        check_override(schema, override)
     try:
         with initialize_config_module("conf", version_base="1.3"):
             composed = compose(config_name(schema), overrides=[*chain.from_iterable(map(opened, overrides))])
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema)) from error
+        raise InputError(explain(error, schema, overrides)) from error
     for key in TABLES:
         given = any(override.startswith(f"{key}=") for override in overrides)
         is_known = given and OmegaConf.get_type(composed, "data") is RecordsConfig
         check(is_known or not given, f"{key} is not a setting of the data chosen here; --cfg job lists all")
     return composed
+
+
+def check_override(schema: type, override: str) -> None:
+    """InputError unless it is key=value, with a key that there is and, of a group, an option that there is."""
+    check(not override.startswith("+"), f"{override}: settings cannot be added, only given; write it without +")
+    check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
+    key, equals, value = override.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        hint = f"""write '{key}="{value}"'""" if equals else "quote special characters, as in 'key=\"a (b)\"'"
+        raise InputError(f"{override} is not key=value; {hint}") from error
+    check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
+    check(
+        not parsed.is_sweep_override(),
+        f"{override} is more than one value, and sweeps are not supported: start one run for each; quotes make it one "
+        f"""value, '{key}="{value}"'""",
+    )
+    listed = groups(config_name(schema))
+    top = key.split(".")[0].split("/")[0]
+    is_known = top in listed or any(top == item.name for item in fields(schema))
+    check(is_known, f"{key} is not a setting; {close_to(top, known_keys(schema))}")
+    default, options = listed.get(key, (None, []))
+    chosen = parsed.value()
+    if options and not isinstance(chosen, dict):
+        text = str(chosen) if isinstance(chosen, str | QuotedString) else ""
+        check(
+            text in options or (chosen is None and default is None),
+            f"{override}: there is no such {key}; choose one of: {', '.join(options)}",
+        )
+
+
+def close_to(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else "--cfg job lists all"
 
 
 def opened(override: str) -> list[str]:
@@ -134,7 +176,10 @@ def config_name(schema: type[Config]) -> str:
     return "train" if schema is TrainConfig else "prepare"
 
 
-def explain(error: BaseException, schema: type) -> str:
+KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
+
+
+def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
     """One line for the user out of Hydra's or OmegaConf's several."""
     while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
         error = error.__cause__
@@ -144,13 +189,21 @@ def explain(error: BaseException, schema: type) -> str:
     if "missing mandatory value" in first.lower():
         return f"{full_key} is not set: give {full_key}=... on the command line"
     if " not in '" in first or "is not in struct" in first:
-        name = full_key.rsplit(".", 1)[-1]
-        if name in known_keys(schema):
+        name, names = full_key.rsplit(".", 1)[-1], known_keys(schema)
+        if name in names:
             group = full_key.rpartition(".")[0]
-            place = f"of the {group} chosen here" if group else "by itself but one of a group"
-            return f"{full_key} is not a setting {place}; --cfg job lists all"
-        close = difflib.get_close_matches(name, known_keys(schema), n=1)
-        return f"{full_key} is not a setting" + (f"; did you mean {close[0]}?" if close else "; --cfg job lists all")
+            where = f"of the {group} chosen here" if group else "by itself but one of a group"
+            return f"{full_key} is not a setting {where}; --cfg job lists all"
+        return f"{full_key} is not a setting; {close_to(name, names)}"
+    seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
+    if found := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
+        return f"{seen}: {full_key} must be {KINDS.get(found[1] or found[2], found[1] or found[2])}"
+    if "is not a ListConfig" in first:
+        return f"{seen}: {full_key} must be a list, as {full_key}=[a,b]"
+    if "is not a subclass of" in first or "not a DictConfig" in first:
+        return f"{seen}: {full_key} holds other settings; give one of them, as {full_key}.name=value"
+    if "is not Optional" in first:
+        return f"{seen or first}: it must have a value"
     noise = (
         "full_key:",
         "object_type=",
@@ -161,7 +214,13 @@ def explain(error: BaseException, schema: type) -> str:
         "provider=",
     )
     message = " ".join(line.strip() for line in lines if not line.startswith(noise))
-    return f"{full_key}: {message}" if full_key and full_key not in message else message
+    return f"{seen}: {message}" if full_key and full_key not in message else message
+
+
+def is_of(override: str, full_key: str) -> bool:
+    """Whether it gives that setting, something in it, or the section or list that holds it."""
+    key = override.partition("=")[0]
+    return full_key == key or full_key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{full_key}.")
 
 
 def known_keys(schema: type) -> list[str]:
@@ -177,64 +236,53 @@ def known_keys(schema: type) -> list[str]:
     ]
 
 
-def run(schema: type[Config], action: Callable[[Config], int], *, given: Sequence[str] = ()) -> int:
-    """Read the command line, check it, act. Hydra's own flags (--cfg job, --help, --info) are Hydra's to answer.
-    `given`: overrides that the command line may override.
-    """
-    flags = [argument for argument in sys.argv[1:] if argument.startswith("-")]
-    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    try:
-        if flags:
-            check(not {"-m", "--multirun"} & set(flags), "sweeps are not supported: start one run for each value")
-            compose_config(schema, [override for override in overrides if "=" in override])  # not a flag's value
-            hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name(schema))(refuse_flags)()
-            return DONE
-        keys = {override.partition("=")[0] for override in overrides}
+def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str]) -> Parser:
+    """The flags of a command that takes settings. `keys`: the settings that its --help explains."""
+    exits = {**EXITS, STOPPED: "stopped on request; the same command goes on"}
+    settings = partial(settings_help, schema, config_name(schema), keys)
+    parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
+    parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
+    parser.add_argument("-m", "--multirun", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def run(
+    schema: type[Config],
+    action: Callable[[Config], int],
+    parser: Parser,
+    *,
+    arguments: Sequence[str] | None = None,
+    given: Sequence[str] = (),
+) -> int:
+    """Read the command line, check it, act; gives the exit code. `given`: overrides that it may override."""
+
+    def act() -> int:
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+        for flag in unknown:
+            key = flag.lstrip("-")
+            is_setting = "=" in flag or key in known_keys(schema)
+            hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
+            raise InputError(f"{flag} is not a flag; {hint}")
+        check(not options.multirun, "sweeps are not supported: start one run for each value")
+        keys = {override.partition("=")[0] for override in options.settings}
         unsaid = [override for override in given if override.partition("=")[0] not in keys]
-        return action(load_config(schema, unsaid + overrides))
-    except InputError as error:
-        if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
-            print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    except Failure as error:
-        if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":
-            print(f"error: {error}{hint_of(error)}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return STOPPED
+        overrides = unsaid + options.settings
+        if options.cfg is None:
+            return action(load_config(schema, overrides))
+        composed = compose_config(schema, overrides)
+        check_what_is_set(composed, schema, overrides)
+        print(OmegaConf.to_yaml(composed), end="")
+        return DONE
+
+    speaks = launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0"  # one voice per machine
+    return guarded(act, speaks=speaks, interrupted=("interrupted; the same command goes on", STOPPED))
 
 
-def refuse_flags(_: object) -> None:
-    raise InputError("flags and a run do not go together; give settings as key=value")
-
-
-# ---- commands with flags, which are about data and not about a run ---------------------------------------------------
-
-
-def add_s3_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--endpoint", help="URL of an S3-compatible server")
-    parser.add_argument("--region", help="of the bucket")
-    parser.add_argument("--profile", help="of ~/.aws: whose credentials")
-    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
-    parser.add_argument("--cache-dir", help="where shards from S3 are kept (data.cache_dir)")
-
-
-def run_flags(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, action: Flagged) -> int:
-    """Read flags, act, give the exit code; bad input is one line."""
-    options = parser.parse_args(arguments)
-    try:
-        s3 = S3Config(
-            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
-        )
-        return action(options, s3)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    except Failure as error:
-        print(f"error: {error}{hint_of(error)}", file=sys.stderr)
-        return FAILED
-
-
-def hint_of(error: Failure) -> str:
-    return "; try again later" if isinstance(error, Unreachable) else ""
+def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
+    """The checks of a run, on settings of which some may still be missing."""
+    filled = copy.deepcopy(composed)
+    for key in OmegaConf.missing_keys(filled):
+        OmegaConf.update(filled, key, "not-set")
+    with suppress(Unset):
+        checked(filled, schema, overrides)

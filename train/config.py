@@ -7,6 +7,7 @@ reports can read a configuration on a machine without it. None means "off" or "w
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +17,17 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
+LARGEST = 2**63  # numbers stay below: NumPy, torch and safetensors count in 64 bits
+MOST_SEQUENCES, MOST_PROCESSES = 2**20, 1024  # in a batch of an evaluation, and side by side on a machine
+LONGEST_S = 1e9  # 30 years; timers of Python and gloo take some more, but not every float
 
 
 class InputError(ValueError):
     """A setting or an input that the user has to mend. The message is one line: what, the value seen, what is right."""
+
+
+class Unset(InputError):
+    """A setting that a run cannot do without is not given."""
 
 
 class Failure(RuntimeError):
@@ -34,6 +42,37 @@ def check(ok: bool, message: str) -> None:
     """Raise InputError with `message` unless `ok`."""
     if not ok:
         raise InputError(message)
+
+
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Refuse what no setting can be, whatever it means: numbers that are not finite or larger than 64 bits hold, times
+    that no timer of the operating system takes, empty texts (an unset variable, mostly), and texts of several lines.
+    """
+    for key, value in leaves(settings):
+        if isinstance(value, int | float):
+            ok = math.isfinite(value) and abs(value) < LARGEST
+            check(
+                ok,
+                f"{key}={value:g} must be a finite number below 2^63"
+                if isinstance(value, float)
+                else f"{key}={value} must be below 2^63",
+            )
+            check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
+        elif isinstance(value, str):
+            check(value != "", f"{key}= is empty; give a value or leave it out")
+            check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Single values of nested tables and lists, with their names: "optim.betas[0]"."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from leaves(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from leaves(item, f"{key}[{place}]")
+    else:
+        yield key, value
 
 
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -66,6 +105,7 @@ class MLMConfig(TaskConfig):
     whole_word: bool = False  # units are whole words instead of tokens
 
     def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("mlm",))
         check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")
         check_positive("task.", self, "max_predictions", "max_ngram")
 
@@ -80,6 +120,7 @@ class ClassifyConfig(TaskConfig):
     label_smoothing: float = 0.0  # share of the target that is spread over all labels
 
     def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("classify",))
         check(0 <= self.label_smoothing < 1, f"task.label_smoothing={self.label_smoothing} must lie in [0, 1)")
         weights = self.class_weights
         check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
@@ -100,6 +141,7 @@ class QAConfig(TaskConfig):
     # None: the threshold that is best on the validation data, which is reported
 
     def __post_init__(self) -> None:
+        check_choice("task.kind", self.kind, ("qa",))
         check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")
         check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
 
@@ -159,7 +201,7 @@ class S3Config:
 class DataConfig:
     """What all data has in common. It is shards (pretraining) or records (labelled examples)."""
 
-    path: str = MISSING
+    path: str = MISSING  # a folder or s3://bucket/prefix of shards; for records a file or the Hub id of a set as well
     num_workers: int = 1  # loader processes per rank; 0 prepares batches in the training process
     prefetch: int = 4  # micro batches each worker keeps ready
     verify: bool = True  # compare what is on this machine with its checksums before training (once per node)
@@ -366,6 +408,13 @@ class InstanceConfig:
     usd_per_hour: float | None = None  # on demand, one machine
     source: str | None = None  # where the figures are from, and the date
 
+    def __post_init__(self) -> None:
+        check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
+        check_positive("instance.", self, "devices", "device_tflops_bf16", "device_tflops_fp32", "usd_per_hour")
+        counts = self.rank_counts
+        ok = counts is None or (counts != [] and min(counts) > 0)
+        check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
+
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Of one rank's device."""
         tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
@@ -399,7 +448,9 @@ class LeaseConfig:
     ttl_s: float = 60.0  # without a heartbeat, as watched by a newcomer, and the owner counts as dead
 
     def __post_init__(self) -> None:
-        check_positive("lease.", self, "ttl_s")
+        check(
+            self.ttl_s >= 0.1, f"lease.ttl_s={self.ttl_s:g} must be at least 0.1: several heartbeats come in that time"
+        )
 
 
 @dataclass(kw_only=True)
@@ -414,7 +465,10 @@ class PreemptConfig:
     def __post_init__(self) -> None:
         check_choice("preempt.notices", self.notices, ("auto", "on", "off"))
         check_choice("preempt.rebalance", self.rebalance, ("save", "leave", "ignore"))
-        check_positive("preempt.", self, "poll_s")
+        check(
+            self.poll_s >= 0.01,
+            f"preempt.poll_s={self.poll_s:g} must be at least 0.01: each time asks EC2 and the disk",
+        )
         if self.block_end is not None:
             try:
                 aware = datetime.fromisoformat(self.block_end.replace("Z", "+00:00")).tzinfo is not None
@@ -489,6 +543,7 @@ class EarlyStopConfig:
 
     def __post_init__(self) -> None:
         check_positive("early_stop.", self, "patience")
+        check(self.min_delta >= 0, f"early_stop.min_delta={self.min_delta:g} must be 0 or more")
 
 
 @dataclass(kw_only=True)
@@ -496,13 +551,14 @@ class TrainConfig:
     """A whole training run: `python -m train --cfg job` prints it."""
 
     run_dir: str = MISSING  # everything the run writes; the same folder goes on where it stopped
-    seed: int = 0
+    seed: int = 0  # of the weights, the order of the data, masking and dropout
     seq_len: int | None = None  # tokens; None: that of the prepared data
     global_batch_size: int | None = None  # sequences per optimizer step over all ranks; None: micro * world size
     micro_batch_size: int | None = None  # sequences per rank and forward pass; None: global / world size
-    max_examples: int | None = None  # length of the run in sequences, in steps, or in passes over the data:
-    max_steps: int | None = None  # at least one must be given, the shortest counts
-    max_epochs: float | None = None
+    max_examples: int | None = None  # length of the run in sequences; of these three at least one must be given, and
+    # the shortest counts
+    max_steps: int | None = None  # length of the run in steps of the optimizer
+    max_epochs: float | None = None  # length of the run in passes over the data
     max_run_s: float | None = None  # wall-clock time of this start of the run: then it stops with a checkpoint
     log_every: int = 10  # steps between lines in metrics.jsonl and on the console
     eval_every: int | None = 500  # steps between evaluations; None: only at the end
@@ -549,6 +605,14 @@ class TrainConfig:
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
         check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples", "eval_batch_size", "max_run_s")
         check(self.seed >= 0, f"seed={self.seed} must be 0 or more")
+        check(
+            self.seq_len is None or self.seq_len >= 8,
+            f"seq_len={self.seq_len} must be at least 8 (3 are special tokens)",
+        )
+        check(
+            (self.eval_batch_size or 0) <= MOST_SEQUENCES,
+            f"eval_batch_size={self.eval_batch_size} must be at most {MOST_SEQUENCES}: the last batch is filled up",
+        )
         reads_records = isinstance(self.data, RecordsConfig)
         check(
             reads_records == isinstance(self.task, ClassifyConfig | QAConfig),
@@ -567,14 +631,10 @@ class TrainConfig:
             self.hub.push_to is None or self.export,
             f"hub.push_to={self.hub.push_to} pushes what export=true writes; set export=true",
         )
-        check(
-            not (self.max_examples is self.max_steps is self.max_epochs is None),
-            "the run has no length: set max_steps, max_examples or max_epochs",
-        )
-        check(
-            not (self.global_batch_size is self.micro_batch_size is None),
-            "the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)",
-        )
+        if self.max_examples is self.max_steps is self.max_epochs is None:
+            raise Unset("the run has no length: set max_steps, max_examples or max_epochs")
+        if self.global_batch_size is self.micro_batch_size is None:
+            raise Unset("the batch has no size: set global_batch_size (over all ranks) or micro_batch_size (per rank)")
 
 
 # ---- corpus preparation --------------------------------------------------------------------------------------------
@@ -591,7 +651,7 @@ class FilesCorpusConfig(CorpusConfig):
     """Local files: plain text, JSON lines, CSV or Parquet; any but Parquet may be gzipped (.gz)."""
 
     path: str = MISSING  # a file, a folder (read recursively) or a glob
-    encoding: str = "utf-8"
+    encoding: str = "utf-8"  # of the files, by Python's name for it
     errors: str = "strict"  # bytes that do not decode: strict stops and names them, replace puts U+FFFD
     separator: str | None = r"^\s*$"  # text: a line that matches starts a new document; None: a file is a document
     column: str = "text"  # jsonl, csv, parquet: the field that holds a document
@@ -635,7 +695,7 @@ class PrepareConfig:
     """Text to token shards: `python -m train.prepare --cfg job` prints it."""
 
     output: str = MISSING  # folder or s3://bucket/prefix to write; finished work is not done twice
-    seed: int = 0
+    seed: int = 0  # of the documents that are held out, and of packing
     seq_len: int = 512  # tokens per sequence, special ones included
     validation_fraction: float = 0.01  # share of the documents held out, chosen by a hash of their text
     rows_per_shard: int | None = None  # sequences; None: about 64 MiB
@@ -652,6 +712,7 @@ class PrepareConfig:
         fraction = self.validation_fraction
         check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
         check_positive("", self, "rows_per_shard", "processes")
+        check(self.processes <= MOST_PROCESSES, f"processes={self.processes} must be at most {MOST_PROCESSES}")
         if self.part is not None:
             number, _, count = self.part.partition("/")
             ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()

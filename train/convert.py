@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from train import cli
+from train.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, S3Config, ShardsConfig, check
 from train.data.packing import Rows
 from train.data.preparation import rows_of_shard
@@ -24,7 +25,7 @@ from train.data.prepared import PreparedData
 from train.data.shards import SPLITS, Manifest, Shard, ShardSet
 from train.data.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
 from train.data.writer import write_manifest, write_shard
-from train.storage import make_folder, open_folder
+from train.storage import local_path, make_folder, open_folder
 
 ROWS_AT_ONCE = 16384  # held in memory
 
@@ -33,7 +34,8 @@ def to_arrow(data: PreparedData, output: Path) -> None:
     """Write every split of a prepared data set to `output`. Bounded memory."""
     import datasets  # takes a second or more
 
-    check(not output.exists() or not any(output.iterdir()), f"{output} is not empty; choose another folder")
+    is_new = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    check(is_new, f"{output} is a file or not empty; choose another folder")
     splits = {}
     with tempfile.TemporaryDirectory(dir=make_folder(output)) as temporary:
         for split in SPLITS:
@@ -138,24 +140,34 @@ def pieces(table: Any, column: str, seq_len: int, dtype: np.dtype, vocab_size: i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.convert", description="Shards to a data set and back.")
+    parser = command_parser(
+        "train.convert",
+        "Turn shards into a data set that datasets.load_from_disk reads, or such a data set into shards.",
+        examples=(
+            "to-arrow data/mine arrow",
+            "to-arrow s3://bucket/mine arrow",
+            "from-arrow arrow data/again --tokenizer data/mine/tokenizer",
+        ),
+    )
     parser.add_argument("direction", choices=("to-arrow", "from-arrow"))
-    parser.add_argument("source")
-    parser.add_argument("output")
+    parser.add_argument(
+        "source", help="to-arrow: shards, a folder or s3://bucket/prefix; from-arrow: a data set's folder"
+    )
+    parser.add_argument("output", help="folder to write, new or empty; from-arrow: s3://bucket/prefix too")
     parser.add_argument("--tokenizer", help="from-arrow: Hub id or folder of the tokenizer that made the ids")
     parser.add_argument("--column", default="tokens", help="from-arrow: the one that holds the ids")
-    cli.add_s3_flags(parser)
-    return cli.run_flags(parser, arguments, convert)
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, convert)
 
 
 def convert(options: argparse.Namespace, s3: S3Config) -> int:
     if options.direction == "to-arrow":
         data = PreparedData(ShardsConfig(path=options.source, cache_dir=options.cache_dir), s3)
-        to_arrow(data, Path(options.output))
+        to_arrow(data, local_path(options.output))
         print(f"{options.output}: datasets.load_from_disk reads it")
         return cli.DONE
     check(options.tokenizer is not None, "from-arrow needs --tokenizer, the one that made the ids")
-    source = Path(options.source)
+    source = local_path(options.source)
     manifest = from_arrow(source, options.output, s3, tokenizer=options.tokenizer, column=options.column)
     print(f"{options.output}: {manifest.rows('train'):,} training sequences, id {manifest.id[:12]}")
     return cli.DONE

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from train import card, cli, machine
+from train.command import EXITS, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check, launched_rank
 from train.goodput import read
 from train.run_folder import RunFolder
@@ -249,15 +250,24 @@ def asking(what: str, patience_s: float) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.hub", description="Push a run to the Hugging Face Hub.")
+    parser = command_parser(
+        "train.hub",
+        "Push a run that has ended to the Hugging Face Hub: model, tokenizer, card, metrics and curves.",
+        examples=(
+            "runs/tweets --to jane/tweets-bert --dry-run",
+            "runs/tweets --to jane/tweets-bert",
+            "s3://bucket/runs/tweets --to jane/tweets-bert --public",
+        ),
+        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REFUSED: "arguments refused, or the Hub refuses"},
+    )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")
     parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, made if need be")
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument("--private", action="store_true", help="seen by its owners alone (the default)")
     seen.add_argument("--public", action="store_true", help="seen by all")
     parser.add_argument("--dry-run", action="store_true", help="list what would be pushed, and send nothing")
-    cli.add_s3_flags(parser)
-    return cli.run_flags(parser, arguments, act)
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, act)
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:

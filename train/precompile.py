@@ -31,12 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from train import cli, machine
-from train.config import InputError, Plan, RecordsConfig, TrainConfig, check, check_launch, make_plan
+from train.command import command_parser, guarded
+from train.config import Plan, RecordsConfig, TrainConfig, check, check_launch, make_plan
 
 TOOL = "neuron_parallel_compile"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
 # Step 1 may differ (fresh state), step 2 logs, step 3 does not, step 4 is the last: it logs and evaluates.
 STEPS, LOG_EVERY = 4, 2
+EXAMPLE = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 
 
 @dataclass(frozen=True)
@@ -60,35 +62,33 @@ class Job:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Give the exit code (see cli)."""
-    options = parse(arguments)
+    stuck = "interrupted; what was being compiled stays locked: add --clear-locks next time"
+    return guarded(lambda: run(parse(arguments)), interrupted=(stuck, cli.FAILED))
+
+
+def run(options: argparse.Namespace) -> int:
     work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # made only if something runs
-    try:
-        job = build_job(options, os.environ, work=work)
-        describe(job)
-        if options.dry_run:
-            return cli.DONE
-        environ = {**os.environ, **job.added}
-        check(
-            shutil.which(TOOL, path=environ.get("PATH")) is not None,
-            f"{TOOL} is not installed; on a machine with Trainium: {machine.INSTALL} (docs/trainium.md)",
-        )
-        return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return cli.REFUSED
-    except KeyboardInterrupt:
-        print("interrupted; what was being compiled stays locked: add --clear-locks next time", file=sys.stderr)
-        return cli.FAILED
+    job = build_job(options, os.environ, work=work)
+    describe(job)
+    if options.dry_run:
+        return cli.DONE
+    environ = {**os.environ, **job.added}
+    check(
+        shutil.which(TOOL, path=environ.get("PATH")) is not None,
+        f"{TOOL} is not installed; on a machine with Trainium: {machine.INSTALL} (docs/trainium.md)",
+    )
+    return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.precompile",
-        description="Compile every graph of a run on Trainium before it starts. Run it on each machine of the run, "
-        "with the settings of the run; under Slurm: srun --ntasks-per-node=1 python -m train.precompile ...",
+    parser = command_parser(
+        "train.precompile",
+        "Compile every graph of a run on Trainium before it starts. Run it on each machine of the run, with the\n"
+        "settings of the run; under Slurm: srun --ntasks-per-node=1 python -m train.precompile ...",
+        examples=(f"{EXAMPLE} --dry-run", EXAMPLE, f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0"),
+        exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REFUSED: "arguments refused"},
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the settings of `python -m train`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this machine [instance.devices]")
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines of the run [SLURM_NNODES, else 1]")
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine from 0 [SLURM_NODEID]")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from train import cli
+from train.command import EXITS, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import (
     BackendConfig,
     ClassifyConfig,
@@ -230,7 +231,16 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.predict", description="What a model says of new texts.")
+    parser = command_parser(
+        "train.predict",
+        "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub.",
+        examples=(
+            'runs/tweets --text "what a day"',
+            "runs/tweets --input new.csv --output predictions.jsonl",
+            'runs/squad --question "Who wrote it?" --context "It was written by Jane."',
+        ),
+        exits={**EXITS, REFUSED: "arguments or input refused; then there is no output file"},
+    )
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", help="to label")
@@ -248,8 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in COLUMNS:
         flag = f"--{name.replace('_', '-')}-column"
         parser.add_argument(flag, metavar="NAME", help=f"of the input, for data.columns.{name}; empty: the default")
-    cli.add_s3_flags(parser)
-    return cli.run_flags(parser, arguments, predict)
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, predict)
 
 
 def check_flags(options: argparse.Namespace) -> Path | None:

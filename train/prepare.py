@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -35,8 +35,24 @@ from train.storage import Folder, canonical_json, open_folder, sha256_json
 SAMPLED_PLACES = 64  # of a corpus that is larger than what the tokenizer is trained on
 
 
-def main() -> int:
-    return cli.run(PrepareConfig, run)
+USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
+USED += ("tokenizer.vocab_size", "tokenizer.pretrained", "tokenizer.lowercase", "validation_fraction", "seed")
+USED += ("rows_per_shard", "processes", "part", "merge", "s3.endpoint")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.settings_parser(
+        "train.prepare",
+        PrepareConfig,
+        "Turn text into token shards for pretraining. A preparation that was killed goes on, a finished one is kept.",
+        examples=(
+            "corpus=text 'corpus.path=\"texts/**/*.txt\"' output=data/mine seq_len=128 tokenizer.vocab_size=8000",
+            "corpus=jsonl corpus.path=articles.jsonl corpus.column=body output=s3://bucket/mine processes=8",
+            "corpus=parquet corpus.path=texts output=s3://bucket/mine part=3/64",
+        ),
+        keys=USED,
+    )
+    return cli.run(PrepareConfig, run, parser, arguments=arguments)
 
 
 def run(cfg: PrepareConfig) -> int:

@@ -21,8 +21,24 @@ NO_RUN = ["run_dir=runs/records", "max_steps=1", "micro_batch_size=1"]  # what a
 WORTH_SAYING = 0.1  # share of the tokens computed that other lengths would save
 
 
-def main() -> int:
-    return cli.run(TrainConfig, show, given=NO_RUN)
+USED: tuple[str, ...] = ("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction")
+USED += ("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter", "data.save_to")
+USED += ("seq_len", "model.pretrained", "model.init_from", "model.tokenizer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = cli.settings_parser(
+        "train.records",
+        TrainConfig,
+        "Prepare labelled examples as a training with the same settings would, and show classes, lengths and bad rows.",
+        examples=(
+            "experiment=tweets_trainium data.path=tweets.csv",
+            "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
+            "experiment=reviews_multilingual data.save_to=s3://bucket/reviews",
+        ),
+        keys=USED,
+    )
+    return cli.run(TrainConfig, show, parser, arguments=arguments, given=NO_RUN)
 
 
 def show(cfg: TrainConfig) -> int:

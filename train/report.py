@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from train.command import DONE, command_parser, guarded
 from train.config import InputError, check
 from train.report_data import (
     Records,
@@ -224,18 +225,14 @@ def print_table(runs: list[Run]) -> None:
     rows = [["", *labels(runs)], *table([summarise(run) for run in runs])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def show(text: str) -> None:
-    """Print what the terminal's encoding can hold of a text."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding))
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.report", description="Write an HTML report on training runs."
+    parser = command_parser(
+        "train.report",
+        "Write an HTML report on training runs: curves, a table, settings; several runs are compared.",
+        examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder: the run_dir of a training run")
     parser.add_argument(
@@ -244,19 +241,18 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         help="folder for report.html and its images; default: RUN/report for one run, report beside the first for more",
     )
-    args = parser.parse_args(argv)
+    return guarded(lambda: report(parser.parse_args(argv)))
+
+
+def report(options: argparse.Namespace) -> int:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
-    try:
-        check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-        runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in args.runs)]
-        first = runs[0].path
-        html = render(runs, args.output or (first if len(runs) == 1 else first.parent) / "report")
-    except InputError as error:
-        print("error:", printable(" ".join(str(error).split())), file=sys.stderr)
-        return 2
+    check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
+    runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in options.runs)]
+    first = runs[0].path
+    html = render(runs, options.output or (first if len(runs) == 1 else first.parent) / "report")
     print_table(runs)
-    show(f"\nreport: {html}")
-    return 0
+    print(f"\nreport: {html}")
+    return DONE
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from train import cli
+from train.command import EXITS, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
 from train.data.masking import IGNORE_INDEX, Masker
 from train.data.prepared import PreparedData
@@ -120,13 +121,19 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.shards", description="Look into prepared data.")
-    parser.add_argument("command", choices=("ls", "verify", "head", "stats"))
+    parser = command_parser(
+        "train.shards",
+        "Look into prepared data, on disk or in S3: its files, checksums, sequences, or lengths and frequencies.",
+        examples=("ls data/mine", "verify s3://bucket/mine", "head data/mine -n 5 --split validation"),
+        exits={**EXITS, FAILED: "verify has seen damage, or S3 did not answer"},
+    )
+    what = "list files; compare checksums; show sequences as text and as a model sees them; count"
+    parser.add_argument("command", choices=("ls", "verify", "head", "stats"), help=what)
     parser.add_argument("place", help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix")
-    parser.add_argument("--split", choices=SPLITS, default="train")
+    parser.add_argument("--split", choices=SPLITS, default="train", help="of head and stats (train)")
     parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
-    cli.add_s3_flags(parser)
-    return cli.run_flags(parser, arguments, look)
+    add_s3_flags(parser)
+    return run_flags(parser, arguments, look)
 
 
 def look(options: argparse.Namespace, s3: S3Config) -> int:

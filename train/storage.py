@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from train.config import InputError, S3Config
 
 CHUNK_BYTES = 8 * 2**20
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4096  # of Linux: NAME_MAX, PATH_MAX
 TEMPORARY_GLOB = ".*.tmp-*"  # files that are not whole yet
 
 
@@ -120,7 +121,14 @@ def local_path(location: str) -> Path:
     """The path of a folder given by the user, where only local ones will do."""
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
-    return Path(location.removeprefix("file://"))
+    path = Path(location.removeprefix("file://"))
+    long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts)
+    if long or len(os.fsencode(path)) >= MAX_PATH_BYTES:
+        raise InputError(
+            f"{location[:40]}... is too long for a path: {MAX_NAME_BYTES} bytes is the longest name, "
+            f"{MAX_PATH_BYTES - 1} the longest path"
+        )
+    return path
 
 
 def make_folder(path: Path) -> Path:

@@ -17,10 +17,12 @@ from train import cli, machine
 from train.checkpoints.manifest import LATEST, Damaged, Manifest, step_name
 from train.checkpoints.retention import ALWAYS_VALID, Retention, best
 from train.checkpoints.store import Store, open_store
+from train.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.lease import Lease, LeaseLost
-from train.storage import Folder, LocalFolder, make_folder, open_folder
+from train.storage import Folder, LocalFolder, local_path, make_folder, open_folder
 
+REFUSED_TEXT = "arguments refused, or a job holds the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 
@@ -171,8 +173,9 @@ def show(reasons: dict[int, str | None], word: str) -> None:
 def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
     from train.checkpoints.export import export_step, read_config  # torch and transformers are for those who need them
 
-    target = Path(options.folder)
-    check(not target.exists() or not any(target.iterdir()), f"{target} is not empty; choose another folder")
+    target = local_path(options.folder)
+    is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    check(is_new, f"{target} is a file or not empty; choose another folder")
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir = options.data or cfg.data.path, options.cache_dir or cfg.data.cache_dir
     cfg.s3 = s3 if s3 != S3Config() else cfg.s3
@@ -219,16 +222,19 @@ def diff(folder: Folder, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m train.checkpoints", description="Look into the checkpoints of a run."
+    parser = command_parser(
+        "train.checkpoints",
+        "Look into the checkpoints of a run, on disk or in S3.",
+        examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export exported --step 1000"),
+        exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REFUSED: REFUSED_TEXT},
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
-    cli.add_s3_flags(parser)
+    add_s3_flags(parser)
     commands = parser.add_subparsers(dest="command", metavar="list | verify | prune | export | diff", help="list")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-        cli.add_s3_flags(command)
+        add_s3_flags(command)
         return command
 
     add("list", "what there is, by the manifests and the files' lengths (the default)")
@@ -248,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     comparing.add_argument("steps", type=int, nargs=2, metavar="STEP")
     comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors shown of each file (20)")
     comparing.add_argument("--all", action="store_true", default=False, help="show all tensors")
-    return cli.run_flags(parser, arguments, look)
+    return run_flags(parser, arguments, look)
 
 
 def look(options: argparse.Namespace, s3: S3Config) -> int:

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+from train.command import DONE, FAILED, REFUSED, command_parser, guarded
 from train.doctor import checks
 from train.doctor.explain import explain
 from train.doctor.finding import is_red, screen, wrap
@@ -20,7 +21,10 @@ from train.doctor.instance import instance_names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = read_arguments(arguments)
+    return guarded(lambda: examine(read_arguments(arguments)))
+
+
+def examine(options: argparse.Namespace) -> int:
     if options.command == "explain":
         return print_causes(sys.stdin.read() if options.text == "-" else options.text)
     probe = checks.here(instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines)
@@ -33,7 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m train.doctor", description="Is this machine fit to train?")
+    parser = command_parser(
+        "train.doctor",
+        "Is this machine fit to train? One screen of what is right and wrong, with cures; or what an error means.",
+        examples=(
+            "",
+            "--instance trn1.32xlarge --machines 4 --bucket s3://mine",
+            'explain "Dataloader worker is killed by signal: Killed"',
+        ),
+        exits={
+            DONE: "nothing to fix, or the error is known",
+            FAILED: "something is red, or the error is not known",
+            REFUSED: "arguments refused",
+        },
+    )
     parser.add_argument("--instance", choices=instance_names(), help="instance type (default: what the firmware says)")
     parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
     parser.add_argument("--machines", type=positive, default=1, metavar="N", help="machines of the run (default: 1)")

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import InputError, ModelConfig, check
+from train.host_memory import total_memory_bytes
 from train.models.layers import Checkpoint, Run, freeze, recompute_layers, run_shared_layer_by, shared_layer
 from train.models.source import is_folder, read_weights, unavailable
 
@@ -183,6 +184,11 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         sizes = {their_name(defaults, ours, wanted): wanted for ours, wanted in given.items()}
         sizes = {"vocab_size": vocab_size, "pad_token_id": pad_id, **sizes}
         config = AutoConfig.for_model(cfg.architecture, **sizes)  # other fields may follow from these
+    name = cfg.pretrained or f"model.architecture={cfg.architecture}"
+    check(
+        hasattr(config, "hidden_size"),
+        f"{name} is not an encoder of text ({config.model_type}); take albert, bert, ...",
+    )
     heads = getattr(config, "num_attention_heads", 1)
     check(
         config.hidden_size % heads == 0,
@@ -215,3 +221,24 @@ def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> No
             f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
             "prepare shorter sequences",
         )
+    needed_bytes, memory_bytes = 4 * count_parameters(config), total_memory_bytes()
+    sizes = ", ".join(f"{ours} {value}" for ours in SIZES if "dropout" not in ours and (value := size_of(config, ours)))
+    check(
+        needed_bytes < memory_bytes,
+        f"the model's weights alone take about {needed_bytes / 1e9:,.0f} GB, and this machine has "
+        f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than model's {sizes}",
+    )
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """About as many as an encoder of this configuration has: its embeddings and the matrices of its layers."""
+    hidden = config.hidden_size
+    embedded = size_of(config, "vocab_size") + size_of(config, "max_positions")
+    layers = getattr(config, "num_hidden_groups", None) or size_of(config, "num_layers")  # ALBERT's share their weights
+    per_layer = 4 * hidden**2 + 2 * hidden * size_of(config, "intermediate_size")
+    return embedded * (size_of(config, "embedding_size") or hidden) + layers * per_layer
+
+
+def size_of(config: PreTrainedConfig, ours: str) -> int:
+    """A size of a configuration of transformers by our name; 0 if it has none."""
+    return next((getattr(config, theirs) or 0 for theirs in SIZES[ours] if hasattr(config, theirs)), 0)

@@ -1,0 +1,133 @@
+"""What all commands share: exit codes, flags with --help and --version, and one line for whatever goes wrong.
+
+Neither Hydra nor torch is needed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import train
+from train.config import Failure, InputError, S3Config, Unreachable
+
+DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report them
+EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REFUSED: "arguments or input refused"}
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags of a command, which cannot be abbreviated. What is wrong with them is an InputError."""
+
+    def __init__(self, *, details: Callable[[], str] | None = None, **options: Any) -> None:
+        """`details`: gives what --help ends with."""
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.details = details
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def format_help(self) -> str:
+        self.epilog = self.details() if self.details is not None else None
+        return super().format_help()
+
+
+def command_parser(
+    name: str,
+    purpose: str,
+    *,
+    examples: Sequence[str],
+    exits: Mapping[int, str] = EXITS,
+    settings: Callable[[], str] | None = None,
+) -> Parser:
+    """A parser whose --help has the purpose, examples, flags, `settings` and exit codes. An example that does not begin
+    with a command of its own is what follows this one's name.
+    """
+    prog = f"python -m {name}"
+    shown = [example if example.startswith("torchrun") else f"{prog} {example}".rstrip() for example in examples]
+
+    def details() -> str:
+        codes = [f"  {code:<5}{meaning}" for code, meaning in exits.items()]
+        parts = [*([settings()] if settings is not None else []), "\n".join(["exit codes:", *codes])]
+        return "\n\n".join(parts)
+
+    description = "\n  ".join([f"{purpose}\n\nexamples:", *shown])
+    parser = Parser(prog=prog, description=description, details=details)
+    parser.add_argument("--version", action="version", version=f"baretrain {train.__version__}")
+    return parser
+
+
+def add_s3_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--endpoint", metavar="URL", help="of an S3-compatible server")
+    parser.add_argument("--region", help="of the bucket")
+    parser.add_argument("--profile", help="of ~/.aws: the credentials to use")
+    parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
+    parser.add_argument("--cache-dir", metavar="FOLDER", help="where what comes from S3 is kept (data.cache_dir)")
+
+
+def run_flags(
+    parser: Parser, arguments: Sequence[str] | None, action: Callable[[argparse.Namespace, S3Config], int]
+) -> int:
+    """Read flags, those of S3 among them, act, give the exit code."""
+
+    def act() -> int:
+        options = parser.parse_args(arguments)
+        s3 = S3Config(
+            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+        )
+        return action(options, s3)
+
+    return guarded(act)
+
+
+def guarded(
+    act: Callable[[], int], *, speaks: bool = True, interrupted: tuple[str, int] = ("interrupted", INTERRUPTED)
+) -> int:
+    """Act and give the exit code. What goes wrong is one line on standard error, if this process `speaks`, and below a
+    traceback if it is a mistake of the program. `interrupted`: the line and exit code after Ctrl-C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error; the C locale has ASCII alone
+    line, code = "", DONE
+    try:
+        code = act()
+        sys.stdout.flush()
+    except InputError as error:
+        line, code = f"error: {error}", REFUSED
+    except Failure as error:
+        line, code = f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}", FAILED
+    except KeyboardInterrupt:
+        line, code = interrupted
+    except BrokenPipeError:  # as of `| head`, which has read all that it wants
+        with suppress(OSError, ValueError):  # what is left is flushed at exit, to nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = UNREAD
+    except OSError as error:
+        line, code = f"error: {explained(error)}", FAILED
+    except Exception as error:
+        traceback.print_exc()
+        line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
+        code = FAILED
+    if line and speaks:
+        with suppress(OSError, ValueError):  # standard error may be full, or closed
+            print(printable(line), file=sys.stderr, flush=True)
+    return code
+
+
+def printable(text: str) -> str:
+    """One line that does nothing to a terminal, whatever names of files are in it."""
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def explained(error: OSError) -> str:
+    """What the operating system refused, with its path."""
+    path, reason = error.filename2 or error.filename, error.strerror or str(error) or type(error).__name__
+    return reason if path is None else f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
