@@ -87,8 +87,8 @@ def test_list_shows_what_the_manifests_say(run_dir, capsys):
     megabytes = f"{store_of(run_dir).manifest(3).num_bytes / 1e6:,.1f} MB"
     assert code == 0
     assert header.split("  ")[-1] == "state"
-    assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "whole"]
-    assert sixth.endswith("whole  (newest, best, LATEST)")
+    assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "unverified"]
+    assert sixth.endswith("unverified  (newest, best, LATEST)")
     assert said(capsys, run_dir, "list") == (0, told)
 
 
@@ -103,7 +103,7 @@ def test_list_tells_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
     code, told = said(capsys, run_dir, "list")
     _, third, fourth, sixth, hint, aside = told.out.splitlines()
     assert code == 0
-    assert third.endswith("whole  (best)") and fourth.endswith("whole  (newest)")
+    assert third.endswith("unverified  (best)") and fourth.endswith("unverified  (newest)")
     assert re.search(r" 6 .* damaged: model.pt has 5 bytes, not \d+$", sixth)
     assert "step 99" in hint and aside == f"put aside: {name}"
     assert content(run_dir) == before

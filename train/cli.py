@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -100,6 +101,13 @@ def compose_config(schema: type[Config], overrides: list[str]) -> DictConfig:
     parser = OverridesParser.create()
     for override in overrides:
         check(not override.startswith("+"), f"{override}: settings cannot be added, only given; write it without +")
+        key = override.partition("=")[0]
+        is_looked_up = re.search(r"\$\{[^}]*:", override) is not None
+        check(
+            not is_looked_up,
+            f"{key}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what it comes to; let the "
+            f'shell do it: {key}="$NAME"',
+        )
         try:
             parser.parse_override(override)
         except HydraException as error:
