@@ -14,6 +14,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+import yaml
+
 from train.config import InputError
 
 MAX_NAME_BYTES = 200  # file systems take 255; temporary names are made of a name and up to 54 bytes more
@@ -100,6 +102,25 @@ def read_object(content: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadContent(f"it is not a JSON object but a {type(value).__name__}")
     return value
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without references: a short file of them can stand for one without end."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise BadContent("it refers to itself")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(content: bytes) -> Any:
+    """The plain values of a YAML file. BadContent if it is none."""
+    try:
+        return PlainLoader(content).get_single_data()
+    except BadContent:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise BadContent(f"it is not YAML: {' '.join(str(error).split())[:SHOWN_CHARS]}") from error
 
 
 def record(kind: type[T], values: object, where: str = "") -> T:

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -37,7 +36,7 @@ from train.models.pretrained import without_weights
 from train.run_folder import differences
 from train.storage import Folder, make_folder
 from train.tasks import build_task
-from train.untrusted import shown
+from train.untrusted import BadContent, read_yaml, shown
 
 TASKS = {"mlm": MLMConfig, "classify": ClassifyConfig, "qa": QAConfig}
 
@@ -51,7 +50,7 @@ def read_config(folder: Folder) -> TrainConfig:
     """
     place = f"{folder.location}/config.yaml"
     try:
-        plain = yaml.safe_load(folder.read("config.yaml"))
+        plain = read_yaml(folder.read("config.yaml"))
         for text in texts(plain):
             check("${" not in text, f"{place}: {shown(text)} is refused: nothing in a run's file is looked up")
         found = OmegaConf.create(plain)
@@ -62,9 +61,11 @@ def read_config(folder: Folder) -> TrainConfig:
         config = OmegaConf.to_object(OmegaConf.merge(schema, found))
     except FileNotFoundError as error:
         raise InputError(f"{place} is missing: the model's sizes are in there") from error
+    except BadContent as error:
+        raise InputError(f"{place} is damaged: {error}") from error
     except InputError:
         raise
-    except (yaml.YAMLError, OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"{place} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
     assert isinstance(config, TrainConfig)
     config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None
