@@ -207,20 +207,19 @@ def test_the_configuration_of_a_run_decides_on_no_server_and_no_place_to_write_t
     assert cfg.run_dir == str(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[]",
-        "a: &a [*a]",
-        "!!python/object/apply:os.system [x]",
-        "s3: 5",
-        "\0",
-        "task: 1",
-        "a: " + "[" * 5000,
-        "a: 2001-99-99",
-    ],
-)
+NO_CONFIGURATION = [
+    "",
+    "[]",
+    "a: &a [*a]",
+    "!!python/object/apply:os.system [x]",
+    "s3: 5",
+    "\0",
+    "task: 1",
+    "a: 2001-99-99",
+]
+
+
+@pytest.mark.parametrize("content", [*NO_CONFIGURATION, "a: " + "[" * 5000], ids=lambda content: ascii(content)[:30])
 def test_a_configuration_that_is_none_is_one_line(tmp_path, content, capsys):
     run = foreign_run(tmp_path / "run")
     (run / "config.yaml").write_text(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step of a folder's name; None for other names."""
-    number = name.removeprefix("step_")
-    return int(number) if name.startswith("step_") and number.isascii() and number.isdigit() else None
+    match = re.fullmatch("step_([0-9]{1,18})", name)
+    return int(match[1]) if match else None
 
 
 def check_sizes(sizes: dict[str, int | None], manifest: Manifest) -> None:
