@@ -107,7 +107,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     plan = make_plan(cfg, world_size=1, rows=task.train_rows)
     torch.manual_seed(0)
     task.export(task.build_model(), folder / "start")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "start")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
 
     def tokens_of(rows: Any) -> dict[str, Any]:
         texts = [rows[name] for name in ("text", "text_pair") if name in rows]

@@ -176,7 +176,7 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
     from transformers import AlbertConfig, AlbertForMaskedLM, get_linear_schedule_with_warmup
 
-    made = torch.load(folder / "rows.pt")
+    made = torch.load(folder / "rows.pt", weights_only=True)
     meter = Meter(num_steps, flush=torch_xla.sync)  # what the loader would do at the next batch
     batch, sizes = cfg.micro_batch_size or 1, cfg.model
     accumulation = (cfg.global_batch_size or batch) // batch

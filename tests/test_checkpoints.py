@@ -166,17 +166,43 @@ def test_a_refusal_replaces_the_word_of_the_life_before(run_dir, prepared):
     assert (outcome["outcome"], outcome["goes_on"]) == ("refused", False)
 
 
+def plant(run_dir, name, state):
+    """Another state under the newest manifest, with its right checksum; None: none, and the manifest names none."""
+    path = step_folder(run_dir, 6) / name
+    content = json.loads((path.parent / "manifest.json").read_text())
+    del content["sha256"], content["format"]
+    path.unlink()
+    if state is None:
+        del content["files"][name]
+    else:
+        torch.save(state, path)
+        content["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    (path.parent / "manifest.json").write_bytes(Manifest(**content).to_json())
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("model.pt", {}),
+        ("model.pt", [1]),
+        ("model.pt", None),
+        ("optimizer.pt", {"param_groups": 5}),
+        ("ranks.pt", {"ranks": []}),
+    ],
+)
+def test_a_planted_state_of_something_else_is_one_line(run_dir, prepared, name, state):
+    plant(run_dir, name, state)
+    with pytest.raises(Untrusted, match=r"who wrote it\?$") as refused:
+        train(run_dir, prepared)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
     class Bomb:
         def __reduce__(self):
             return (open, (str(tmp_path / "executed"), "w"))
 
-    path = step_folder(run_dir, 6) / "model.pt"
-    torch.save({"model": Bomb()}, path)
-    content = json.loads((path.parent / "manifest.json").read_text())
-    del content["sha256"], content["format"]
-    content["files"]["model.pt"] = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    (path.parent / "manifest.json").write_bytes(Manifest(**content).to_json())
+    plant(run_dir, "model.pt", {"model": Bomb()})
     with pytest.raises(Untrusted, match="refused: it holds more than tensors"):
         train(run_dir, prepared)
     assert not (tmp_path / "executed").exists()

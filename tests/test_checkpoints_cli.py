@@ -4,11 +4,13 @@ import dataclasses
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+import yaml
 from running import ROOT, lines, train_config
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
@@ -87,8 +89,8 @@ def test_list_shows_what_the_manifests_say(run_dir, capsys):
     megabytes = f"{store_of(run_dir).manifest(3).num_bytes / 1e6:,.1f} MB"
     assert code == 0
     assert header.split("  ")[-1] == "state"
-    assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "whole"]
-    assert sixth.endswith("whole  (newest, best, LATEST)")
+    assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "unverified"]
+    assert sixth.endswith("unverified  (newest, best, LATEST)")
     assert said(capsys, run_dir, "list") == (0, told)
 
 
@@ -103,10 +105,17 @@ def test_list_tells_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
     code, told = said(capsys, run_dir, "list")
     _, third, fourth, sixth, hint, aside = told.out.splitlines()
     assert code == 0
-    assert third.endswith("whole  (best)") and fourth.endswith("whole  (newest)")
+    assert third.endswith("unverified  (best)") and fourth.endswith("unverified  (newest)")
     assert re.search(r" 6 .* damaged: model.pt has 5 bytes, not \d+$", sixth)
     assert "step 99" in hint and aside == f"put aside: {name}"
     assert content(run_dir) == before
+
+
+@pytest.mark.parametrize("hint", ["step_\u00b2", "step_" + "9" * 5000, "../..", "\0", ""], ids=lambda hint: ascii(hint)[:20])
+def test_a_hint_that_names_no_step_is_left_aside(run_dir, capsys, hint):
+    (run_dir / "checkpoints/LATEST").write_text(hint)
+    code, told = said(capsys, run_dir)
+    assert code == 0 and "LATEST" not in told.out and told.err == ""
 
 
 def test_looking_and_tidying_need_no_torch(run_dir):
@@ -271,6 +280,20 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     (run_dir / "config.yaml").unlink()
     assert "config.yaml is missing" in refusal(capsys, run_dir, "export", out)
     assert not out.exists()
+
+
+def test_the_server_that_a_run_names_is_not_asked_with_our_credentials(run_dir, bucket, tmp_path, capsys):
+    """A stranger's run: its data is said to be on a server of the stranger's."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(0.2)
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        config["s3"]["endpoint"] = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config["data"]["path"] = f"s3://{bucket.name}/nothing"
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+        flags = ["--endpoint", bucket.service.endpoint, "--path-style"]
+        assert "holds no manifest.json" in refusal(capsys, run_dir, "export", tmp_path / "out", *flags)
+        with pytest.raises(TimeoutError):
+            listening.accept()
 
 
 def test_an_export_overwrites_nothing_and_a_damaged_step_is_refused(run_dir, tmp_path, capsys):

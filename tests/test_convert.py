@@ -79,7 +79,7 @@ def test_what_cannot_be_shards_is_refused(prepared, tmp_path, capsys, ids, messa
 
 def test_other_mistakes(prepared, tmp_path, capsys):
     code, told = said(capsys, "from-arrow", tmp_path, tmp_path / "out", "--tokenizer", prepared / "tokenizer")
-    assert code == 2 and "is not a data set that save_to_disk wrote" in told.err
+    assert code == 2 and "cannot be read as a saved data set" in told.err
     code, told = said(capsys, "from-arrow", tmp_path, tmp_path / "out")
     assert code == 2 and "needs --tokenizer" in told.err
     code, told = said(capsys, "to-arrow", tmp_path / "nothing", tmp_path / "out")

@@ -131,6 +131,18 @@ def test_public_is_for_those_who_ask(the_hub: FakeHub, finished: Path) -> None:
     assert not the_hub.repos["models", TO].private
 
 
+def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "id_rsa"
+    secret.write_text('{"PRIVATE KEY": 1}')
+    for name in ("export/notes.txt", "export/README.md", "evaluation.json", "tensorboard/events.out.tfevents.1.h.1.0"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(secret)
+    files = hub.gathered(run, "demo")
+    contents = [content if isinstance(content, bytes) else content.read_bytes() for content in files.values()]
+    assert not [content for content in contents if b"PRIVATE" in content]
+    assert "model.safetensors" in files and "evaluation.json" not in files
+
+
 def test_nothing_private_goes_along(the_hub: FakeHub, finished: Path) -> None:
     hub.push(RunFolder(str(finished)), TO, private=True)
     everything = b"\n".join([name.encode() + b"\n" + content for name, content in pushed(the_hub).items()])

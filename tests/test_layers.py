@@ -11,6 +11,7 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
     ["train.config"],
+    ["train.untrusted"],
     ["train.s3"],
     [
         "train.storage",
@@ -64,6 +65,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
         "train/models/layers.py",
         "train/models/flops.py",
         "train/models/heads.py",
+        "train/models/pretrained.py",
         "train/models/source.py",
     },
 }

@@ -387,7 +387,7 @@ def test_models_that_are_not_there(labelled, tmp_path, capsys):
     ("change", "line"),
     [
         ("no_head", "its head was not trained"),
-        ("no_weights", "is not to be had"),
+        ("no_weights", "cannot be loaded"),
         ("nan", "gives NaN"),
         ("regression", "does not give one of several labels to a text: 3 outputs, problem_type regression"),
     ],

@@ -144,7 +144,7 @@ def test_a_hub_id_that_is_not_to_be_had_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="tokenizer no-such-user/no-such-model is not to be had") as error:
         task_tokenizer(cfg)
     assert "\n" not in str(error.value)
-    with pytest.raises(InputError, match="no-such-user/no-such-model is not to be had") as error:
+    with pytest.raises(InputError, match="no-such-user/no-such-model cannot be loaded") as error:
         build_classifier(cfg, labels=["a", "b"], vocab_size=10, pad_id=0, seq_len=16)
     assert "\n" not in str(error.value)
 

@@ -128,6 +128,11 @@ def check_override(schema: type, override: str) -> None:
     check(not override.startswith("+"), f"{override}: settings cannot be added, only given; write it without +")
     check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
     key, equals, value = override.partition("=")
+    check(
+        re.search(r"\$\{[^}]*:", override) is None,
+        f"{key}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what it comes to; let the shell "
+        f'do it: {key}="$NAME"',
+    )
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING, OmegaConf
 
@@ -193,8 +194,24 @@ class S3Config:
     path_style: bool = False  # bucket in the path instead of the host name; most S3-compatible servers want it
 
     def __post_init__(self) -> None:
-        ok = self.endpoint is None or self.endpoint.startswith(("http://", "https://"))
-        check(ok, f"s3.endpoint={self.endpoint} must begin with http:// or https://")
+        if self.endpoint is not None:
+            check_endpoint("s3.endpoint", self.endpoint)
+
+
+def check_endpoint(key: str, url: str) -> None:
+    """InputError, without repeating it, for a URL that holds more than a server's address: run folders keep it."""
+    try:
+        parts = urlsplit(url)
+        has_secret = "@" in url or bool(parts.query or parts.fragment)
+        ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:  # no port or address
+        has_secret, ok = "@" in url, False
+    check(
+        not has_secret,
+        f"{key} holds more than an address (user:password@, ? or #), and run folders would keep it; give "
+        "http://host:port, and credentials as AWS's tools do (environment, ~/.aws, a role)",
+    )
+    check(ok, f"{key}={url} must be a server's address, http:// or https://, as http://host:port")
 
 
 @dataclass(kw_only=True)

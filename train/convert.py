@@ -18,10 +18,11 @@ import numpy as np
 
 from train import cli
 from train.command import add_s3_flags, command_parser, run_flags
-from train.config import InputError, S3Config, ShardsConfig, check
+from train.config import S3Config, ShardsConfig, check
 from train.data.packing import Rows
 from train.data.preparation import rows_of_shard
 from train.data.prepared import PreparedData
+from train.data.saved import load_saved
 from train.data.shards import SPLITS, Manifest, Shard, ShardSet
 from train.data.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
 from train.data.writer import write_manifest, write_shard
@@ -70,10 +71,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
     """Make shards of a data set of sequences. InputError if it does not hold sequences of one length."""
     import datasets
 
-    try:
-        found = datasets.load_from_disk(str(source))
-    except (FileNotFoundError, ValueError) as error:
-        raise InputError(f"{source} is not a data set that save_to_disk wrote: {error}") from error
+    found = load_saved(source, str(source))
     check(
         isinstance(found, datasets.DatasetDict) and all(found.get(split) is not None for split in SPLITS),
         f"{source} must hold the splits {' and '.join(SPLITS)}: datasets.DatasetDict(train=..., validation=...)",

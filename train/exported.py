@@ -59,11 +59,14 @@ def is_outdated(run: Folder) -> bool:
     """Whether a run has gone on since it wrote its export, or is writing it. Those of older versions do not say."""
     if run.size(f"export/{MARK}") is None:
         return False
-    step: int = json.loads(run.read(f"export/{MARK}"))["step"]
+    try:
+        step = int(json.loads(run.read(f"export/{MARK}"))["step"])
+    except (ValueError, LookupError, TypeError, RecursionError):  # not what we wrote: a checkpoint says what it is of
+        return True
     return step < max(saved_steps(run), default=0)
 
 
 def saved_steps(run: Folder) -> dict[int, str]:
     """The checkpoints of a run: their steps, and the names of their manifests."""
-    found = (re.fullmatch(r"checkpoints/step_(\d+)/manifest\.json", name) for name in run.names("checkpoints/"))
+    found = (re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name) for name in run.names("checkpoints/"))
     return {int(match[1]): match[0] for match in found if match}

@@ -27,6 +27,7 @@ from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable
 from train.goodput import read
 from train.run_folder import RunFolder
 from train.storage import is_s3, make_folder
+from train.untrusted import is_inside, is_path
 
 if TYPE_CHECKING:
     from train.s3 import S3Folder
@@ -98,22 +99,25 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
         f"{run} has no exported model: the run has not ended, or had export=false; see python -m train.checkpoints",
     )
     files: dict[str, Path | bytes] = {
-        path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if is_to_push(path, export)
+        path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if is_to_push(path, run)
     }
-    for path in sorted((run / "tensorboard").glob("events.out.tfevents.*")):
+    events = run / "tensorboard"
+    for path in sorted(path for path in events.glob("events.out.tfevents.*") if is_inside(path, events)):
         parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host is nobody's business
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
-    if (run / "evaluation.json").is_file():
+    if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
     files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers(run / "metrics.jsonl")).encode()
     readme = export / card.NAME
-    files[card.NAME] = readme.read_bytes() if readme.is_file() else card.card(run, name).encode()
+    files[card.NAME] = readme.read_bytes() if is_to_push(readme, run) else card.card(run, name).encode()
     return files
 
 
-def is_to_push(path: Path, export: Path) -> bool:
-    """No hidden files: what is half written, and what tools of other projects leave."""
-    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(export).parts)
+def is_to_push(path: Path, run: Path) -> bool:
+    """No hidden files: what is half written, and what tools of other projects leave. No link that leads out of the run:
+    a run folder from elsewhere may have one to a private file of this machine.
+    """
+    return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
 
 
 def numbers(metrics: Path) -> Iterator[dict[str, Any]]:

@@ -78,7 +78,7 @@ def find(options: argparse.Namespace, s3: S3Config) -> Origin:
     given = {name: getattr(options, f"{name}_column") for name in COLUMNS}
     none = ColumnsConfig()
     given = {name: value or getattr(none, name) for name, value in given.items() if value is not None}
-    data = replace(data, columns=replace(data.columns, **given), cache_dir=options.cache_dir or data.cache_dir)
+    data = replace(data, columns=replace(data.columns, **given), cache_dir=options.cache_dir)
     source = located("MODEL", options.model, s3, cache_dir(data), needs="config.json")
     return Origin(source, run, data)
 

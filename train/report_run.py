@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from train.config import InputError, check, flatten
+from train.untrusted import read_yaml
 
 Line = dict[str, Any]
 
@@ -38,7 +37,7 @@ def read_run(path: Path) -> Run:
         check(path.is_dir(), f"{path} is not a folder; give the run_dir of a training run")
         check((path / "metrics.jsonl").is_file(), f"{path} is not a run folder: it holds no metrics.jsonl")
         lines = read_metrics(path / "metrics.jsonl")
-        config = read_mapping(path / "config.yaml", yaml.safe_load)
+        config = read_mapping(path / "config.yaml", read_yaml)
         environment = read_mapping(path / "environment.json", json.loads)
     except OSError as error:
         raise InputError(f"cannot read {error.filename or path}: {error.strerror}") from error
@@ -50,7 +49,7 @@ def read_mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
         return {}
     try:
         value = parse(path.read_bytes())
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error}") from error
     check(isinstance(value, dict), f"{path} is damaged: expected a mapping, found {type(value).__name__}")
     return {str(key): item for key, item in value.items()}

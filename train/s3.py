@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import os
 import re
 import uuid
@@ -30,7 +31,10 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 
-from train.config import InputError, S3Config, Unreachable, check
+from train.config import InputError, S3Config, Unreachable, check, check_endpoint
+from train.untrusted import is_path, shown
+
+logger = logging.getLogger("train")
 
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 20
 ATTEMPTS = 7  # of a request, by boto3, with pauses of some 30 s in all; of a body that breaks off, by S3Folder.read
@@ -61,6 +65,9 @@ def split(location: str) -> tuple[str, str]:
     """Bucket and prefix (without slashes at its ends) of s3://bucket/prefix. InputError if there is no bucket."""
     bucket, _, prefix = location.removeprefix("s3://").partition("/")
     check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
+    check(
+        "@" not in bucket, "s3://...@... holds credentials; write s3://bucket/folder, and give them as AWS's tools do"
+    )
     return bucket, prefix.strip("/")
 
 
@@ -91,7 +98,8 @@ def open_client(session: Any, s3: S3Config) -> Any:
     try:
         client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
     except (BotoCoreError, ValueError) as error:
-        raise InputError(f"S3 cannot be used with these settings: {one_line(error)}") from error
+        reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
+        raise InputError(f"S3 cannot be used with these settings: {reason}") from None
     client.meta.events.register_first("needs-retry.s3", refuse_another_region)
     return client
 
@@ -117,8 +125,10 @@ class S3Folder:
         self.bucket, self.prefix = split(location)
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
+        self.has_warned = False  # of names
         self.client = open_client(self.session, s3)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
+        check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
 
     def key(self, name: str) -> str:
@@ -194,7 +204,12 @@ class S3Folder:
         with self.telling("list", prefix):
             keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
         # The console's "folders" are empty objects whose names end in a slash.
-        return sorted(key.removeprefix(self.key("")) for key in keys if not key.endswith("/"))
+        names = sorted(key.removeprefix(self.key("")) for key in keys if not key.endswith("/"))
+        odd = [name for name in names if not is_path(name)]
+        if odd and not self.has_warned:
+            self.has_warned = True
+            logger.warning("%s: left out, as no file here can have such a name: %s", self.location, shown(odd[:3]))
+        return [name for name in names if is_path(name)]
 
     def names_here(self) -> set[str]:
         top = self.key("")

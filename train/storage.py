@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from train.config import InputError, S3Config
+from train.untrusted import RelativePath
 
 CHUNK_BYTES = 8 * 2**20
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4096  # of Linux: NAME_MAX, PATH_MAX
@@ -42,7 +43,9 @@ class Folder(Protocol):
         """Remove a file if it is there."""
 
     def names(self, prefix: str = "") -> list[str]:
-        """Files whose names begin with `prefix`, in order, those in subfolders too."""
+        """Files whose names begin with `prefix`, in order, those in subfolders too. In S3 anybody may name an object
+        anything: those that are no RelativePath are left out.
+        """
 
     def names_here(self) -> set[str]:
         """Files and subfolders of the folder itself."""
@@ -65,18 +68,23 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self.path, self.location = path, str(path)
 
+    def at(self, name: str) -> Path:
+        """The path of a file. BadContent for a name that would lead out of the folder."""
+        return self.path / RelativePath(name)
+
     def read(self, name: str) -> bytes:
-        with telling("read", self.path / name):
-            return (self.path / name).read_bytes()
+        path = self.at(name)
+        with telling("read", path):
+            return path.read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        path = self.path / name
+        path = self.at(name)
         with telling("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, content)
 
     def create(self, name: str, content: bytes) -> bool:
-        path = self.path / name
+        path = self.at(name)
         with telling("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with written_beside(path, content) as temporary:
@@ -88,12 +96,13 @@ class LocalFolder:
         return True
 
     def size(self, name: str) -> int | None:
-        path = self.path / name
+        path = self.at(name)
         return path.stat().st_size if path.is_file() else None
 
     def remove(self, name: str) -> None:
-        with telling("delete", self.path / name):
-            (self.path / name).unlink(missing_ok=True)
+        path = self.at(name)
+        with telling("delete", path):
+            path.unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> list[str]:
         place = self.path / prefix.rpartition("/")[0]  # no further: beside it, files may come and go

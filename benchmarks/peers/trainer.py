@@ -124,8 +124,8 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     facts, meter = json.loads((folder / "facts.json").read_text()), Meter()
     transformers.set_seed(seed)
     auto = transformers.AutoModelForSequenceClassification
-    model = auto.from_pretrained(folder / "start", dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start")
+    model = auto.from_pretrained(folder / "start", dtype=torch.float32, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train import cli, machine
-from train.checkpoints.manifest import LATEST, Damaged, Manifest, step_name
+from train.checkpoints.manifest import LATEST, Damaged, Manifest, step_name, step_of
 from train.checkpoints.retention import ALWAYS_VALID, Retention, best
 from train.checkpoints.store import Store, open_store
 from train.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.lease import Lease, LeaseLost
-from train.storage import Folder, LocalFolder, local_path, make_folder, open_folder
+from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
 REFUSED_TEXT = "arguments refused, or a job holds the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
@@ -67,13 +67,13 @@ def newest_valid(store: Store) -> int | None:
 
 
 def table(folder: Folder, store: Store) -> Iterator[str]:
-    """What the manifests say, and whether the files are there in their length."""
+    """What the manifests say, and whether the files are there in their length: their checksums are not compared."""
     whole: dict[int, Manifest] = {}
     rows: dict[int, list[str]] = {}
     for step in store.steps():
         try:
             whole[step] = store.look(step)
-            rows[step] = [*row(whole[step]), "whole"]
+            rows[step] = [*row(whole[step]), "unverified"]
         except Damaged as error:
             rows[step] = [str(step), *["-"] * (len(COLUMNS) - 2), f"damaged: {error}"]
     hint = latest(folder)
@@ -110,11 +110,10 @@ def size(manifest: Manifest) -> str:
 
 def latest(folder: Folder) -> int | None:
     try:
-        name = folder.read(f"checkpoints/{LATEST}").decode().strip()
+        name = folder.read(f"checkpoints/{LATEST}").decode(errors="replace").strip()
     except FileNotFoundError:
         return None
-    number = name.removeprefix("step_")
-    return int(number) if number.isdigit() else None
+    return step_of(name)
 
 
 # ---- verify and prune ----------------------------------------------------------------------------------------------
@@ -177,11 +176,14 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     check(is_new, f"{target} is a file or not empty; choose another folder")
     cfg = read_config(folder)
-    cfg.data.path, cfg.data.cache_dir = options.data or cfg.data.path, options.cache_dir or cfg.data.cache_dir
-    cfg.s3 = s3 if s3 != S3Config() else cfg.s3
+    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or cfg.data.path, options.cache_dir, s3
     step, why = chosen(store, options.step)
     path = fetch(store, step)
-    export_step(path, store.manifest(step), cfg, target, run=folder)
+    try:
+        export_step(path, store.manifest(step), cfg, target, run=folder)
+    except InputError as error:
+        hint = "; --endpoint, --region and --profile say how its data is reached, config.yaml is not asked"
+        raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.let_go(path)
     print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
     return cli.DONE
@@ -237,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_s3_flags(command)
         return command
 
-    add("list", "what there is, by the manifests and the files' lengths (the default)")
+    add("list", "what there is, by the manifests and the files' lengths (the default); verify compares checksums")
     add("verify", "read everything back, and say which step the next start takes").add_argument(
         "--step", type=int, default=None, help="this one alone"
     )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train import cli
 from train.backend.ddp import DDP
-from train.checkpoints.loader import read
+from train.checkpoints.loader import fitting, read
 from train.checkpoints.manifest import Manifest
 from train.config import (
     BackendConfig,
     ClassifyConfig,
+    HubConfig,
     InputError,
     MLMConfig,
     QAConfig,
     RecordsConfig,
+    S3Config,
     ShardsConfig,
     TrainConfig,
     XLAConfig,
@@ -28,19 +32,28 @@ from train.config import (
     flat,
 )
 from train.models.encoder import Network
-from train.models.source import without_weights
+from train.models.pretrained import without_weights
 from train.run_folder import differences
 from train.storage import Folder, make_folder
 from train.tasks import build_task
+from train.untrusted import BadContent, read_yaml, shown
 
 TASKS = {"mlm": MLMConfig, "classify": ClassifyConfig, "qa": QAConfig}
 
 
 def read_config(folder: Folder) -> TrainConfig:
-    """The configuration that a run was last started with. InputError if there is none that this version reads."""
+    """The configuration that a run was last started with. InputError if there is none that this version reads.
+
+    Others may have written it, so nothing in it is looked up (`${oc.env:...}`), and it does not decide which server is
+    asked with this machine's credentials, nor where anything is written: `s3`, `data.cache_dir` and `hub` are the
+    defaults, `run_dir` is the folder that was read. It may name what is read: data, and weights by a path or Hub id.
+    """
     place = f"{folder.location}/config.yaml"
     try:
-        found = OmegaConf.create(yaml.safe_load(folder.read("config.yaml")))
+        plain = read_yaml(folder.read("config.yaml"))
+        for text in texts(plain):
+            check("${" not in text, f"{place}: {shown(text)} is refused: nothing in a run's file is looked up")
+        found = OmegaConf.create(plain)
         schema = OmegaConf.structured(TrainConfig)
         schema.task = TASKS[found.task.kind]
         schema.data = ShardsConfig if found.task.kind == "mlm" else RecordsConfig
@@ -48,10 +61,24 @@ def read_config(folder: Folder) -> TrainConfig:
         config = OmegaConf.to_object(OmegaConf.merge(schema, found))
     except FileNotFoundError as error:
         raise InputError(f"{place} is missing: the model's sizes are in there") from error
-    except (yaml.YAMLError, OmegaConfBaseException, KeyError, AttributeError, TypeError) as error:
+    except BadContent as error:
+        raise InputError(f"{place} is damaged: {error}") from error
+    except InputError:
+        raise
+    except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"{place} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
     assert isinstance(config, TrainConfig)
+    config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None
     return config
+
+
+def texts(value: Any) -> Iterator[str]:
+    """All that is text in plain containers, keys too."""
+    if isinstance(value, str):
+        yield value
+    items = chain(value, value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from texts(item)
 
 
 def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:
@@ -65,10 +92,9 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     now = flat(cfg)
     changed = differences(known, {key: now.get(key) for key in known})
     check(not changed, f"config.yaml is not of the run that wrote step {manifest.step}: {', '.join(changed)}")
-    data = manifest.identity["data"]
+    data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
-        now = json.loads(run.read("environment.json"))["identity"]["data"]
-        check(now == data, f"step {manifest.step} learnt from other data than {run.location}/model is for")
+        check(learnt_from(run) == data, f"step {manifest.step} learnt from other data than {run.location}/model is for")
         export_described(source, cfg.task.kind, run, target)
         return
     task = build_task(cfg)
@@ -78,8 +104,21 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
         "--data names the right place",
     )
     model = task.build_model()
-    model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
+    put_weights(model, source)
     task.export(model, make_folder(target))
+
+
+def learnt_from(run: Folder) -> str:
+    """The id of a run's data. InputError if its environment.json does not say it."""
+    try:
+        return str(json.loads(run.read("environment.json"))["identity"]["data"])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise InputError(f"{run.location}/environment.json is damaged: it does not say the run's data") from error
+
+
+def put_weights(model: Network, source: Path) -> None:
+    with fitting(source):
+        model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
 
 
 def export_described(source: Path, kind: str, run: Folder, target: Path) -> None:
@@ -89,7 +128,7 @@ def export_described(source: Path, kind: str, run: Folder, target: Path) -> None
         for name in names:
             (Path(scratch) / Path(name).name).write_bytes(run.read(name))
         model = Network(without_weights(kind, Path(scratch)))
-        model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
+        put_weights(model, source)
         model.export(make_folder(target))
     for name in names:
         if name != "model/config.json":

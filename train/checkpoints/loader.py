@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,17 +85,17 @@ def load(
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
     together(backend, lambda: bring(store, manifest.step, backend))
     path = store.place(manifest)
-    with backend.in_turn():
+    with backend.in_turn(), fitting(path):
         model.load_state_dict(read(path / "model.pt", backend))
         load_state(optimizer, read(path / "optimizer.pt", backend))
         ranks = read(path / "ranks.pt", backend)["ranks"]
         if manifest.world_size == backend.world_size:
             backend.set_rng_state(ranks[backend.rank]["rng"])
+        plain = [{name: value for name, value in own.items() if name != "rng"} for own in ranks]  # the file may go
     backend.barrier()
     if backend.local_rank == 0:
         store.let_go(path)
     logger.info("going on from the checkpoint of step %d", manifest.step)
-    plain = [{name: value for name, value in own.items() if name != "rng"} for own in ranks]  # the file may go
     return Loaded(Progress(**manifest.progress), faults, plain)
 
 
@@ -110,10 +111,31 @@ def bring(store: Store, step: int, backend: Backend) -> None:
             ) from error
 
 
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """What is read from a checkpoint's folder and put back: Untrusted if it is not the state of this model."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, Failure):
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        raise Untrusted(
+            f"{path} does not hold the state of this model, though its checksums are right "
+            f"({type(error).__name__}: {reason}); who wrote it?"
+        ) from error
+
+
 def read(path: Path, backend: Backend) -> State:
-    """A file of a checkpoint, its checksum compared before. Untrusted if it holds code."""
+    """A file of a checkpoint, its checksum compared before. Untrusted if it holds code, or is not there: the manifest
+    does not name it.
+    """
     try:
         return backend.load(path)
+    except FileNotFoundError as error:
+        raise Untrusted(f"{path} is missing, and its manifest does not name it; who wrote it?") from error
     except pickle.UnpicklingError as error:
         raise Untrusted(
             f"{path} is refused: it holds more than tensors and plain containers, though its checksum is right; who "

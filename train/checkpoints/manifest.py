@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from train.checkpoints.progress import Progress
 from train.config import Failure
 from train.storage import canonical_json, sha256_file, sha256_json
+from train.untrusted import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 2
 FILE = "manifest.json"
@@ -43,34 +45,37 @@ class Manifest:
     backend: str
     metric: float | None  # of an evaluation of this step, lower is better: best.metric, or minus that
     versions: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name: {"bytes", "sha256"}
-    folder: str = ""  # in S3: where the files are, below the step
+    files: dict[FileName, FileEntry] = field(default_factory=dict)
+    folder: FileName | None = None  # in S3: where the files are, below the step
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(entry["bytes"]) for entry in self.files.values())
+        return sum(entry["bytes"] for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        content = {"format": FORMAT, **asdict(self)}
+        content = {"format": FORMAT, **asdict(self), "folder": self.folder or ""}
         return canonical_json({**content, "sha256": sha256_json(content)})
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """Raises Damaged unless it is whole, OtherVersion if its format is another."""
+        """Raises Damaged unless it is whole and all that it says is possible, OtherVersion if its format is another."""
         try:
-            found = json.loads(content)
+            found = read_object(content)
             told = found.pop("sha256", None)
             if isinstance(found.get("format"), int) and found["format"] != FORMAT:
                 raise OtherVersion(
-                    f"the checkpoint of step {found.get('step')} is of format {found['format']}, this version reads "
-                    f"{FORMAT}; go on with the version that wrote it, or choose another run_dir"
+                    f"the checkpoint of step {shown(found.get('step'))} is of format {found['format']}, this version "
+                    f"reads {FORMAT}; go on with the version that wrote it, or choose another run_dir"
                 )
             if told != sha256_json(found):
                 raise Damaged(f"{FILE} does not match its own checksum")
-            del found["format"]
-            return cls(**found)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise Damaged(f"{FILE} cannot be read: {type(error).__name__}: {error}") from error
+            if found.pop("format", None) != FORMAT:
+                raise BadContent("it does not say its format")
+            manifest = record(cls, {**found, "folder": found.get("folder") or None})
+            record(Progress, manifest.progress, "progress")
+            return manifest
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{FILE} cannot be read: {error}") from error
 
 
 def step_name(step: int) -> str:
@@ -79,8 +84,8 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """The step of a folder's name; None for other names."""
-    number = name.removeprefix("step_")
-    return int(number) if name.startswith("step_") and number.isascii() and number.isdigit() else None
+    match = re.fullmatch("step_([0-9]{1,18})", name)
+    return int(match[1]) if match else None
 
 
 def check_sizes(sizes: dict[str, int | None], manifest: Manifest) -> None:

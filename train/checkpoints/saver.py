@@ -28,6 +28,7 @@ from train.checkpoints.retention import Retention
 from train.checkpoints.staging import Staging, State, first_not_finite
 from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure
+from train.untrusted import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -210,13 +211,14 @@ class Saver:
             raise FloatingPointError(f"{name} is no longer finite; such a state is not saved")
         scratch = self.store.scratch(manifest.step, num_bytes_of(state))
         with removed_on_failure(scratch):
-            files = {f"{part}.pt": self._write_file(content, scratch / f"{part}.pt") for part, content in state.items()}
+            names = {part: FileName(f"{part}.pt") for part in state}
+            files = {name: self._write_file(state[part], scratch / name) for part, name in names.items()}
             manifest = replace(manifest, files=files)
             self.may_commit()
             self.store.commit(scratch, manifest)
         return manifest.num_bytes
 
-    def _write_file(self, content: State, path: Path) -> dict[str, Any]:
+    def _write_file(self, content: State, path: Path) -> FileEntry:
         with path.open("wb") as raw:
             file = Hashing(raw)
             try:
@@ -225,7 +227,7 @@ class Saver:
                 raise file.refusal or error from None  # torch tells of its own archive: "unexpected pos"
             raw.flush()
             os.fsync(raw.fileno())
-        return {"bytes": file.num_bytes, "sha256": file.digest.hexdigest()}
+        return {"bytes": file.num_bytes, "sha256": Sha256(file.digest.hexdigest())}
 
     def warm(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Rank 0: make the host memory of the first save in the thread, while the first steps run."""

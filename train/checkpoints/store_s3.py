@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import uuid
 from dataclasses import replace
@@ -22,9 +21,9 @@ from train.checkpoints.manifest import (
 )
 from train.checkpoints.store import check_room
 from train.s3 import S3Folder
+from train.untrusted import FileName
 
 PREFIX = "checkpoints/"
-PLAIN = re.compile(r"\w[\w.-]*")  # names that lead nowhere else on this machine's disk
 READS = 3  # of what does not match its checksum, before it counts as damaged: a bit may have changed on the way only
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
@@ -67,8 +66,8 @@ class S3Store:
             raise Damaged(f"{FILE} is missing") from error
         if manifest.step != step:
             raise Damaged(f"{FILE} is of step {manifest.step}")
-        if not all(map(PLAIN.fullmatch, (manifest.folder, *manifest.files))):
-            raise Damaged(f"{FILE} names files that no checkpoint has")
+        if manifest.folder is None:
+            raise Damaged(f"{FILE} does not say which folder the files are in")
         return manifest
 
     def look(self, step: int) -> Manifest:
@@ -88,7 +87,7 @@ class S3Store:
         return target
 
     @read_again
-    def download(self, manifest: Manifest, name: str, target: Path) -> None:
+    def download(self, manifest: Manifest, name: FileName, target: Path) -> None:
         try:
             self.folder.download(self.key(manifest.step, f"{manifest.folder}/{name}"), target / name)
         except FileNotFoundError as error:
@@ -96,6 +95,7 @@ class S3Store:
         check_files(target, replace(manifest, files={name: manifest.files[name]}))
 
     def place(self, manifest: Manifest) -> Path:
+        assert manifest.folder is not None  # in S3
         return self.local / "fetched" / step_name(manifest.step) / manifest.folder
 
     def let_go(self, fetched: Path) -> None:
@@ -113,7 +113,7 @@ class S3Store:
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, with nothing committed, if the run folder was taken over while the files went up."""
-        manifest = replace(manifest, folder=f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
+        manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
         for name in manifest.files:
             self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
         self.check_fence(manifest.fence)

@@ -17,6 +17,7 @@ from typing import IO, Any, NoReturn
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.storage import local_path
+from train.untrusted import BadContent
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or not there
 
@@ -66,6 +67,8 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
     """Turn a library's error into one line that names what was read."""
     try:
         yield
+    except BadContent as error:
+        raise InputError(f"{what}: {error}{hint}") from None
     except InputError:
         raise
     except errors as error:

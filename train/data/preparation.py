@@ -21,6 +21,7 @@ from train.data.packing import Packer, Rows
 from train.data.shards import SPLITS, Shard, TokenizerInfo
 from train.data.writer import Uploads, write_shard
 from train.storage import Folder
+from train.untrusted import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
 ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts
@@ -63,7 +64,7 @@ class PartState:
     shards: dict[str, list[Shard]]
     done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens
     next_row: dict[str, int]
-    arrays: dict[str, np.ndarray]  # token_counts, and of each split the tokens and sequences not written yet
+    arrays: dict[str, Any]  # np.ndarray: token_counts, and of each split the tokens and sequences not written yet
 
     def to_bytes(self) -> bytes:
         facts = {"tokenizer": asdict(self.tokenizer), "finished": self.finished, "done": self.done}
@@ -74,11 +75,7 @@ class PartState:
     @staticmethod
     def from_bytes(content: bytes) -> PartState:
         arrays = load(content)
-        facts = json.loads(arrays.pop("facts").tobytes())
-        shards = {split: [Shard(**shard) for shard in found] for split, found in facts.pop("shards").items()}
-        return PartState(
-            **{**facts, "tokenizer": TokenizerInfo(**facts["tokenizer"]), "shards": shards, "arrays": arrays}
-        )
+        return record(PartState, {**read_object(arrays.pop("facts").tobytes()), "arrays": arrays})
 
 
 def packed(facts: dict[str, Any]) -> dict[str, np.ndarray]:

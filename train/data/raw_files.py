@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from train.config import ColumnsConfig, RecordsConfig, S3Config, Unreachable, check
 from train.data.documents import matching, naming, unpacked, walk
 from train.storage import is_s3, local_path, sha256_json
+from train.untrusted import RelativePath, checked
 
 if TYPE_CHECKING:
     from train.s3 import S3Folder
@@ -167,7 +168,7 @@ def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> li
         pattern = pattern or own
     folder = s3_folder(location, s3)
     if pattern is not None and not glob.has_magic(pattern):  # needs no permission to list
-        names = [pattern]
+        names: list[str] = [checked(RelativePath, pattern, key)]
     elif pattern is not None:
         deep = "**" in pattern
         names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # here * takes slashes too

@@ -17,6 +17,7 @@ from train.data.documents import LIBRARY_ERRORS, naming
 from train.data.raw_csv import csv_table
 from train.data.raw_files import BadRow, Found, Table, format_of, text_lines, unreadable
 from train.data.raw_squad import squad_table
+from train.data.saved import load_saved
 from train.storage import local_path
 
 BATCH_ROWS = 256  # decoded at once
@@ -97,8 +98,7 @@ def numbered(batches: Any, place: str) -> Iterator[Found]:
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:
     """Of what save_to_disk wrote, the splits that the settings name; a single data set is the training split."""
-    with naming(f"{location} cannot be read as a saved data set", LIBRARY_ERRORS):
-        found = datasets.load_from_disk(str(folder))
+    found = load_saved(folder, location)
     if isinstance(found, datasets.Dataset):
         given = [name for name in names.values() if name is not None]
         check(not given, f"data.path={location} holds one data set, not splits {', '.join(given)}; leave them out")

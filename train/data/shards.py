@@ -8,21 +8,26 @@ the data set's id. Readers open what the manifest names and nothing else.
 
 from __future__ import annotations
 
-import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from train.config import InputError, check
 from train.data.packing import Rows
 from train.storage import Folder, LocalFolder, sha256_file, sha256_json
+from train.untrusted import BadContent, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # raised when a reader of today could not read the files of tomorrow
 SPLITS = ("train", "validation")
+DTYPES = ("uint16", "uint32")  # of tokens
+MAX_SEQ_LEN = 2**16 - 1  # what pivot, uint16, can point into
+MAX_HEADER_BYTES = 1024  # of a shard's file: three tensors take some 250
 TOKENIZER_FILE = "tokenizer/tokenizer.json"  # what the manifest has the checksum of
 
 
@@ -30,7 +35,7 @@ TOKENIZER_FILE = "tokenizer/tokenizer.json"  # what the manifest has the checksu
 class TokenizerInfo:
     """What the manifest of prepared data says of its tokenizer."""
 
-    sha256: str  # of tokenizer.json
+    sha256: Sha256  # of tokenizer.json
     vocab_size: int
     cls_id: int
     sep_id: int
@@ -41,10 +46,10 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    file: str
+    file: FileName
     rows: int
     bytes: int
-    sha256: str
+    sha256: Sha256
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Manifest:
     dtype: str  # of tokens
     splits: dict[str, list[Shard]]
     tokenizer: TokenizerInfo
-    counts: dict[str, Any]  # documents, tokens, unigram_entropy (nats per token), ...
+    counts: dict[str, float]  # documents, tokens, unigram_entropy (nats per token), ...
     config: dict[str, Any]  # of the preparation
 
     @property
@@ -74,30 +79,59 @@ def read_manifest(where: Folder | Path) -> Manifest:
         raise InputError(f"data.path={place} does not exist; python -m train.prepare output={place} writes it")
     path = f"{place}/manifest.json"
     try:
-        content = json.loads(folder.read("manifest.json"))
-        body = {key: value for key, value in content.items() if key != "id"}
-        written, seen = content["id"], sha256_json(body)
+        return parse_manifest(folder.read("manifest.json"))
     except FileNotFoundError:
         raise InputError(
             f"{place} holds no manifest.json: nothing was prepared there (python -m train.prepare output={place}), or "
             "the preparation did not finish"
         ) from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except BadContent as error:
         raise InputError(f"{path} is not a manifest: {error}; prepare the data again") from error
-    check(content.get("format") == FORMAT, f"{path}: format {content.get('format')} is not {FORMAT}; prepare again")
-    check(
-        written == seen,
-        f"{path} was changed after it was written (checksum {seen[:12]}, recorded {written[:12]}); prepare again",
-    )
-    return Manifest(
-        id=written,
-        seq_len=body["seq_len"],
-        dtype=body["dtype"],
-        splits={split: [Shard(**shard) for shard in shards] for split, shards in body["splits"].items()},
-        tokenizer=TokenizerInfo(**body["tokenizer"]),
-        counts=body["counts"],
-        config=body["config"],
-    )
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """A manifest of which all that it says of itself is possible: names that stay in their folder, sizes that agree.
+
+    Raises BadContent, one line, for any other: a checksum shows that nobody changed it later, not who wrote it.
+    """
+    body = read_object(content)
+    if body.get("format") != FORMAT:
+        raise BadContent(f"its format {shown(body.get('format'))} is not {FORMAT}")
+    written = body.pop("id", None)
+    try:
+        seen = sha256_json(body)
+    except (ValueError, RecursionError):
+        raise BadContent("it holds what no JSON file holds") from None
+    if written != seen:
+        raise BadContent(f"it was changed after it was written (checksum {seen[:12]}, recorded {shown(written)[:13]})")
+    manifest = record(Manifest, {key: value for key, value in body.items() if key != "format"} | {"id": written})
+    fault = fault_of_manifest(manifest)
+    if fault is not None:
+        raise BadContent(fault)
+    return manifest
+
+
+def fault_of_manifest(manifest: Manifest) -> str | None:
+    """What cannot be in a manifest whose fields have the right types; None if all of it can."""
+    info, (file, times) = manifest.tokenizer, Counter(shard.file for shard in manifest.shards).most_common(1)[0]
+    if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
+        return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
+    if manifest.dtype not in DTYPES:
+        return f"dtype is {shown(manifest.dtype)}, not {' or '.join(DTYPES)}"
+    if sorted(manifest.splits) != sorted(SPLITS) or not manifest.splits["train"]:
+        return f"its splits are not {' and '.join(SPLITS)} with a training shard"
+    if times > 1:
+        return f"{file} is in it {times} times"
+    ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
+    if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
+        return f"a vocabulary of {info.vocab_size} pieces and special ids up to {max(ids)} as {manifest.dtype}"
+    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # with pivot and same_document
+    for shard in manifest.shards:
+        if not shard.file.endswith(".safetensors"):
+            return f"{shard.file} is not the name of a shard, NAME.safetensors"
+        if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
+            return f"{shard.file} with {shard.rows} sequences of {manifest.seq_len} cannot have {shard.bytes} bytes"
+    return None
 
 
 def fault_of(shard: Shard, place: str, size: int | None, sha256: Callable[[], str] | None) -> str | None:
@@ -148,6 +182,7 @@ class ShardSet:
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
         self.maps: dict[int, dict[str, np.ndarray]] = {}
         self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
+        self.vocab_size = manifest.tokenizer.vocab_size
 
     def __len__(self) -> int:
         return int(self.first_rows[-1])
@@ -177,6 +212,8 @@ class ShardSet:
             for name, values in zip(names, found, strict=True):
                 # "clip" writes straight into `out`; the default mode gathers into a copy first
                 tensors[name].take(local, 0, values[first:last], "clip")
+                if name == "tokens":
+                    self.check_tokens(values[first:last], self.shards[shard])
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         return [values.take(place, 0) for values in found]
@@ -187,20 +224,48 @@ class ShardSet:
             self.maps = {old: maps for old, maps in self.maps.items() if (self.folder / self.shards[old].file).exists()}
             if self.wait is not None:
                 self.wait(self.shards[number], began_s)
-            self.maps[number] = map_tensors(self.folder / self.shards[number].file)
+            self.maps[number] = self.opened(self.shards[number])
         return self.maps[number]
+
+    def opened(self, shard: Shard) -> dict[str, np.ndarray]:
+        """A shard's tensors, mapped. InputError if they are not those that the manifest promises."""
+        tensors, rows = map_tensors(self.folder / shard.file), shard.rows
+        wanted = {
+            "tokens": ((rows, self.seq_len), self.dtype),
+            "pivot": ((rows,), np.dtype(np.uint16)),
+            "same_document": ((rows,), np.dtype(np.uint8)),
+        }
+        seen = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        ok = all(seen.get(name) == promised for name, promised in wanted.items())
+        check(ok, f"{self.folder / shard.file} does not hold the {rows} sequences of its manifest; prepare again")
+        return tensors
+
+    def check_tokens(self, tokens: np.ndarray, shard: Shard) -> None:
+        largest = int(tokens.max(initial=0))
+        check(
+            largest < self.vocab_size,
+            f"{self.folder / shard.file} holds token {largest}, its vocabulary has {self.vocab_size}; prepare again",
+        )
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Memory-map a safetensors file (layout: https://github.com/huggingface/safetensors#format), copying nothing."""
+    """Memory-map a safetensors file (layout: https://github.com/huggingface/safetensors#format), copying nothing.
+
+    InputError for a file whose header is not true of it.
+    """
     names = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_bytes))
+    try:
+        with safe_open(path, "numpy"):  # compares sizes, shapes and offsets
+            pass
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = read_object(file.read(header_bytes))
+    except (SafetensorError, BadContent) as error:
+        raise InputError(f"{path} is not a shard: {error}; prepare the data again") from error
     data = np.asarray(np.memmap(path, np.uint8, "r", offset=8 + header_bytes))  # memmap's own indexing is slow
     tensors = {}
     for name, entry in header.items():
-        if name != "__metadata__":
+        if name != "__metadata__" and entry["dtype"] in names:
             first, last = entry["data_offsets"]
             tensors[name] = data[first:last].view(names[entry["dtype"]]).reshape(entry["shape"])
     return tensors

@@ -10,12 +10,12 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from train.config import RecordsConfig, check, flatten
+from train.config import InputError, RecordsConfig, check, flatten
 from train.data.once import is_gone, owner_name
 from train.storage import (
     Folder,
@@ -29,15 +29,56 @@ from train.storage import (
     telling,
     write_atomic,
 )
+from train.untrusted import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 
 if TYPE_CHECKING:
     from train.data.features import Featurizer
 
 NAME = "tables.json"
 FORMAT = 1
-HEX = frozenset("0123456789abcdef")
 UNFINISHED = ".unfinished-"
 INDEX = "index"
+
+
+class SplitFacts(TypedDict):
+    """See table_facts."""
+
+    examples: int
+    rows: int
+    tokens: int
+    label_counts: dict[str, int]
+    length_quantiles: dict[str, int]
+    length_histogram: dict[str, list[int]]
+    padding_share: float
+    notes: dict[str, float]
+    bad_rows: int
+    bad_examples: list[str]
+    left_out: int
+
+
+class Facts(TypedDict):
+    """tables.json."""
+
+    format: int
+    id: Sha256  # of the content, the settings and the tokenizer
+    kind: str
+    labels: list[str]
+    settings: dict[str, Any]
+    selection: dict[str, Any]
+    tokenizer_sha256: Sha256
+    splits: dict[str, SplitFacts]  # the names are FileNames
+    files: dict[RelativePath, FileEntry]
+
+
+def parse_facts(content: bytes) -> Facts:
+    """Raises BadContent for what is not of this version, or cannot be."""
+    found = read_object(content)
+    if found.get("format") != FORMAT:
+        raise BadContent("it is of another version of this program")
+    facts = record(Facts, found)
+    for split in facts["splits"]:
+        checked(FileName, split, "splits")
+    return facts
 
 
 # ---- on this machine -----------------------------------------------------------------------------------------------
@@ -69,7 +110,7 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
     write_atomic(folder / NAME, as_json({**facts, "files": files}))
 
 
-def as_json(facts: dict[str, Any]) -> bytes:
+def as_json(facts: Mapping[str, Any]) -> bytes:
     """Splits and labels stay in their order."""
     return (json.dumps(facts, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -98,26 +139,17 @@ def put_aside(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def find_facts(folder: Folder) -> dict[str, Any] | None:
-    """tables.json of a folder, None if it has none. InputError if it is not of this version."""
+def find_facts(folder: Folder) -> Facts | None:
+    """tables.json of a folder, None if it has none. InputError if it is not of this version, or cannot be."""
     if folder.size(NAME) is None:
         return None
-    place = f"{folder.location}/{NAME}"
     try:
-        facts: dict[str, Any] = json.loads(folder.read(NAME))
-    except ValueError:
-        facts = {}
-    check(
-        isinstance(facts, dict) and facts.get("format") == FORMAT,
-        f"{place} is damaged or of another version of this program; prepare the data again",
-    )
-    names = [PurePosixPath(name) for name in facts["files"]]
-    ok = set(facts["id"]) <= HEX and not any(name.is_absolute() or ".." in name.parts for name in names)
-    check(ok, f"{place} is damaged: names of files that cannot be; prepare the data again")
-    return facts
+        return parse_facts(folder.read(NAME))
+    except BadContent as error:
+        raise InputError(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
 
 
-def fault_of(folder: Path, facts: dict[str, Any], *, checksums: bool) -> str | None:
+def fault_of(folder: Path, facts: Facts, *, checksums: bool) -> str | None:
     """What differs from tables.json, by the length of the files or also their checksums; None: nothing."""
     for name, wanted in facts["files"].items():
         path = folder / name
@@ -131,7 +163,7 @@ def fault_of(folder: Path, facts: dict[str, Any], *, checksums: bool) -> str | N
     return None
 
 
-def check_whole(folder: Path, facts: dict[str, Any], *, checksums: bool) -> None:
+def check_whole(folder: Path, facts: Facts, *, checksums: bool) -> None:
     """InputError for a file that is missing or damaged."""
     fault = fault_of(folder, facts, checksums=checksums)
     check(fault is None, f"{fault}; prepare the data again")
@@ -142,9 +174,9 @@ def find_whole(folder: Path, identity: str, *, checksums: bool) -> bool:
     path = folder / NAME
     if path.is_file():
         try:
-            facts = json.loads(path.read_bytes())
+            facts = parse_facts(path.read_bytes())
             is_whole = facts["id"] == identity and fault_of(folder, facts, checksums=checksums) is None
-        except (ValueError, KeyError, TypeError):  # not what we wrote
+        except BadContent:  # not what we wrote
             is_whole = False
         if is_whole:
             return True
@@ -177,7 +209,7 @@ def recall(root: Path, key: str) -> str | None:
 def save(folder: Path, target: Folder) -> None:
     """Copy prepared tables to another place, tables.json last. InputError if there is something else."""
     content = LocalFolder(folder).read(NAME)
-    facts = json.loads(content)
+    facts = parse_facts(content)
     there = find_facts(target)
     key = f"data.save_to={target.location}"
     if there is not None:
@@ -190,7 +222,7 @@ def save(folder: Path, target: Folder) -> None:
     target.write(NAME, content)
 
 
-def check_same(facts: dict[str, Any], data: RecordsConfig, featurizer: Featurizer, tokenizer_id: str) -> None:
+def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokenizer_id: str) -> None:
     """InputError for the first setting in which this run and tables prepared elsewhere differ."""
     place = f"data.path={data.path}"
     check(facts["kind"] == featurizer.kind, f"{place} was prepared for task={facts['kind']}, not {featurizer.kind}")
@@ -211,7 +243,7 @@ def check_same(facts: dict[str, Any], data: RecordsConfig, featurizer: Featurize
     )
 
 
-def bring(source: Folder, facts: dict[str, Any], folder: Path) -> None:
+def bring(source: Folder, facts: Facts, folder: Path) -> None:
     """Copy the files of prepared tables to `folder`, without tables.json. InputError for one that is not right."""
     for name, wanted in facts["files"].items():
         try:

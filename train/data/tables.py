@@ -33,10 +33,12 @@ from train.data.features import FEATURES, Featurizer
 from train.data.once import once_per_node
 from train.data.raw_examples import Dropped
 from train.data.raw_files import is_named
+from train.data.saved import load_saved
 from train.data.table_facts import column, facts_of_split
 from train.data.table_files import (
     FORMAT,
     NAME,
+    Facts,
     as_json,
     bring,
     check_same,
@@ -44,6 +46,7 @@ from train.data.table_files import (
     find_facts,
     find_whole,
     make_durable,
+    parse_facts,
     publish,
     recall,
     remember,
@@ -67,7 +70,7 @@ SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
 class Tables:
     folder: Path
     id: str  # sha256 of the content, the settings and the tokenizer
-    facts: dict[str, Any]  # tables.json: kind, labels, settings, tokenizer_sha256, splits (see table_facts), files
+    facts: Facts  # tables.json
 
     @property
     def splits(self) -> list[str]:
@@ -76,11 +79,11 @@ class Tables:
 
     def features(self, split: str) -> datasets.Dataset:
         """The tokens of a split, memory-mapped."""
-        return datasets.load_from_disk(str(self.folder / split))
+        return load_saved(self.folder / split, str(self.folder / split))
 
     def examples(self, split: str) -> datasets.Dataset:
         """The rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
-        return datasets.load_from_disk(str(self.folder / f"{split}_examples"))
+        return load_saved(self.folder / f"{split}_examples", str(self.folder / f"{split}_examples"))
 
     def lengths(self, split: str) -> np.ndarray:
         """[rows] int32: tokens of each row."""
@@ -95,13 +98,13 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
     for name in data.more_validation:
-        ok = re.fullmatch(r"\w+", name) and name not in RESERVED and not name.endswith("_examples")
+        ok = re.fullmatch(r"\w{1,64}", name) and name not in RESERVED and not name.endswith("_examples")
         check(bool(ok), f"data.more_validation: {name} cannot be the name of a split; choose a plain word")
     tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
     key = sha256_json([asdict(data), cfg.seed, featurizer.kind, featurizer.settings, tokenizer_id])[:16]
     job = Job(cfg, data, featurizer, tokenizer_id, root)
     folder = Path(once_per_node(root, key, lambda: str(provide(job))))
-    facts = json.loads((folder / NAME).read_bytes())
+    facts = parse_facts((folder / NAME).read_bytes())
     return Tables(folder, facts["id"], facts)
 
 
@@ -157,7 +160,7 @@ def saved_source(data: RecordsConfig, s3: S3Config) -> Folder | None:
     return open_folder(data.path, s3) if is_place else None
 
 
-def find_saved(job: Job, source: Folder, facts: dict[str, Any]) -> Path:
+def find_saved(job: Job, source: Folder, facts: Facts) -> Path:
     """A local folder as it lies; of S3, a copy in the cache. InputError if something is missing or damaged."""
     data = job.data
     if not is_s3(data.path):
@@ -196,7 +199,7 @@ def find_or_make(job: Job) -> Path:
     elif is_missing:
         logger.warning("data.path=%s is gone; going on with what was prepared from it", data.path)
     folder = job.folder(identity)
-    for split, facts in json.loads((folder / NAME).read_bytes())["splits"].items():
+    for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():
         Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
     return folder
 

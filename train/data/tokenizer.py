@@ -22,6 +22,7 @@ from train.config import InputError, check
 from train.data.encoding import Vocabulary, starts_of
 from train.data.shards import TokenizerInfo
 from train.storage import Folder, sha256_bytes
+from train.untrusted import Sha256
 
 logger = logging.getLogger("train")
 
@@ -109,9 +110,9 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
 def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
     """A fast tokenizer with the special tokens that masked language modelling needs, from the Hub or a folder."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of tokenizers, plain ones, for a file that is not a tokenizer's
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"tokenizer {source} is not to be had: {reason}") from error
     check(tokenizer.is_fast, f"tokenizer {source} is a slow one (pure Python); only fast tokenizers are supported")
     check(
@@ -146,7 +147,7 @@ def published_vocabulary(folder: Folder) -> Vocabulary:
             path.write_bytes(folder.read(name))
         tokenizer = load_tokenizer(str(Path(temporary, "tokenizer")))
     info = TokenizerInfo(
-        sha256=sha256_bytes(folder.read(PUBLISHED)),
+        sha256=Sha256(sha256_bytes(folder.read(PUBLISHED))),
         vocab_size=len(tokenizer),
         cls_id=tokenizer.cls_token_id,
         sep_id=tokenizer.sep_token_id,

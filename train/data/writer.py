@@ -13,6 +13,7 @@ from safetensors.numpy import save
 from train.data.packing import Rows
 from train.data.shards import FORMAT, Manifest, Shard, TokenizerInfo, read_manifest
 from train.storage import Folder, canonical_json, sha256_bytes, sha256_json
+from train.untrusted import FileName, Sha256
 
 
 def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
@@ -20,7 +21,7 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
     tensors = {"tokens": rows.tokens, "pivot": rows.pivot, "same_document": rows.same_document}
     content = save({key: np.ascontiguousarray(tensor) for key, tensor in tensors.items()})
     folder.write(name, content)
-    return Shard(file=name, rows=len(rows), bytes=len(content), sha256=sha256_bytes(content))
+    return Shard(file=FileName(name), rows=len(rows), bytes=len(content), sha256=Sha256(sha256_bytes(content)))
 
 
 def write_manifest(

@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens, P places to predict, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from train.config import InputError, ModelConfig, check
 from train.host_memory import total_memory_bytes
 from train.models.layers import Checkpoint, Run, freeze, recompute_layers, run_shared_layer_by, shared_layer
-from train.models.source import is_folder, read_weights, unavailable
+from train.models.pretrained import read_model_config, read_weights
 
 # Our names and those of transformers' configurations (with their aliases), the usual one first, DistilBERT's second.
 SIZES = {
@@ -91,6 +92,8 @@ class Network(nn.Module):
         copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
         disable_progress_bar()  # of a fraction of a second
         copy.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):  # the library lets the owner alone read them, whatever the umask
+            shutil.copymode(folder / "config.json", path)
 
 
 class MaskedLM(Network):
@@ -152,7 +155,7 @@ def make_network(
     attention = "sdpa" if fast else "eager"
     new: frozenset[str] = frozenset()
     if cfg.pretrained is None:
-        network = auto.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        network = auto.from_config(config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False)
     else:
         network, new = read_weights(auto, cfg.pretrained, config, attention=attention, new_head=new_head)
     freeze(network, embeddings=cfg.freeze_embeddings, layers=cfg.freeze_layers)
@@ -163,10 +166,7 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
     """The configuration for transformers: a checkpoint's, or the architecture's with the sizes given."""
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
     if cfg.pretrained is not None:
-        try:
-            config = AutoConfig.from_pretrained(cfg.pretrained, local_files_only=is_folder(cfg.pretrained))
-        except (OSError, ValueError) as error:
-            raise InputError(unavailable(cfg.pretrained, error)) from error
+        config = read_model_config(cfg.pretrained)
         for ours, wanted in given.items():
             theirs = their_name(config, ours, wanted)
             if "dropout" in ours:

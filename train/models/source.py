@@ -14,28 +14,17 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as their_logging
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import train
 from train.config import InputError, ModelConfig, S3Config, check, launched_rank
 from train.exported import is_outdated, saved_steps
+from train.models.pretrained import is_folder, quiet, reason_of
 from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 
 if TYPE_CHECKING:
@@ -153,100 +142,6 @@ def once(cache: Path, made_of: dict[str, Any], make: Callable[[Path], None]) -> 
     return str(target)
 
 
-# ---- weights -------------------------------------------------------------------------------------------------------
-
-
-def read_weights(
-    auto: Any, source: str, config: PreTrainedConfig, *, attention: str, new_head: bool
-) -> tuple[PreTrainedModel, frozenset[str]]:
-    """A model of a class of transformers' (AutoModelFor...) in float32, and the names of the parameters that the
-    checkpoint does not have, or of all outside the encoder if `new_head`: these begin with random values.
-
-    Raises InputError unless the checkpoint holds the whole encoder (it may lack the pooler), and a head that fits if it
-    has one.
-    """
-    try:
-        with quiet():
-            network, found = auto.from_pretrained(
-                source,
-                config=config,
-                attn_implementation=attention,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below
-                local_files_only=is_folder(source),
-            )
-    except (OSError, SafetensorError) as error:
-        raise InputError(unavailable(source, error)) from error
-    missing, inside = set(found["missing_keys"]), set(network.base_model.parameters())
-    encoder = {name for name, p in network.named_parameters() if p in inside and ".pooler." not in name}
-    check(not encoder <= missing, f"{source} holds no weights of a {config.model_type} encoder, which it says it is")
-    lacking = sorted(encoder & missing)
-    check(not lacking, f"{source} lacks {len(lacking)} weights of the encoder: {', '.join(lacking[:3])}")
-    other = {name: f"{list(theirs)} instead of {list(ours)}" for name, theirs, ours in found["mismatched_keys"]}
-    wrong = [name for name in sorted(other) if name in encoder or not new_head]
-    hint = (
-        "its config.json is of another model" if encoder & set(wrong) else "model.new_head=true begins with a new one"
-    )
-    check(not wrong, f"{source}: {', '.join(f'{name} is {other[name]}' for name in wrong[:3])}; {hint}")
-    if new_head:
-        missing |= begin_head(network)
-    if missing:
-        logger.info("%s: read; new, with random weights: %s", source, ", ".join(parts(missing)))
-    return network, frozenset(missing)
-
-
-def begin_head(network: PreTrainedModel) -> set[str]:
-    """Draw all weights outside the encoder anew, as transformers does for a new model; gives their names."""
-    encoder = set(network.base_model.modules())
-    begun = set()
-    for place, module in network.named_modules():
-        if module is network or module in encoder:
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            parameter._is_hf_initialized = False  # transformers' mark, for what it leaves alone
-            begun.add(f"{place}.{name}")
-        network._init_weights(module)
-    return begun
-
-
-def parts(names: set[str]) -> list[str]:
-    """The modules whose parameters these are."""
-    return sorted({name.rpartition(".")[0] for name in names})
-
-
-def without_weights(kind: str, folder: Path) -> PreTrainedModel:
-    """A model for "classify" or "qa", of the config.json in a folder, in float32 with random weights."""
-    auto = AutoModelForSequenceClassification if kind == "classify" else AutoModelForQuestionAnswering
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    network: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
-    return network
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without transformers' tables and progress bars: what matters of them is said by us, in a line."""
-    level, had_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
-    their_logging.set_verbosity_error()
-    their_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        their_logging.set_verbosity(level)
-        if had_bars:
-            their_logging.enable_progress_bar()
-
-
-def is_folder(source: str) -> bool:
-    """Whether nothing is to be asked of the Hub."""
-    return Path(source).is_dir()
-
-
-def unavailable(source: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
-    return f"model.pretrained={source} is not to be had ({reason}); is it a folder or a Hub id, and the machine online?"
-
-
 # ---- tokenizer -----------------------------------------------------------------------------------------------------
 
 
@@ -287,9 +182,11 @@ def read_tokenizer(source: str) -> Any:
     """transformers' tokenizer, or why there is none."""
     try:
         with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_folder(source))
-    except (OSError, ValueError) as error:
-        return str(error).strip().splitlines()[0]
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, local_files_only=is_folder(source), trust_remote_code=False
+            )
+    except Exception as error:  # of tokenizers, plain ones, for a file that is not a tokenizer's
+        return reason_of(error)
     # Where there is no file transformers makes one of the special tokens alone.
     is_empty = tokenizer.is_fast and len(tokenizer) <= len(tokenizer.all_special_ids)
     return "it has no tokenizer.json or vocabulary file" if is_empty else tokenizer

@@ -1,0 +1,363 @@
+"""Models, runs and settings of others: their code is not executed, what they name is not looked up, asked or copied."""
+
+import ast
+import io
+import json
+import os
+import pickle
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+from hostile import changed, quick
+from hypothesis import given
+from hypothesis import strategies as st
+from running import ROOT, train_config
+from test_source import write_tokenizer
+from transformers import BertConfig, BertForSequenceClassification
+
+from train import cli, predict
+from train.checkpoints import __main__ as checkpoints
+from train.checkpoints.export import read_config
+from train.config import HubConfig, InputError, ModelConfig, S3Config, TrainConfig, to_dict
+from train.data.saved import load_saved
+from train.data.table_files import parse_facts
+from train.data.tokenizer import load_tokenizer
+from train.models.encoder import Network, model_config
+from train.models.pretrained import without_weights
+from train.models.source import read_tokenizer, task_tokenizer
+from train.s3 import S3Folder
+from train.storage import LocalFolder
+from train.untrusted import BadContent
+
+SMALL = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder of transformers: a small classifier."""
+    place = tmp_path_factory.mktemp("model") / "small"
+    BertForSequenceClassification(BertConfig(**SMALL, num_labels=3)).save_pretrained(place)
+    return write_tokenizer(place)
+
+
+@pytest.fixture
+def model(small, tmp_path):
+    return shutil.copytree(small, tmp_path / "model")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def plant_code(model, mark, *, model_type):
+    """Code that leaves a mark when it is imported, named by the configuration and by the tokenizer."""
+    (model / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: ...\nclass M: ...\nclass T: ...\n")
+    classes = dict.fromkeys(("AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"), "evil.M")
+    auto_map = {"AutoConfig": "evil.C", **classes}
+    edit(model / "config.json", auto_map=auto_map, model_type=model_type)
+    tokenizer = {"auto_map": {"AutoTokenizer": [None, "evil.T"]}, "tokenizer_class": "T"}
+    edit(model / "tokenizer_config.json", **tokenizer)
+
+
+@pytest.fixture
+def says_yes(monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n" * 100))
+
+
+@pytest.mark.parametrize("model_type", ["bert", "evil"])
+def test_code_that_comes_with_a_model_is_not_executed_even_if_standard_input_says_yes(
+    model, tmp_path, says_yes, capsys, model_type
+):
+    mark = tmp_path / "executed"
+    plant_code(model, mark, model_type=model_type)
+    cfg = ModelConfig(pretrained=str(model), tokenizer=str(model))
+    for load in (
+        lambda: load_tokenizer(str(model)),
+        lambda: read_tokenizer(str(model)),
+        lambda: task_tokenizer(cfg),
+        lambda: without_weights("classify", model),
+        lambda: model_config(cfg, vocab_size=10, pad_id=0),
+    ):
+        try:
+            load()
+        except InputError as error:
+            assert "\n" not in str(error)
+    code = predict.main([str(model), "--text", "the cat", "--device", "cpu", "--precision", "fp32"])
+    told = capsys.readouterr().err
+    assert not mark.exists()
+    if model_type == "bert":  # transformers has such a model: its own code is taken
+        assert code == 0
+    else:
+        assert code == 2 and "which is never executed here" in told and told.count("\n") == 1
+
+
+class Bomb:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (open, (str(self.mark), "w"))
+
+
+def test_weights_that_are_a_pickle_with_code_are_refused(model, tmp_path, capsys):
+    (model / "model.safetensors").unlink()
+    for content in (None, pickle.dumps(Bomb(tmp_path / "executed"))):
+        if content is None:
+            torch.save({"bert.x": Bomb(tmp_path / "executed")}, model / "pytorch_model.bin")
+        else:
+            (model / "pytorch_model.bin").write_bytes(content)
+        assert predict.main([str(model), "--text", "the cat", "--device", "cpu", "--precision", "fp32"]) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert told[-1].startswith("error: ") and "Traceback" not in told
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["../small/model.safetensors", "/etc/passwd", 5])
+def test_an_index_of_weights_names_files_of_its_folder_only(model, name, capsys):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"bert.x": name}}))
+    assert predict.main([str(model), "--text", "the cat", "--device", "cpu", "--precision", "fp32"]) == 2
+    assert "weight_map" in capsys.readouterr().err
+
+
+CODE = [path for package in ("train", "launch", "ami", "benchmarks") for path in (ROOT / package).rglob("*.py")]
+SAID = {  # of a call, by the last part of its name: the keyword that has to be there
+    "from_pretrained": ("trust_remote_code", False),
+    "from_config": ("trust_remote_code", False),
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+}
+NEVER = (
+    "pickle.load",
+    "pickle.loads",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "OmegaConf.load",
+    "eval",
+    "exec",
+)
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_call_that_loads_says_that_it_executes_nothing(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        assert name not in NEVER, f"{path}:{node.lineno} {name}"
+        wanted = SAID.get(name) or SAID.get(name.rpartition(".")[2])
+        if wanted is not None:
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            assert given.get(wanted[0]) == str(wanted[1]), f"{path}:{node.lineno} lacks {wanted[0]}={wanted[1]}"
+
+
+# ---- config.yaml of a run ------------------------------------------------------------------------------------------
+
+
+def foreign_run(folder, change=lambda config: None):
+    """As much of a run folder as says what the run was."""
+    folder.mkdir()
+    config = to_dict(train_config(folder, folder / "data"))
+    change(config)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for name in ("environment.json", "metrics.jsonl"):
+        (folder / name).write_text("{}\n")
+    return folder
+
+
+LOOKED_UP = {
+    "a server": lambda config: config["s3"].update(endpoint="http://host/${oc.env:HF_TOKEN,none}"),
+    "a path": lambda config: config["data"].update(path="${oc.env:HF_TOKEN}"),
+    "a key": lambda config: config.update({"${oc.env:HF_TOKEN}": 1}),
+    "in a list": lambda config: config["task"].update(mask_rate=["${oc.env:HF_TOKEN}"]),
+    "escaped": lambda config: config.update(run_dir="\\${oc.env:HF_TOKEN}"),
+}
+
+
+@pytest.mark.parametrize("case", LOOKED_UP)
+def test_nothing_in_the_configuration_of_a_run_is_looked_up(tmp_path, monkeypatch, capsys, case):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    run = foreign_run(tmp_path / "run", LOOKED_UP[case])
+    assert checkpoints.main([str(run), "export", str(tmp_path / "out")]) == 2
+    assert predict.main([str(run), "--text", "x"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("nothing in a run's file is looked up") == 2 and "hf_secret" not in told
+
+
+def test_the_configuration_of_a_run_decides_on_no_server_and_no_place_to_write_to(tmp_path):
+    def point_elsewhere(config):
+        config["s3"].update(endpoint="http://evil:1", profile="prod", region="x")
+        config["data"].update(cache_dir="/home")
+        config["hub"].update(push_to="evil/model")
+        config.update(run_dir="/home/me")
+
+    cfg = read_config(LocalFolder(foreign_run(tmp_path / "run", point_elsewhere)))
+    assert (cfg.s3, cfg.hub, cfg.data.cache_dir) == (S3Config(), HubConfig(), None)
+    assert cfg.run_dir == str(tmp_path / "run")
+
+
+NO_CONFIGURATION = [
+    "",
+    "[]",
+    "a: &a [*a]",
+    "!!python/object/apply:os.system [x]",
+    "s3: 5",
+    "\0",
+    "task: 1",
+    "a: 2001-99-99",
+]
+
+
+@pytest.mark.parametrize("content", [*NO_CONFIGURATION, "a: " + "[" * 5000], ids=lambda content: ascii(content)[:30])
+def test_a_configuration_that_is_none_is_one_line(tmp_path, content, capsys):
+    run = foreign_run(tmp_path / "run")
+    (run / "config.yaml").write_text(content)
+    assert checkpoints.main([str(run), "export", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "override", ["s3.profile=${oc.env:HOME}", "run_dir='${oc.env:HOME}'", "data.path=${oc.env:${seed}}"]
+)
+def test_settings_are_not_looked_up_either_as_config_yaml_would_keep_them(override):
+    with pytest.raises(InputError, match="let the shell do it") as refused:
+        cli.load_config(TrainConfig, [override])
+    assert os.environ["HOME"] not in str(refused.value)
+
+
+# ---- credentials ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://user:hunter2@host",
+        "https://hunter2@host:9000/",
+        "user:hunter2@host",
+        "http://host/?token=hunter2",
+        "http://host#hunter2",
+        "http://user:hunter2@[host",
+    ],
+)
+def test_credentials_in_an_endpoint_are_refused_and_not_repeated(endpoint, monkeypatch, capsys):
+    with pytest.raises(InputError, match="holds more than an address") as refused:
+        S3Config(endpoint=endpoint)
+    assert "hunter2" not in str(refused.value)
+    with pytest.raises(InputError) as refused:
+        cli.load_config(TrainConfig, ["experiment=demo", f"s3.endpoint='{endpoint}'"])
+    assert "hunter2" not in str(refused.value) and "holds more than an address" in str(refused.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    with pytest.raises(InputError) as refused:
+        S3Folder("s3://bucket/prefix", S3Config(region="us-east-1"))
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "http://", "http://host:99999", "http://ho\nst"])
+def test_an_endpoint_that_is_no_address_is_refused(endpoint):
+    with pytest.raises(InputError, match="must be a server's address"):
+        S3Config(endpoint=endpoint)
+
+
+def test_credentials_in_a_location_are_refused_and_not_repeated():
+    with pytest.raises(InputError, match="holds credentials") as refused:
+        S3Folder("s3://key:hunter2@bucket/prefix", S3Config())
+    assert "hunter2" not in str(refused.value)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_umask_decides_for_all_files_of_an_export(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        Network(BertForSequenceClassification(BertConfig(**SMALL))).export(tmp_path / "export")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "export").iterdir()}
+    assert set(modes) == {"config.json", "model.safetensors"} and set(modes.values()) == {0o666 & ~umask}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """What save_to_disk writes, beside another data set that is not for reading."""
+    for name in ("other", "ours"):
+        table = datasets.Dataset.from_dict({"text": [name] * 3})
+        datasets.DatasetDict(train=table).save_to_disk(str(tmp_path / name))
+    return tmp_path / "ours"
+
+
+def test_the_index_of_a_saved_data_set_names_files_of_its_folder_only(saved):
+    assert load_saved(saved, "it")["train"]["text"][:] == ["ours"] * 3
+    state, index = saved / "train" / "state.json", saved / "dataset_dict.json"
+    elsewhere = "../../other/train/data-00000-of-00001.arrow"
+    for path, key, value in (
+        (index, "splits", ["../other/train"]),
+        (state, "_data_files", [{"filename": elsewhere}]),
+        (state, "_data_files", [{"filename": str((state.parent / elsewhere).resolve())}]),
+        (state, "_data_files", 5),
+    ):
+        before = path.read_text()
+        edit(path, **{key: value})
+        with pytest.raises(InputError, match=f"it cannot be read as a saved data set: .*{path.name}: ") as refused:
+            load_saved(saved, "it")
+        assert "\n" not in str(refused.value)
+        path.write_text(before)
+
+
+SPLIT = {
+    "examples": 3,
+    "rows": 3,
+    "tokens": 9,
+    "label_counts": {"a": 3},
+    "length_quantiles": {"median": 3},
+    "length_histogram": {"up_to": [4], "counts": [3]},
+    "padding_share": 0.5,
+    "notes": {"truncated": 0.0},
+    "bad_rows": 0,
+    "bad_examples": [],
+    "left_out": 0,
+}
+FACTS = {
+    "format": 1,
+    "id": "0" * 64,
+    "kind": "classify",
+    "labels": ["a"],
+    "settings": {"seq_len": 16},
+    "selection": {},
+    "tokenizer_sha256": "0" * 64,
+    "splits": {"train": SPLIT, "validation": SPLIT},
+    "files": {"train/data-00000-of-00001.arrow": {"bytes": 3, "sha256": "0" * 64}},
+}
+
+
+@quick
+@given(data=st.data())
+def test_changed_tables_are_refused_or_name_only_files_of_their_folder(data):
+    body, root = data.draw(changed(FACTS)), Path("/a/folder")
+    try:
+        facts = parse_facts(json.dumps(body).encode())
+    except BadContent as error:
+        assert str(error).isprintable()
+        return
+    for name in [*facts["files"], *facts["splits"]]:
+        assert (root / name).resolve() == root / name != root
+
+
+def test_objects_whose_names_lead_out_of_a_folder_are_left_out(bucket, caplog):
+    for key in ("run/a.txt", "run/sub/b.txt", "run/../../c.txt", "run/sub//d.txt", "run//etc/e.txt", "run/.hidden"):
+        bucket.put(key, b"x")
+    assert len(bucket.keys("run/")) >= 5
+    folder = S3Folder(bucket.location("run"), bucket.config())
+    assert folder.names() == ["a.txt", "sub/b.txt"] == folder.names()

@@ -1,0 +1,321 @@
+"""What others may have written: no name in it leads out of its folder, and what cannot be is refused in one line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostile import EVIL_NAMES, changed, names, quick
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from train import shards as shards_tool
+from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
+from train.config import InputError, ShardsConfig
+from train.data.prepared import PreparedData
+from train.data.shards import ShardSet, map_tensors, parse_manifest, read_manifest
+from train.storage import LocalFolder, canonical_json, sha256_bytes, sha256_json
+from train.untrusted import BadContent, FileName, RelativePath, is_inside
+
+ROOT = Path("/a/folder")
+
+
+def is_one_line(error):
+    text = str(error)
+    return bool(text) and text.isprintable() and len(text) < 500
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+@quick
+@given(names)
+def test_no_accepted_name_leads_out_of_its_folder(name):
+    for kind in (FileName, RelativePath):
+        try:
+            accepted = kind(name)
+        except BadContent as error:
+            assert is_one_line(error)
+            continue
+        path = ROOT / accepted
+        assert path.resolve() == path and path.is_relative_to(ROOT) and path != ROOT
+        assert kind is RelativePath or path.parent == ROOT
+        assert not any(part.startswith((".", "-")) for part in path.relative_to(ROOT).parts)
+
+
+@pytest.mark.parametrize("name", [*EVIL_NAMES[:5], *EVIL_NAMES[9:]], ids=ascii)
+def test_names_that_lead_astray_are_refused(name):
+    if name != "~/x":  # a folder called "~": nothing expands it
+        with pytest.raises(BadContent):
+            RelativePath(name)
+    with pytest.raises(BadContent):
+        FileName(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["train-00000.safetensors", "train-03of64-00001.safetensors", "model.pt", "ä b (1).csv"]
+)
+def test_usual_names_are_names(name):
+    assert FileName(name) == name and RelativePath(f"tokenizer/{name}") == f"tokenizer/{name}"
+
+
+@pytest.mark.parametrize("name", ["../out.txt", "/tmp/out.txt", "a/../../out.txt"])
+def test_a_local_folder_neither_reads_nor_writes_nor_removes_beside_itself(tmp_path, name):
+    folder, victim = LocalFolder(tmp_path / "in" / "deep"), tmp_path / "out.txt"
+    folder.path.mkdir(parents=True)
+    for act in (
+        folder.read,
+        folder.size,
+        folder.remove,
+        lambda it: folder.write(it, b"x"),
+        lambda it: folder.create(it, b"x"),
+    ):
+        with pytest.raises(BadContent):
+            act(name)
+    assert not victim.exists()
+
+
+def test_a_link_that_leads_out_is_not_inside(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "secret").write_text("")
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "secret")
+    assert is_inside(tmp_path / "run" / "file", tmp_path / "run")
+    assert not is_inside(tmp_path / "run" / "link", tmp_path / "run")
+
+
+# ---- manifests of data ---------------------------------------------------------------------------------------------
+
+
+def signed(body):
+    """A manifest with its right checksum."""
+    body = {key: value for key, value in body.items() if key != "id"}
+    return canonical_json({**body, "id": sha256_json(body)})
+
+
+def forge(folder, change):
+    path = folder / "manifest.json"
+    body = json.loads(path.read_bytes())
+    change(body)
+    path.write_bytes(signed(body))
+
+
+@pytest.fixture
+def data(prepared, tmp_path):
+    return shutil.copytree(prepared, tmp_path / "data")
+
+
+@pytest.fixture(scope="module")
+def good(prepared):
+    return json.loads((prepared / "manifest.json").read_bytes())
+
+
+def first(body):
+    return body["splits"]["train"][0]
+
+
+def set_in(pick, key, value):
+    return lambda body: pick(body).update({key: value})
+
+
+FORGED = {
+    "an absolute path": (set_in(first, "file", "/etc/hosts.safetensors"), "is not the name of a file"),
+    "a path upwards": (set_in(first, "file", "../../x.safetensors"), "is not the name of a file"),
+    "a file of ours": (set_in(first, "file", "wanted.json"), "not the name of a shard"),
+    "more rows": (lambda body: first(body).update(rows=first(body)["rows"] + 50), "cannot have"),
+    "fewer rows": (lambda body: first(body).update(rows=first(body)["rows"] - 50), "cannot have"),
+    "rows below nothing": (set_in(first, "rows", -1), "not a count"),
+    "a shard twice": (lambda body: body["splits"]["train"].append(first(body)), "is in it 2 times"),
+    "held out and learnt": (lambda body: body["splits"].update(validation=body["splits"]["train"]), "is in it 2 times"),
+    "no training shard": (lambda body: body["splits"].update(train=[]), "with a training shard"),
+    "another split": (lambda body: body["splits"].update(test=[]), "splits are not"),
+    "no sha256": (set_in(first, "sha256", "abc"), "is not a sha256"),
+    "a dtype": (set_in(lambda body: body, "dtype", "object"), "dtype is 'object'"),
+    "seq_len of text": (set_in(lambda body: body, "seq_len", "32"), "seq_len holds '32', not a count"),
+    "seq_len of nothing": (set_in(lambda body: body, "seq_len", 0), "seq_len is 0"),
+    "a special id out of the vocabulary": (
+        set_in(lambda body: body["tokenizer"], "mask_id", 10**6),
+        "special ids up to",
+    ),
+    "a huge vocabulary": (set_in(lambda body: body["tokenizer"], "vocab_size", 10**9), "a vocabulary of 1000000000"),
+    "counts of text": (set_in(lambda body: body["counts"], "unigram_entropy", "x"), "not a number"),
+    "an unknown field": (set_in(first, "url", "http://x"), "'url' is not known"),
+    "no tokenizer": (lambda body: body.pop("tokenizer"), "tokenizer is missing"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_manifest_of_data_is_refused_in_one_line(data, case):
+    change, says = FORGED[case]
+    forge(data, change)
+    with pytest.raises(InputError, match=says) as refused:
+        read_manifest(data)
+    assert is_one_line(refused.value) and "prepare the data again" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 100_000, b"[]", b"null", b"\xff", b'{"format": 1, "id": "\\ud800", "a": "\\ud800"}']
+)
+def test_what_is_no_manifest_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        read_manifest(tmp_path)
+    assert is_one_line(refused.value)
+
+
+@quick
+@given(data=st.data())
+def test_a_changed_manifest_of_data_is_refused_or_names_only_files_of_its_folder(good, data):
+    body = data.draw(changed(good))
+    try:
+        manifest = parse_manifest(signed(body))
+    except BadContent as error:
+        assert is_one_line(error)
+    except UnicodeEncodeError:  # cannot be signed
+        return
+    else:
+        assert all((ROOT / shard.file).parent == ROOT for shard in manifest.shards)
+        assert all(shard.rows >= 0 for shard in manifest.shards)
+
+
+def test_data_in_s3_overwrites_nothing_outside_the_cache(prepared, bucket, tmp_path, capsys):
+    victim = tmp_path / "victim.safetensors"
+    victim.write_text("precious")
+    forged = shutil.copytree(prepared, tmp_path / "forged")
+    forge(forged, set_in(first, "file", str(victim)))
+    for path in forged.rglob("*"):
+        if path.is_file():
+            bucket.put(f"evil/{path.relative_to(forged)}", path.read_bytes())
+    options = ["--endpoint", bucket.service.endpoint, "--path-style", "--cache-dir", str(tmp_path / "cache")]
+    assert shards_tool.main(["head", f"s3://{bucket.name}/evil", *options]) == 2
+    assert "is not the name of a file" in capsys.readouterr().err
+    assert victim.read_text() == "precious"
+
+
+# ---- shards --------------------------------------------------------------------------------------------------------
+
+
+def put_shard(folder, content):
+    """A first shard with this content, under a manifest with its right length and checksum."""
+    shard = folder / read_manifest(folder).splits["train"][0].file
+    shard.write_bytes(content)
+    facts = {"bytes": len(content), "sha256": sha256_bytes(content)}
+    forge(folder, lambda body: first(body).update(facts))
+
+
+def tensors_of(folder):
+    shard = read_manifest(folder).splits["train"][0]
+    return {name: np.array(tensor) for name, tensor in map_tensors(folder / shard.file).items()}
+
+
+FORGED_SHARDS = {
+    "other tensors": (
+        lambda found: {"tokens": found["tokens"], "x": found["pivot"], "y": found["same_document"]},
+        "does not hold",
+    ),
+    "another shape": (
+        lambda found: {**found, "tokens": found["tokens"].reshape(2 * len(found["pivot"]), -1)},
+        "does not hold",
+    ),
+    "another dtype": (lambda found: {**found, "pivot": found["pivot"].view(np.float16)}, "does not hold"),
+    "tokens out of the vocabulary": (lambda found: {**found, "tokens": found["tokens"] | 0x8000}, "its vocabulary has"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED_SHARDS)
+def test_a_forged_shard_is_refused_when_it_is_read(data, case):
+    change, says = FORGED_SHARDS[case]
+    put_shard(data, save(change(tensors_of(data))))
+    with pytest.raises(InputError, match=says) as refused:
+        ShardSet(data, read_manifest(data), "train").rows(np.arange(2))
+    assert is_one_line(refused.value)
+
+
+@quick
+@given(data=st.data())
+def test_a_header_that_is_not_true_is_one_line(prepared, tmp_path_factory, data):
+    path = prepared / read_manifest(prepared).splits["validation"][0].file
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 250))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    forged = tmp_path_factory.getbasetemp() / "forged.safetensors"
+    forged.write_bytes(content)
+    try:
+        map_tensors(forged)
+    except InputError as error:
+        assert is_one_line(error)
+
+
+def test_local_data_with_forged_rows_does_not_train(data):
+    forge(data, FORGED["more rows"][0])
+    with pytest.raises(InputError, match="cannot have"):
+        PreparedData(ShardsConfig(path=str(data)), None)
+
+
+# ---- manifests of checkpoints --------------------------------------------------------------------------------------
+
+SHA256 = "0" * 64
+PROGRESS = {"step": 3, "examples": 24, "window": {"loss": 1.5}}
+CHECKPOINT = json.loads(
+    Manifest(
+        step=3,
+        fence=1,
+        identity={"data": SHA256},
+        settings={"best.metric": "loss"},
+        progress=PROGRESS,
+        world_size=1,
+        backend="ddp",
+        metric=1.5,
+        files={"model.pt": {"bytes": 10, "sha256": SHA256}, "ranks.pt": {"bytes": 10, "sha256": SHA256}},
+        folder="00000001-0123abcd",
+    ).to_json()
+)
+
+
+def signed_checkpoint(body):
+    body = {key: value for key, value in body.items() if key != "sha256"}
+    return canonical_json({**body, "sha256": sha256_json(body)})
+
+
+@quick
+@given(data=st.data())
+def test_a_changed_manifest_of_a_checkpoint_is_damaged_or_names_only_files_of_its_folder(data):
+    body = data.draw(changed(CHECKPOINT))
+    try:
+        manifest = Manifest.from_json(signed_checkpoint(body))
+    except (Damaged, OtherVersion) as error:
+        assert is_one_line(error)
+    except UnicodeEncodeError:  # cannot be signed
+        return
+    else:
+        assert all((ROOT / name).parent == ROOT for name in [*manifest.files, manifest.folder or "x"])
+        assert manifest.num_bytes >= 0 and manifest.step >= 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("files", {"../model.pt": {"bytes": 1, "sha256": SHA256}}),
+        ("files", {"model.pt": {"bytes": "1", "sha256": SHA256}}),
+        ("files", {"model.pt": {"bytes": 1}}),
+        ("files", ["model.pt"]),
+        ("folder", "/"),
+        ("progress", {"steps": 3}),
+        ("progress", {"step": "3"}),
+        ("step", -1),
+        ("world_size", None),
+        ("metric", "good"),
+    ],
+)
+def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
+    with pytest.raises(Damaged, match="cannot be read") as refused:
+        Manifest.from_json(signed_checkpoint({**CHECKPOINT, key: value}))
+    assert is_one_line(refused.value)
+
+
+def test_a_manifest_of_a_checkpoint_is_read_as_it_was_written():
+    manifest = Manifest.from_json(signed_checkpoint(CHECKPOINT))
+    assert json.loads(manifest.to_json()) == CHECKPOINT and manifest.folder == "00000001-0123abcd"
