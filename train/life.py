@@ -19,7 +19,7 @@ from train.config import InputError, Plan, TrainConfig, Unreachable, launched_ra
 from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.lease import Lease
 from train.notices import Notices
-from train.outcome import NAME, OUT_OF_MEMORY, Outcome, launch, may_go_on
+from train.outcome import OUT_OF_MEMORY, Outcome, launch, may_go_on
 from train.ownership import LeaseLost, check_owner, find_identity
 from train.preempt import StopRequest
 from train.run_folder import RunFolder, set_up_logging
@@ -127,10 +127,9 @@ def refusals(cfg: TrainConfig) -> Iterator[None]:
         folder = RunFolder(cfg.run_dir, cfg.s3)
         with suppress(InputError, Unreachable, OSError):  # the refusal matters more
             if launched_rank() == 0 and find_identity(folder.storage) is not None and folder.last_outcome():
-                folder.folder.remove(NAME)
-                folder.outcome(
-                    Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False, launch=launch())
-                )
+                reason = f"refused: {error}"
+                outcome = Outcome("refused", "refused", reason, None, None, goes_on=False, launch=launch())
+                folder.outcome(outcome, is_of_all=True)
         raise
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -180,11 +180,12 @@ class RunFolder:
     def replace(self, name: str, content: bytes) -> None:
         """Write a file of this process to S3. A request that is late, after another job has written it, is refused."""
         remote = cast("S3Folder", self.storage)
-        try:
-            self.versions[name] = remote.replace(name, content, self.versions.get(name))
-        except (FileExistsError, FileNotFoundError):  # also if it was ours, and its answer got lost
-            self.check_owner()
-            self.versions[name] = remote.replace(name, content, None)
+        with suppress(FileExistsError, FileNotFoundError):  # also if it was ours, and its answer got lost
+            if name in self.versions:
+                self.versions[name] = remote.replace(name, content, self.versions[name])
+                return
+        self.check_owner()
+        self.versions[name] = remote.replace(name, content, None)
 
     def mend_last_line(self) -> None:
         """Cut off a line of the metrics that a killed process left half written, so that the next one is its own."""
