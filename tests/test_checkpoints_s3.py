@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from train.checkpoints.manifest import Damaged, Manifest, NoneValid
 from train.checkpoints.retention import Retention
 from train.checkpoints.store_s3 import S3Store
 from train.config import InputError, Unreachable
-from train.lease import LeaseLost, name_of
+from train.ownership import LeaseLost, name_of
 from train.storage import open_folder, sha256_bytes
 
 NAMES = ("model.pt", "optimizer.pt", "ranks.pt")
@@ -115,8 +116,9 @@ def test_the_manifest_comes_last_and_only_if_there_is_none(bucket, store):
     save(store, 6)
     sent = [line_of(request) for request in bucket.proxy.requests("^PUT")]
     place = f"^PUT /{bucket.name}/run/checkpoints/step_00000006"
-    assert [bool(re.match(f"{place}/{FOLDER}/", line)) for line in sent] == [True, True, True, False]
-    assert re.match(f"{place}/manifest.json", sent[3])
+    assert re.match(rf"{place}/{FOLDER}\.unfinished", sent[0])
+    assert [bool(re.match(f"{place}/{FOLDER}/", line)) for line in sent[1:]] == [True, True, True, False]
+    assert re.match(f"{place}/manifest.json", sent[4])
     assert conditions.pop("manifest.json") == b"*"
     assert {conditions[name] for name in NAMES} == {None}
     assert is_whole(files_of(bucket, 6))
@@ -128,7 +130,7 @@ def test_a_save_killed_before_any_of_its_requests_leaves_the_checkpoint_before_i
     """A file in parts among it. All kills at once, each in a folder of its own."""
     assert start(bucket, tmp_path, ["count"]).communicate()[0] == "committed"
     num_requests = len(bucket.proxy.requests())
-    assert num_requests == 8  # begin, two parts, end; two files, the lease, the manifest
+    assert num_requests == 10  # the mark; begin, two parts, end; two files, the lease, the manifest; the mark
     stores = {f"kill-{number}": store_of(bucket, tmp_path, f"kill-{number}") for number in range(num_requests)}
     for each in stores.values():
         save(each, 3)
@@ -140,12 +142,15 @@ def test_a_save_killed_before_any_of_its_requests_leaves_the_checkpoint_before_i
     assert process.communicate()[0] == ""
     bucket.proxy.set()
     for number, (prefix, each) in enumerate(stores.items()):
-        assert len(files_of(bucket, 6, prefix)) == max(0, min(number - 3, 3))
-        assert each.steps() == [3]
-        assert_loads(each, 3)
-        each.collect_garbage()
-        assert files_of(bucket, 6, prefix) == []
+        is_committed = number == num_requests - 1  # only the mark was still to go
+        num_files = 5 if is_committed else min(number, 1) + max(0, min(number - 4, 3))
+        assert len(files_of(bucket, 6, prefix)) == num_files
+        assert each.steps() == ([3, 6] if is_committed else [3])
+        each.collect_garbage(ended_below=9)
+        assert is_whole(files_of(bucket, 6, prefix)) if is_committed else files_of(bucket, 6, prefix) == []
         assert is_whole(files_of(bucket, 3, prefix))
+        if not is_committed:
+            assert_loads(each, 3)
 
 
 def start(bucket, tmp_path, prefixes):
@@ -199,7 +204,7 @@ def test_a_save_that_cannot_be_says_so_and_the_next_one_succeeds(bucket, store, 
     assert_loads(store, 3)
     save(store, 6)
     assert_loads(store, 6)
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     assert is_whole(files_of(bucket, 6))
 
 
@@ -219,7 +224,7 @@ def test_a_step_that_is_saved_again_replaces_the_older_one_which_stays(bucket, s
             break
         finally:
             bucket.proxy.set()
-            store.collect_garbage()
+            store.collect_garbage(ended_below=9)
     assert number > 8
     assert store.manifest(6).fence == 2
     assert_loads(store, 6)
@@ -260,14 +265,15 @@ def test_what_is_damaged_in_the_bucket_is_put_aside_for_an_older_one(bucket, sto
     damage(bucket, 6, name, how)
     manifest, faults = newest_valid(store)
     assert manifest.step == 3
-    if (name, how) == ("manifest.json", "missing"):  # it was never committed
+    if (name, how) == ("manifest.json", "missing"):  # it does not count, but its files may be wanted
         assert faults == store.aside() == []
-        store.collect_garbage()
-        assert files_of(bucket, 6) == []
+        kept = files_of(bucket, 6)
+        store.collect_garbage(ended_below=9)
+        assert files_of(bucket, 6) == kept and len(kept) == 3
         return
     assert len(faults) == 1 and "checkpoint of step 6 is damaged" in faults[0] and name in faults[0]
     kept = files_of(bucket, 6)
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     assert files_of(bucket, 6) == kept and len(kept) == (3 if how == "missing" else 4)
     assert store.steps() == [3] and len(store.aside()) == 1
     save(store, 6)
@@ -286,7 +292,7 @@ def test_putting_aside_that_stops_half_way_is_done_again(bucket, store):
     bucket.proxy.set()
     assert newest_valid(store)[0].step == 3
     assert store.steps() == [3] and len(store.aside()) == 2
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     assert len(files_of(bucket, 6)) == 3 + 2
 
 
@@ -331,7 +337,7 @@ def test_an_owner_that_slept_through_its_replacement_commits_nothing(bucket, sto
     assert store.steps() == [3]
     save(store, 6, fence=2)
     assert_loads(store, 6)
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     assert len(files_of(bucket, 6)) == 4
 
 
@@ -366,17 +372,69 @@ def test_removal_begins_with_the_manifest(bucket, store):
     bucket.proxy.set()
     assert Retention(store, 2).prune() == [1, 2]
     removed = [seen.path for seen in bucket.proxy.requests("^DELETE")]
-    assert len(removed) == 8
-    assert removed[0].endswith("step_00000001/manifest.json") and removed[4].endswith("step_00000002/manifest.json")
+    assert len(removed) == 10
+    assert removed[0].endswith("step_00000001/manifest.json") and removed[5].endswith("step_00000002/manifest.json")
     assert files_of(bucket, 1) == files_of(bucket, 2) == []
-    bucket.proxy.set(Fault("status", match="^DELETE", skip=1, code=501, error="Stopped"))
     save(store, 5)
+    bucket.proxy.set(Fault("status", match="^DELETE", skip=1, code=501, error="Stopped"))
     with pytest.raises(InputError, match="Stopped"):
         Retention(store, 2).prune()
-    assert store.steps() == [4, 5] and len(files_of(bucket, 3)) == 3
+    assert store.steps() == [4, 5] and len(files_of(bucket, 3)) == 3 + 1
     bucket.proxy.set()
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     assert files_of(bucket, 3) == []
+
+
+@pytest.mark.parametrize("missing", [[6], [3, 6]], ids=str)
+def test_the_files_of_a_checkpoint_that_lost_its_manifest_stay(bucket, store, caplog, monkeypatch, missing):
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+    save(store, 3)
+    save(store, 6)
+    for step in missing:
+        damage(bucket, step, "manifest.json", "missing")
+    before = bucket.keys()
+    store.collect_garbage(ended_below=9)
+    assert bucket.keys() == before
+    (line,) = caplog.messages
+    names = ", ".join(f"step_{step:08d}" for step in missing)
+    assert f"no manifest.json for the files of {names}: they do not count as checkpoints, and none is removed" in line
+
+
+def test_objects_of_the_user_stay(bucket, store):
+    """Also beside what a killed save has left."""
+    save(store, 3)
+    bucket.proxy.set(Fault("status", match="^PUT .*/manifest.json", code=501, error="Stopped"))
+    with pytest.raises(InputError, match="Stopped"):
+        save(store, 6)
+    left = files_of(bucket, 6)
+    folder = left[0].partition("/")[0]
+    assert len(left) == 4
+    own = ["step_00000003/notes.txt", "step_00000006/notes.txt", f"step_00000006/{folder}/notes.txt"]
+    own += ["step_00000009/00000001-0123abcd/model.pt", "step_00000012/notes.unfinished", "step_one/x"]
+    for name in own:
+        bucket.put(f"run/checkpoints/{name}", b"mine")
+    bucket.put("run/checkpoints/step_00000009/00000001-0123abcd.unfinished", b'{"files": "all"')
+    before = set(bucket.keys())
+    store.collect_garbage(ended_below=9)
+    assert before - set(bucket.keys()) == {f"run/checkpoints/step_00000006/{name}" for name in left}
+
+
+def test_what_an_owner_that_may_only_be_silent_has_written_stays_and_its_late_commit_is_whole(
+    bucket, store, monkeypatch
+):
+    """It went to sleep after it had looked at the lease; the next owner cannot know whether it ever wakes up."""
+    save(store, 3)
+    create = store.folder.create
+
+    def create_late(name, content):
+        monkeypatch.setattr(store.folder, "create", create)
+        store.folder.write(name_of(2), b"the next owner's")
+        S3Store(store.folder, store.local / "of the next owner").collect_garbage(ended_below=1)
+        return create(name, content)
+
+    monkeypatch.setattr(store.folder, "create", create_late)
+    save(store, 6, fence=1)
+    assert_loads(store, 6)
 
 
 def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
@@ -386,7 +444,7 @@ def test_what_was_fetched_or_left_over_does_not_fill_the_disk(store):
     store.fetch(6)
     store.scratch(9, 0)
     assert len(list(store.local.glob("fetched/*"))) == 1
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     assert os.listdir(store.local) == []
 
 

@@ -20,7 +20,8 @@ from services.fault_proxy import Fault
 
 from train import lease
 from train.config import InputError, S3Config
-from train.lease import Lease, LeaseLost, name_of
+from train.lease import Lease
+from train.ownership import KINDS, LeaseLost, name_of
 from train.storage import LocalFolder, canonical_json, open_folder
 
 DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
@@ -280,7 +281,8 @@ def test_an_owner_elsewhere_that_beats_is_not_disturbed(folder, new, as_another)
     with pytest.raises(InputError, match="is in use by process .* on node-2, since "):
         new(3.0, on_wait=said.append).take()
     (line,) = said
-    assert f"{folder.location} was last used by process" in line and line.endswith("heartbeat, up to 3 s")
+    assert f"{folder.location} was last used by process" in line
+    assert re.search(r": watching for a heartbeat, up to 3 s \(until \d\d:\d\d:\d\d UTC\)$", line)
     assert owner.lost is None
     owner.check()
     assert folder.names() == ["lease/00000001.json"]
@@ -300,7 +302,7 @@ def test_an_owner_elsewhere_that_is_silent_is_followed(folder, new):
 def test_an_owner_is_watched_for_its_own_time_if_that_is_longer(folder, new, monkeypatch):
     leave(folder, ttl_s=600.0)
     waited = []
-    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=waited.append, strftime=time.strftime, gmtime=time.gmtime))
+    monkeypatch.setattr(lease.time, "sleep", waited.append)
     new(60.0, on_wait=lambda _: None).take()
     assert sum(waited) == pytest.approx(600)
 
@@ -314,7 +316,7 @@ def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder
         waited.append(seconds)
         leave(folder, released=True)
 
-    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime, gmtime=time.gmtime))
+    monkeypatch.setattr(lease.time, "sleep", sleep)
     owner = new(60.0, on_wait=lambda _: None)
     owner.take()
     assert (owner.number, waited) == (2, [5.0])
@@ -329,7 +331,7 @@ def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder
         b'{"number": 1',
         b"[1]",
         b'{"released": true}',
-        canonical_json(dict.fromkeys(lease.KINDS, True)),
+        canonical_json(dict.fromkeys(KINDS, True)),
     ],
     ids=["empty", "no text", "half", "a list", "little", "wrong"],
 )
@@ -345,12 +347,56 @@ def test_a_damaged_file_is_watched_like_a_silent_owner(folder, new, content):
 @DISK
 def test_a_damaged_file_that_changes_has_an_owner(folder, new, monkeypatch):
     folder.write(name_of(1), b"?")
-    changing = SimpleNamespace(
-        sleep=lambda _: folder.write(name_of(1), b"??"), strftime=time.strftime, gmtime=time.gmtime
-    )
-    monkeypatch.setattr(lease, "time", changing)
+    monkeypatch.setattr(lease.time, "sleep", lambda _: folder.write(name_of(1), b"??"))
     with pytest.raises(InputError, match="is in use by an owner whose lease file cannot be read; stop it"):
         new(on_wait=lambda _: None).take()
+
+
+@DISK
+def test_who_waits_says_so_every_ten_seconds_and_until_when(folder, new, monkeypatch):
+    leave(folder, ttl_s=60.0)
+    waited, said = [], []
+    monkeypatch.setattr(lease.time, "sleep", waited.append)
+    new(60.0, on_wait=lambda text: said.append((sum(waited), text))).take()
+    assert [seconds for seconds, _ in said] == [0, 10, 20, 30, 40, 50]
+    until = re.search(r"\(until \d\d:\d\d:\d\d UTC\)", said[0][1])[0]
+    assert said[3][1] == f"watching for a heartbeat, up to 60 s {until}: none for 30 s"
+    leave(folder, number=3, ttl_s=600.0)
+    waited.clear()
+    new(60.0, on_wait=lambda _: None).take()
+    assert max(waited) <= 10
+
+
+@DISK_AND_S3
+@pytest.mark.parametrize("stray", [99_999_999, 10**40])
+def test_a_stray_file_of_the_highest_number_does_not_hold_up_the_next_owner(folder, new, stray):
+    folder.write(name_of(stray), b"stray")
+    said = []
+    owner = new(0.1, on_wait=said.append)
+    owner.take()
+    assert owner.number == stray + 1 and len(said) == 1
+    owner.check()
+    with pytest.raises(InputError, match="is in use by process"):
+        new().take()
+
+
+@DISK
+@pytest.mark.parametrize("forged", [{"ttl_s": float("inf")}, {"ttl_s": 1e300}, {"pid": 10**30}, {"pid": -1}], ids=str)
+def test_a_forged_file_is_watched_like_a_damaged_one(folder, new, forged):
+    here = {name: lease.identity()[name] for name in ELSEWHERE}
+    leave(folder, **here, **forged)
+    new(0.1, on_wait=lambda _: None).take()
+
+
+@S3
+def test_a_server_that_ignores_conditions_is_refused_at_once(bucket, folder, new):
+    def forget(request, **_):
+        del request.headers["If-None-Match"]
+
+    folder.client.meta.events.register_first("before-sign.s3.PutObject", forget)
+    with pytest.raises(InputError, match=r"^run_dir=s3://.*/run: its server ignores If-None-Match, so two jobs could"):
+        new().take()
+    assert bucket.keys() == []
 
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
@@ -555,7 +601,8 @@ def test_a_lost_answer_is_not_another_owner(bucket, folder, new):
     owner = new()
     owner.take()
     assert owner.number == 1
-    assert [request.fault for request in bucket.proxy.requests("^PUT")] == ["lose", None]
+    seen = [(request.fault, request.status) for request in bucket.proxy.requests("^PUT")]
+    assert seen == [("lose", 200), (None, 412), (None, 412)]  # tried again, and then whether it can be created twice
 
 
 @DISK

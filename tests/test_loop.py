@@ -9,7 +9,7 @@ import torch
 from running import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import loop, prepare, run_folder
+from train import environment, loop, prepare
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import InputError
@@ -225,4 +225,4 @@ def test_only_rank_0_speaks(tmp_path, prepared):
 
 def test_a_machine_without_git_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_folder.commit() is None
+    assert environment.commit() is None

@@ -136,7 +136,7 @@ def recover(folder, answer):
     """What a next life of the run finds, and whether it can save."""
     store = LocalStore(folder)
     found = {"steps": store.steps(), "whole": [step for step in store.steps() if holds(folder, step)]}
-    store.collect_garbage()
+    store.collect_garbage(ended_below=9)
     found["left"] = [path.name for path in folder.iterdir() if step_of(path.name) is None and path.name != "LATEST"]
     model, optimizer = state(-1)
     found["loaded"] = load(

@@ -30,8 +30,8 @@ from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Facts, Saver, SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
-from train.lease import LeaseLost
 from train.optim import build_optimizer
+from train.ownership import LeaseLost
 from train.preempt import StopRequest
 from train.tasks import build_task
 

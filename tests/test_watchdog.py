@@ -18,7 +18,10 @@ import pytest
 
 from train import watchdog, watchdog_process
 from train.config import InputError, WatchdogConfig
+from train.lease import Lease
+from train.outcome import Outcome
 from train.run_folder import RunFolder
+from train.storage import LocalFolder
 from train.watchdog import LEFT, Orders, Watchdog, die_with_launcher, open_slots, private_folder, read_process
 from train.watchdog_process import WatchdogProcess, count_oom_kills, find_oom_counter
 
@@ -272,15 +275,23 @@ def watch(log: Path, torchrun: None) -> Iterator[Callable[..., WatchdogProcess]]
     counter = log.parent / "memory.events"
     counter.write_text("oom 0\noom_kill 3\n")
 
-    def watch(*, has_other_machines: bool = False, previous: str = "") -> WatchdogProcess:
+    lease = Lease(LocalFolder(log.parent), LIVES)
+    lease.take()
+
+    def watch(
+        *, has_other_machines: bool = False, previous: str = "", owner: str = lease.claim["owner"]
+    ) -> WatchdogProcess:
         started = read_process(os.getpid()).started
         places = str(private_folder(log, 3)), str(log)
         orders = Orders(
             *places, 3, started, has_other_machines, True, str(log.parent), {}, previous, step_s=100, start_s=1000
         )
-        return WatchdogProcess(orders, oom_counter=counter)
+        watcher = WatchdogProcess(orders, oom_counter=counter)
+        watcher.slots[0].owner = owner.encode()
+        return watcher
 
     yield watch
+    lease.release()
     for path in private_folder(log, 3).iterdir():
         path.unlink()
     private_folder(log, 3).rmdir()
@@ -339,10 +350,24 @@ def test_a_lost_peer_is_explained_by_what_became_of_it(start: Start, log: Path, 
     """The words of the rank that only saw its connection break come first."""
     path = log.parent / "outcome.json"
     for kind, stays in (("RuntimeError", False), ("not_finite", True)):
-        path.write_text(json.dumps({"kind": kind, "checkpoint": 5}))
+        first = Outcome("failed", kind, "the first", 7, 5, goes_on=True, launch=[])
+        path.write_text(json.dumps(vars(first)))
         watch().write_outcome("killed", "killed: rank 1", SimpleNamespace(step=7))
-        assert json.loads(path.read_text()).get("reason") == (None if stays else "killed: rank 1")
+        assert json.loads(path.read_text())["reason"] == ("the first" if stays else "killed: rank 1")
         assert json.loads(path.read_text())["checkpoint"] == 5
+
+
+@pytest.mark.parametrize("owner", ["that of another job", ""], ids=["lost", "never had"])
+def test_a_watchdog_writes_nothing_of_the_end_to_a_run_folder_of_another_job(start: Start, log: Path, watch, owner):
+    """Of a job that has yet to join nobody knows: it may write beside what others write, and nothing in their place."""
+    pair(start, "dog.phase('data', step=7)", "dog.phase('data', step=7)")
+    watcher = watch(owner=owner)
+    before = {path for path in log.parent.rglob("*") if path.parent.name != "lease"}
+    assert watcher.look() and not look_later(watcher, 200)
+    written = {path.name for path in log.parent.rglob("*") if path.parent.name != "lease"} - {
+        each.name for each in before
+    }
+    assert "outcome.json" not in written and bool(written) == (owner == "")
 
 
 @pytest.mark.parametrize(("previous", "goes_on"), [("", True), ("killed", True), ("out_of_host_memory", False)])

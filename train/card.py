@@ -54,6 +54,7 @@ SETTINGS = (  # of config.yaml and environment.json, flat
 
 def write(folder: RunFolder) -> Path:
     """Write the card beside the exported model, in this machine's copy of the run folder."""
+    folder.check_owner()
     if folder.is_remote and folder.folder.size("evaluation.json") is not None:
         write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
     name = folder.location.rstrip("/").rpartition("/")[2]

@@ -130,8 +130,8 @@ def check_override(schema: type, override: str) -> None:
     key, equals, value = override.partition("=")
     check(
         re.search(r"\$\{[^}]*:", override) is None,
-        f"{key}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what it comes to; let the shell "
-        f'do it: {key}="$NAME"',
+        f"{key}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what it comes to; let the "
+        f'shell do it: {key}="$NAME"',
     )
     try:
         parsed = OverridesParser.create().parse_override(override)

@@ -604,6 +604,7 @@ class TrainConfig:
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
 
     def __post_init__(self) -> None:
+        check(self.run_dir.strip() != "", "run_dir is empty: is a variable that it is made of not set?")
         check(
             not (isinstance(self.backend, XLAConfig) and self.backend.zero1 and self.optim.name == "lamb"),
             "backend.zero1=true splits tensors, and LAMB needs the norms of whole ones; use optim=adamw",

@@ -25,6 +25,7 @@ def renewed(folder: RunFolder, step: int) -> Iterator[Path]:
     """An empty folder for the model of a run that has come to `step`. In the end it takes the place of export/ on this
     machine; an error leaves the old one. Only the owner of the run folder calls it.
     """
+    folder.check_owner()
     scratch, old = folder.path / ".export.tmp", folder.path / ".export.old"
     for left in (scratch, old):
         shutil.rmtree(left, ignore_errors=True)  # by a process that was killed
@@ -35,6 +36,7 @@ def renewed(folder: RunFolder, step: int) -> Iterator[Path]:
         for path in scratch.rglob("*"):
             if path.is_file():
                 sync_file(path)
+        folder.check_owner()
         if folder.export.is_dir():
             folder.export.rename(old)
         scratch.rename(folder.export)

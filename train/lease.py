@@ -12,11 +12,10 @@ owner that slept through several others sees it, which it would not by asking fo
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
+import math
 import os
 import platform
-import re
 import threading
 import time
 import uuid
@@ -24,35 +23,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.config import Failure, InputError
+from train.config import InputError
 from train.machine import read_process
+from train.ownership import LeaseLost, describe, name_of, newest, numbers, parse
 from train.storage import Folder, canonical_json
 
 logger = logging.getLogger("train")
 
-PREFIX = "lease/"
 BEATS, LOOKS = 6, 12  # of the owner, and of who watches it, in `ttl_s`
-KINDS: dict[str, Any] = {
-    "number": int,
-    "owner": str,  # a new one for every lease
-    "host": str,
-    "pid": int,
-    "process_start": int | None,  # clock ticks after the boot; None: not Linux
-    "boot_id": str | None,
-    "pid_namespace": str | None,
-    "job": str | None,  # of Slurm, or torchrun's run id
-    "torchrun": list | None,  # run id, address and port of the master
-    "restart": int,  # by torchrun
-    "started": str,  # for people only
-    "ttl_s": float | int,
-    "beats": int,
-    "step": int,
-    "released": bool,
-}
-
-
-class LeaseLost(Failure):
-    """Another job owns the run folder now: nothing more may be written there."""
+REPORT_S = 10.0  # between two reports of who waits, and at most between two looks
 
 
 class Lease:
@@ -68,6 +47,7 @@ class Lease:
         self.step = 0  # the loop sets it, the heartbeats tell it
         self.lost: str | None = None  # why, if the folder is another's
         self.previous: dict[str, Any] | None = None  # the last owner's file, see KINDS; None: none, or damaged
+        self.ended_below = 1  # owners of lower numbers are known to have ended; the last one may only be silent
         self.claim: dict[str, Any] = {}
         self.beats = 0
         self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
@@ -80,25 +60,37 @@ class Lease:
         self.release()
 
     def take(self) -> None:
-        """InputError if the folder's owner lives. Waits up to `ttl_s` if nothing else can show that it does not."""
+        """InputError if the folder's owner lives, or if two could own it. Waits up to `ttl_s` if nothing else can show
+        that the owner does not live.
+        """
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self.claim = {**identity(), "owner": uuid.uuid4().hex, "ttl_s": self.ttl_s, "started": started}
         # The answer to `create` may get lost, and a taker that slept may create a file that others have long removed.
-        while not self.owns(*(newest := self.newest())):
-            number, content = newest
+        while not self.owns(*(seen := newest(self.folder))):
+            number, content = seen
             if number == 0 or self.is_over(number, content):
                 self.number, self.beats, self.previous = number + 1, 0, parse(content)
                 self.folder.create(name_of(self.number), self.content())
-        for number in self.numbers():
+        self.check_creates_once()
+        for number in numbers(self.folder):
             if number < self.number - 1:
                 self.folder.remove(name_of(number))
         self.lost, self.stop = None, threading.Event()
         self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
         self.thread.start()
 
+    def check_creates_once(self) -> None:
+        """InputError, and no lease, if the folder lets a file be created twice: then two jobs could own it."""
+        if self.folder.create(name_of(self.number), self.content()):
+            self.folder.remove(name_of(self.number))
+            raise InputError(
+                f"run_dir={self.folder.location}: its server ignores If-None-Match, so two jobs could own one run "
+                "folder and overwrite each other's checkpoints; use a server that knows conditional writes, or a disk"
+            )
+
     def check(self) -> None:
         """LeaseLost if the folder is another's now. Two requests to S3; what the folder raises comes through."""
-        number, content = self.newest()
+        number, content = newest(self.folder)
         if not self.owns(number, content):
             now = f"{describe(content)} owns it, with lease {number}" if number >= self.number else "its file is gone"
             self.lost = f"lease {self.number} of {self.folder.location} is lost: {now}; this job may not commit there"
@@ -149,20 +141,6 @@ class Lease:
         changing = {"number": self.number, "beats": self.beats, "step": self.step, "released": released}
         return canonical_json({**self.claim, **changing})
 
-    # ---- the folder -------------------------------------------------------------------------------------------------
-
-    def numbers(self) -> list[int]:
-        found = (re.fullmatch(rf"{PREFIX}(\d{{8}})\.json", name) for name in self.folder.names(PREFIX))
-        return [int(match[1]) for match in found if match]
-
-    def newest(self) -> tuple[int, bytes]:
-        """The highest number, 0 if there is none, and its file; nothing if that was removed meanwhile."""
-        number = max(self.numbers(), default=0)
-        try:
-            return number, self.folder.read(name_of(number)) if number else b""
-        except FileNotFoundError:
-            return number, b""
-
     def owns(self, number: int, content: bytes) -> bool:
         found = parse(content)
         return number == self.number and found is not None and found["owner"] == self.claim["owner"]
@@ -177,18 +155,27 @@ class Lease:
             if alive and not found["released"]:
                 raise InputError(self.refusal(content))
             if alive is False or found["released"] or same_torchrun_before(found, self.claim):
+                self.ended_below = number + 1
                 return True
+        self.ended_below = number
         ttl_s = max(self.ttl_s, found["ttl_s"] if found else 0)  # the owner beats at its own pace
+        until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
         who = f"{self.folder.location} was last used by {describe(content)}"
-        self.on_wait(f"{who}, who cannot be asked from here: watching for a heartbeat, up to {ttl_s:g} s")
-        for _ in range(LOOKS):  # counted instead of timed: an answer that took long says nothing about the owner
-            time.sleep(ttl_s / LOOKS)
-            now = self.newest()
+        text = f"watching for a heartbeat, up to {ttl_s:g} s (until {until})"
+        self.on_wait(f"{who}, who cannot be asked from here: {text}")
+        looks, reported_s = max(LOOKS, math.ceil(ttl_s / REPORT_S)), 0.0
+        for look in range(1, looks + 1):  # counted instead of timed: an answer that took long says nothing of the owner
+            time.sleep(ttl_s / looks)
+            now = newest(self.folder)
             if now != (number, content):
                 seen = parse(now[1])
                 if now[0] == number and not (seen and seen["released"]):
                     raise InputError(self.refusal(now[1]))
                 return False
+            waited_s = ttl_s * look / looks
+            if look < looks and waited_s - reported_s >= REPORT_S:
+                reported_s = waited_s
+                self.on_wait(f"{text}: none for {waited_s:.0f} s")
         return True
 
     def refusal(self, content: bytes) -> str:
@@ -196,31 +183,6 @@ class Lease:
             f"run_dir={self.folder.location} is in use by {describe(content)}; stop it or choose another run_dir "
             f"(if it is gone, its lease ends by itself after lease.ttl_s={self.ttl_s:g} without a heartbeat)"
         )
-
-
-def name_of(number: int) -> str:
-    return f"{PREFIX}{number:08d}.json"
-
-
-def parse(content: bytes) -> dict[str, Any] | None:
-    """A lease file's content, see KINDS; None if it is damaged or somebody else's."""
-    try:
-        found = json.loads(content)
-    except ValueError:
-        return None
-    fits = isinstance(found, dict) and all(
-        name in found and isinstance(found[name], kind) for name, kind in KINDS.items()
-    )
-    return found if fits else None
-
-
-def describe(content: bytes) -> str:
-    """The owner, in words for people."""
-    found = parse(content)
-    if found is None:
-        return "an owner whose lease file cannot be read"
-    job = f"job {found['job']}, " if found["job"] else ""
-    return f"{job}process {found['pid']} on {found['host']}, since {found['started']}"
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

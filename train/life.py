@@ -6,19 +6,21 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from train import machine
 from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
-from train.config import InputError, Plan, TrainConfig, launched_rank
+from train.config import InputError, Plan, TrainConfig, Unreachable, launched_rank
 from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
-from train.lease import Lease, LeaseLost
+from train.lease import Lease
 from train.notices import Notices
-from train.outcome import NAME, OUT_OF_MEMORY, Outcome, launch, may_go_on
+from train.outcome import OUT_OF_MEMORY, Outcome, launch, may_go_on
+from train.ownership import LeaseLost, check_owner, find_identity
 from train.preempt import StopRequest
 from train.run_folder import RunFolder, set_up_logging
 from train.storage import make_folder
@@ -54,6 +56,21 @@ class Life:
     def failure(self) -> LeaseLost | None:
         return LeaseLost(self.lease.lost) if self.lease is not None and self.lease.lost else None
 
+    @property
+    def owner(self) -> str:
+        """The owner that rank 0's lease names; nothing on other ranks."""
+        return "" if self.lease is None else str(self.lease.claim["owner"])
+
+    def joined(self, previous: dict[str, Any], owner: str) -> None:
+        """All ranks, as rank 0 tells them: how the last attempt ended, and by which lease the run folder is theirs."""
+        self.is_ours, self.folder.previous, self.watch.slot.owner = True, previous, owner.encode()
+        if self.lease is None:
+            self.folder.guard = partial(check_owner, self.folder.storage, owner)
+
+    def may_log(self) -> bool:
+        """Whether to the run folder: not after it was lost, unless it is this machine's copy."""
+        return self.folder.is_remote or not (self.folder.is_lost or self.failure)
+
 
 def started_ago_s() -> float:
     """Of the run's command: torchrun's, whose restarts are the same start."""
@@ -67,15 +84,16 @@ def begin(life: Life) -> Iterator[Life]:
     """
     cfg, folder = life.cfg, life.folder
     local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    folder.check_is_ours(life.identity, force=cfg.resume.force)
+    set_up_logging(None)
+    folder.check_is_ours(life.identity, data_path=cfg.data.path, force=cfg.resume.force)
     make_folder(folder.path)
     with ExitStack() as stack:
         if launched_rank() == 0:
-            life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
-            life.is_ours = True
+            life.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
+            life.is_ours, folder.guard = True, life.lease.check
         try:
             folder.open()
-            set_up_logging(folder.log)
+            set_up_logging(folder.log, may_write=life.may_log)
             life.watch = Watchdog(
                 cfg.watchdog,
                 folder.log,
@@ -85,6 +103,7 @@ def begin(life: Life) -> Iterator[Life]:
                 folder=folder.location,
                 s3=cfg.s3,
                 previous=folder.previous.get("kind", ""),
+                owner=life.owner,
             )
             stack.enter_context(life.watch)
             if local_rank == 0:
@@ -106,24 +125,25 @@ def refusals(cfg: TrainConfig) -> Iterator[None]:
         yield
     except InputError as error:
         folder = RunFolder(cfg.run_dir, cfg.s3)
-        if launched_rank() == 0 and folder.last_outcome():
-            folder.folder.remove(NAME)
-            folder.outcome(
-                Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False, launch=launch())
-            )
+        with suppress(InputError, Unreachable, OSError):  # the refusal matters more
+            if launched_rank() == 0 and find_identity(folder.storage) is not None and folder.last_outcome():
+                reason = f"refused: {error}"
+                outcome = Outcome("refused", "refused", reason, None, None, goes_on=False, launch=launch())
+                folder.outcome(outcome, is_of_all=True)
         raise
 
 
 def leave_word(life: Life, reason: str, step: int) -> None:
-    """Of a run that ended in order. Every rank calls it, rank 0 speaks for all."""
+    """Of a run that ended in order. Every rank calls it, rank 0 speaks for all. LeaseLost if it is another job's."""
     folder = life.folder
+    folder.check_owner()
     folder.exit_file(reason, step)
     if launched_rank() == 0:
         ended = "done" if reason in ENDS else "stopped"
         asked, goes_on = life.asked or reason, ended == "stopped"
         word = Outcome(ended, reason, asked, step, life.checkpoint, goes_on=goes_on, launch=launch())
         folder.mirror()
-        folder.outcome(word)
+        folder.outcome(word, is_of_all=True)
         if folder.folder.size(STOP_FILE) is not None:
             folder.folder.remove(STOP_FILE)  # obeyed: the same command goes on
 
@@ -131,7 +151,8 @@ def leave_word(life: Life, reason: str, step: int) -> None:
 def leave_word_of(error: BaseException, life: Life) -> None:
     """Of a run that failed. The first rank to do so is heard."""
     kind, reason = kind_of(error), f"{type(error).__name__}: {error}"
-    if not life.is_ours or kind == "lease_lost":  # the folder is another job's
+    life.folder.is_lost |= kind == "lease_lost"
+    if not life.is_ours or life.folder.is_lost:  # the folder is another job's
         return
     if kind in OUT_OF_MEMORY:
         reason = out_of_memory(kind, error)

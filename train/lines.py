@@ -42,8 +42,10 @@ class LineFile:
             done += os.pwrite(self.handle, line[done:], self.end + done)
         self.end += done
 
-    def close(self) -> None:
-        os.truncate(self.handle, self.end)
+    def close(self, *, cuts_off: bool = True) -> None:
+        """`cuts_off`: half a line; not if somebody else writes to the file now."""
+        if cuts_off:
+            os.truncate(self.handle, self.end)
         os.close(self.handle)
         if self.waiting:
             logger.error("%s: %d lines could not be written", self.path, len(self.waiting))

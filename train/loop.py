@@ -67,8 +67,7 @@ def open_and_fit(life: Life) -> tuple[str, int]:
     cfg = life.cfg
     life.watch.phase("join", is_start=True)
     backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
-    life.is_ours = True  # rank 0 owns the folder, or it would not have joined
-    life.folder.previous = backend.share(life.folder.previous)[0]
+    life.joined(*backend.share((life.folder.previous, life.owner))[0])  # rank 0 owns the folder, or it would not join
     refused: Exception | None = None
     try:
         if cfg.data.verify:

@@ -109,7 +109,7 @@ class Recorder:
             self.fault(f"{type(error).__name__}: {error}")
         self.bar.close()
         if self.file is not None:
-            self.file.close()
+            self.file.close(cuts_off=self.folder.may_append())
         if self.board is not None:
             self.board.close()
 
@@ -291,9 +291,9 @@ class Recorder:
         return None if price is None else price * machines * (self.train_s + self.backend.graphs().compile_s) / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, and its numbers to TensorBoard. Other ranks than 0 write nothing."""
-        if self.file is not None:
-            known = {key: value if finite(value) else None for key, value in values.items()}
-            self.file.write(json.dumps({"kind": kind, "time_unix_s": round(time.time(), 3), **known}))
-        if self.board is not None and kind in ("train", "eval"):
-            self.board.add(kind, values)
+        """One line of metrics.jsonl, and its numbers to TensorBoard. Rank 0, as long as the folder is its job's."""
+        if self.file is not None and self.folder.may_append():
+            line = {"kind": kind, "time_unix_s": round(time.time(), 3), **values}
+            self.file.write(json.dumps({key: value if finite(value) else None for key, value in line.items()}))
+            if self.board is not None and kind in ("train", "eval"):
+                self.board.add(kind, values)

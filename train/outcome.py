@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from train.storage import Folder, canonical_json
 
 NAME = "outcome.json"
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite")
@@ -24,11 +28,39 @@ class Outcome:
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
 
 
+KEYS = {each.name for each in fields(Outcome)}
+
+
 def may_go_on(kind: str, previous: str) -> bool:
     """Whether a failure of this kind, after one of the kind `previous`, leaves the same command a chance. Memory may
     run out because of a neighbour: once more, but no more.
     """
     return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)
+
+
+def write_outcome(
+    folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
+) -> None:
+    """The first one stays, unless its kind is one of those that are replaced; then what it says of checkpoints does."""
+    if replaces_all:
+        folder.write(NAME, canonical_json(asdict(outcome)))
+    elif not folder.create(NAME, canonical_json(asdict(outcome))):
+        found = read_outcome(folder)
+        if found and found["kind"] in replaces:
+            folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=found["checkpoint"]))))
+
+
+def read_outcome(folder: Folder) -> dict[str, Any]:
+    """How the last attempt ended; empty if it left no record, or one that is damaged or somebody else's."""
+    try:
+        content = folder.read(NAME)
+    except FileNotFoundError:
+        return {}
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and found.keys() >= KEYS else {}
 
 
 class Over(RuntimeError):

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ from train.checkpoints.progress import Progress
 from train.checkpoints.retention import best
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import open_store
-from train.config import flat
+from train.config import InputError, Unreachable, flat
+from train.environment import environment
 from train.metrics import Recorder, Window
-from train.run_folder import environment
 from train.together import together
 
 if TYPE_CHECKING:
@@ -42,15 +41,16 @@ class Recovery:
         self.life, self.backend, self.model, self.engine, self.optimizer = life, backend, model, engine, optimizer
         self.built = optimizer  # the backend may split it over the ranks, and own another one
         self.cfg, self.settings = life.cfg, flat(life.cfg)
-        self.store = open_store(life.folder.folder, life.folder.path / "staging")
+        self.store = open_store(life.folder.storage, life.folder.path / "staging")
         lease = life.lease
+        self.unmirrored: Exception | None = None  # why the metrics could not go up before the last commit
         self.saver = Saver(
             self.cfg.checkpoint,
             self.store,
             backend,
             Facts(lease.number if lease else 0, life.identity, self.settings, environment()["versions"]),
-            may_commit=lease.check if lease else nothing,
-            after_commit=life.folder.mirror,
+            may_commit=self._before_commit,
+            after_commit=self._after_commit,
         )
         self.told_of_watchdog = False
         self.last_rollback: int | None = None  # the step that the run went back to
@@ -59,7 +59,8 @@ class Recovery:
 
     def load(self) -> Progress:
         """Put back the newest valid checkpoint, if there is one."""
-        together(self.backend, self.store.collect_garbage if self.backend.rank == 0 else lambda: None)
+        lease = self.life.lease  # rank 0's
+        together(self.backend, lambda: self.store.collect_garbage(ended_below=lease.ended_below) if lease else None)
         self.loaded = self._load()
         is_new = self.backend.rank == 0 and not self.loaded.ranks
         together(self.backend, self._check_nothing_vanished if is_new else lambda: None)
@@ -121,6 +122,20 @@ class Recovery:
         saved: dict[str, Any] = loaded.progress.window
         window = Window(**saved)
         self.recorder.window = dataclasses.replace(window, wait_s=float(own["wait_s"]), work_s=float(own["work_s"]))
+
+    def _before_commit(self) -> None:
+        """The metrics go first: what a committed checkpoint has seen is in the run folder with it."""
+        self.life.folder.check_owner()
+        self.unmirrored = None
+        try:
+            self.life.folder.mirror()
+        except (InputError, Unreachable, OSError) as error:  # the checkpoint matters more
+            self.unmirrored = error
+
+    def _after_commit(self) -> None:
+        self.life.folder.check_owner()  # older checkpoints are removed next
+        if self.unmirrored is not None:
+            raise self.unmirrored
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
@@ -221,6 +236,7 @@ class Recovery:
 
     def _put_aside_what_failed(self) -> None:
         """What the last rollback went back to, if the run has come no further and older ones are left."""
+        self.life.folder.check_owner()
         last, steps = self.last_rollback, self.store.steps()
         since = [step for step in steps if last is not None and step in (last, last + 1)]
         if since and since[-1] == steps[-1] and len(since) < len(steps):
@@ -290,6 +306,3 @@ class Recovery:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """What is being saved is worth waiting for, unless the run is to leave at once."""
         self.saver.close(waits=kind is not SystemExit)
-
-
-nothing: Callable[[], None] = lambda: None  # noqa: E731

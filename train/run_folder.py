@@ -15,23 +15,17 @@ import json
 import logging
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
-import conf
-import train
 from train import machine
 from train.config import (
     InputError,
@@ -44,30 +38,51 @@ from train.config import (
     launched_rank,
     to_dict,
 )
-from train.outcome import NAME, Outcome
+from train.environment import environment
+from train.outcome import NAME, Outcome, read_outcome, write_outcome
+from train.ownership import LeaseLost, Owned, check_is_run_folder, check_location
 from train.run_clock import RunClock
-from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
+from train.storage import (
+    Folder,
+    LocalFolder,
+    canonical_json,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_bytes,
+    sync_file,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from train.s3 import S3Folder
 
 logger = logging.getLogger("train")
 MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
-PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
-PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 
 class RunFolder:
+    """`folder` is where a run writes: `guard` is called before every change, and raises LeaseLost if the folder is
+    another job's by now. `storage` is the same without the guard, for the lease itself.
+    """
+
     def __init__(self, location: str, s3: S3Config | None = None) -> None:
         self.location = location
         if is_s3(location):
             name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
             self.path = machine.cache_root() / "runs" / name
-            self.folder = open_folder(location, s3 or S3Config())
+            self.storage = open_folder(location, s3 or S3Config())
         else:
             self.path = local_path(location)
-            self.folder = LocalFolder(self.path)
+            self.storage = LocalFolder(self.path)
+        self.folder = cast(Folder, Owned(self.storage, self.check_owner))
+        self.guard: Callable[[], None] = lambda: None  # of a job; other programs write at their own risk
+        self.is_lost = False  # another job owns it: nothing is written any more
         self.is_remote = is_s3(location)
         self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # how the last life ended, once open
         self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of what has gone to S3
+        self.versions: dict[str, str] = {}  # of the same files there
         self.mirroring = threading.Lock()
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
@@ -76,29 +91,43 @@ class RunFolder:
         self.export = self.path / "export"
         self.log = self.path / "log"
 
-    def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
+    def check_is_ours(self, identity: dict[str, Any], *, data_path: str, force: bool) -> None:
         """Refuse a folder that is another run's, or is no run folder at all, before anything is written to it."""
-        found = self.folder.names_here()
-        if "environment.json" in found:
-            if found & {"metrics.jsonl", "checkpoints"}:
-                before = json.loads(self.folder.read("environment.json")).get("identity", {})
-                check_same_run(before, identity, place=self.location, force=force)
-        else:
-            check(
-                not found & {"config.yaml", "checkpoints"},
-                f"run_dir={self.location} holds files that are not a run's; choose another folder",
-            )
+        check_location(self.location, data_path)
+        names = self.storage.names_here()
+        before = check_is_run_folder(self.storage, names)
+        if before and names & {"metrics.jsonl", "checkpoints"}:
+            check_same_run(before, identity, place=self.location, force=force)
+
+    def check_owner(self) -> None:
+        """LeaseLost if the folder is another job's by now."""
+        try:
+            self.guard()
+        except LeaseLost:
+            self.is_lost = True
+            raise
+
+    def may_append(self) -> bool:
+        """Whether this machine's files of the run may still be written: those in S3 have copies, which are our own."""
+        try:
+            if not self.is_remote:
+                self.check_owner()
+        except LeaseLost:
+            return False
+        except (InputError, OSError):  # the lease cannot be read just now: lines wait if they cannot be written either
+            pass
+        return True
 
     def open(self) -> None:
-        """Make the folder, or this machine's copy of it."""
+        """Make the folder, or this machine's copy of it. Rank 0 removes what earlier attempts said of their end."""
         self.log.mkdir(exist_ok=True)
-        self.exit_path.unlink(missing_ok=True)  # of an earlier life
         if self.is_remote:
-            self.folder.remove(f"log/{self.exit_path.name}")
+            self.exit_path.unlink(missing_ok=True)
         if launched_rank() != 0:
             return
         self.previous = self.last_outcome()
-        self.folder.remove(NAME)
+        for name in (NAME, *self.folder.names("log/exit_rank_")):
+            self.folder.remove(name)
         for name in MIRRORED if self.is_remote else ():
             self.bring_here(name)
 
@@ -119,6 +148,7 @@ class RunFolder:
         self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
     ) -> None:
         """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
+        self.check_owner()
         # The environment first: it is what tells the folder from somebody else's.
         found = {
             "identity": identity,
@@ -139,16 +169,29 @@ class RunFolder:
         return RunClock(first, age_s=machine.age_s(os.getpid()) if first is None else time.monotonic() - self.began_s)
 
     def mirror(self) -> None:
-        """Bring what rank 0 has written to S3, where the run folder is there. The last line may be half written: who
-        goes on from it cuts it off. Also the thread that saves calls it; of two calls the later one has the last word.
+        """Bring what rank 0 has written to S3, where the run folder is there, else the metrics to the disk. The caller
+        has just checked whose the folder is. The last line may be half written: who goes on from it cuts it off. Also
+        the thread that saves calls it; of two calls the later one has the last word.
         """
         with self.mirroring:
+            if not self.is_remote and self.metrics.is_file():
+                sync_file(self.metrics)
             for name in MIRRORED if self.is_remote else ():
                 here = self.path / name
                 state = (here.stat().st_mtime_ns, here.stat().st_size) if here.is_file() else None  # before it is read
                 if state is not None and self.mirrored.get(name) != state:
-                    self.folder.write(name, here.read_bytes())
+                    self.replace(name, here.read_bytes())
                     self.mirrored[name] = state
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file of this process to S3. A request that is late, after another job has written it, is refused."""
+        remote = cast("S3Folder", self.storage)
+        with suppress(FileExistsError, FileNotFoundError):  # also if it was ours, and its answer got lost
+            if name in self.versions:
+                self.versions[name] = remote.replace(name, content, self.versions[name])
+                return
+        self.check_owner()
+        self.versions[name] = remote.replace(name, content, None)
 
     def mend_last_line(self) -> None:
         """Cut off a line of the metrics that a killed process left half written, so that the next one is its own."""
@@ -167,17 +210,17 @@ class RunFolder:
         if self.log.is_dir():
             with self.last_words():
                 content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
-                write_atomic(self.exit_path, content)
                 if self.is_remote:
-                    self.folder.write(f"log/{self.exit_path.name}", content)
+                    write_atomic(self.exit_path, content)
+                self.folder.write(f"log/{self.exit_path.name}", content)
 
-    def outcome(self, outcome: Outcome) -> None:
-        """Leave word of how the run ended; launchers judge by it. The first rank to say so is right: it is the cause of
-        what the others say. No word means that the run was killed.
+    def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
+        """Leave word of how the run ended; launchers judge by it. No word means that it was killed. The first rank to
+        say so is right: it is the cause of what others say. If all ended in order, what else is there is another job's.
         """
         if self.log.is_dir():
             with self.last_words():
-                self.folder.create(NAME, canonical_json(asdict(outcome)))
+                write_outcome(self.folder, outcome, replaces_all=is_of_all)
                 if launched_rank() == 0:
                     self.mirror()  # the log tells more
 
@@ -186,16 +229,14 @@ class RunFolder:
         """Where they cannot be left the log says so: an error here would hide the one they are about."""
         try:
             yield
+        except LeaseLost as error:
+            logger.warning("%s", error)
         except (InputError, Unreachable, OSError) as error:
             logger.error("no word of the end in %s: %s", self.location, error)
 
     def last_outcome(self) -> dict[str, Any]:
         """How the last life ended; empty if it left no word."""
-        try:
-            found: dict[str, Any] = json.loads(self.folder.read(NAME))
-        except FileNotFoundError:
-            return {}
-        return found
+        return read_outcome(self.storage)
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
@@ -232,53 +273,20 @@ def check_same_run(found: dict[str, Any], identity: dict[str, Any], *, place: ob
     )
 
 
-def environment() -> dict[str, Any]:
-    """Where this process runs: versions, commit, the folders the code came from. No environment variables: secrets."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "baretrain": train.__version__,
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit(),
-        "code": [str(Path(train.__file__).parent), str(Path(conf.__file__ or "").parent)],
-        "neuron_cc_flags": os.environ.get("NEURON_CC_FLAGS"),
-        "host": platform.node(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def commit() -> str | None:
-    """The git commit of the code, with a plus sign if it was changed; None outside a checkout."""
-    if shutil.which("git") is None:
-        return None
-    folder = Path(train.__file__).parent
-    found = subprocess.run(
-        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or None
-
-
-def set_up_logging(folder: Path) -> None:
-    """Every rank to its own file; rank 0's messages and anybody's warnings also to the terminal."""
+def set_up_logging(folder: Path | None, *, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Rank 0's messages and anybody's errors to the terminal; every rank's to its own file, once there is a folder."""
     root = logging.getLogger("train")
     root.setLevel(logging.INFO)
     root.propagate = False
-    file = LogFile(folder / f"rank_{launched_rank():04d}.txt")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     terminal = TerminalHandler(sys.stderr)
     terminal.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
     terminal.setFormatter(logging.Formatter("%(message)s"))
-    root.handlers = [file, terminal]
+    root.handlers = [terminal]
+    if folder is not None:
+        file = LogFile(folder / f"rank_{launched_rank():04d}.txt")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.addFilter(lambda _: may_write())
+        root.handlers = [file, terminal]
 
 
 class LogFile(logging.FileHandler):

@@ -158,6 +158,15 @@ class S3Folder:
         with self.telling("write", name), path.open("rb") as file:
             self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
 
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        """Write a whole file if it still is of this version (None: whatever it is); gives the new one. FileExistsError
+        or FileNotFoundError if it is not.
+        """
+        condition = {} if version is None else {"IfMatch": version}
+        with self.telling("write", name):
+            answer = self.client.put_object(**self.place(name), Body=content, **condition)
+        return str(answer["ETag"]).strip('"')  # Ceph compares it without
+
     def download(self, name: str, path: Path) -> None:
         """A file to this machine, in parts; FileNotFoundError if there is none. The caller verifies it."""
         with self.telling("read", name):

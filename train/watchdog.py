@@ -29,7 +29,7 @@ from train.config import S3Config, WatchdogConfig, check, launched_world_size
 from train.machine import read_process
 
 ABSENT, ALIVE, LEFT = 0, 1, 2  # states of a rank
-PHASE_BYTES = 64
+PHASE_BYTES, OWNER_BYTES = 64, 32
 MEMORY = Path("/dev/shm")
 LEFTOVER_S = 3600.0  # a folder that is younger may be of a run whose first rank has yet to come
 CLOSE_S = 1.0  # more than the watchdog takes to see that all ranks have left
@@ -48,11 +48,13 @@ class Slot(ctypes.Structure):
     beat_ns: int  # time.monotonic_ns(), the same clock in all processes of a machine
     is_start: int  # 1: watchdog.start_s is the limit, 0: watchdog.step_s
     phase: bytes
+    owner: bytes  # of the lease by which the run folder is its job's; empty: not known yet
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("state", "pid", "started", "rank", "step", "marks", "beat_ns")),
         ("is_start", ctypes.c_int64),
         ("phase", ctypes.c_char * PHASE_BYTES),
+        ("owner", ctypes.c_char * OWNER_BYTES),
     ]
 
 
@@ -87,7 +89,9 @@ class Watchdog:
         folder: str = "",  # the run's, as the user writes it
         s3: S3Config | None = None,
         previous: str = "",  # how the last life failed
+        owner: str = "",  # of the run folder's lease, on the rank that holds it
     ) -> None:
+        self.owner = owner.encode()
         self.folder, self.s3, self.previous = folder or str(log.parent), s3 or S3Config(), previous
         self.cfg, self.log, self.rank = cfg, log.absolute(), rank
         self.local_rank, self.local_world_size = local_rank, local_world_size
@@ -139,6 +143,7 @@ class Watchdog:
         process = read_process(os.getpid())
         assert process is not None
         slot.pid, slot.started, slot.rank, slot.marks = os.getpid(), process.started, self.rank, 0
+        slot.owner = self.owner
         self.slot = slot
         self.phase("start", is_start=True)
         slot.state = ALIVE

@@ -17,25 +17,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from train.config import S3Config
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
 from train.machine import Process, read_process
-from train.outcome import NAME, Outcome, launch, may_go_on
+from train.outcome import Outcome, launch, may_go_on, write_outcome
+from train.ownership import LeaseLost, check_owner
 from train.preempt import leave_signals_to_the_parent
-from train.storage import LocalFolder, canonical_json, open_folder
-from train.watchdog import (
-    ABSENT,
-    ALIVE,
-    Orders,
-    Slot,
-    open_slots,
-    remove_leftovers,
-    stacks_path,
-    stacks_signal,
-)
+from train.storage import Folder, LocalFolder, canonical_json, open_folder
+from train.watchdog import ABSENT, ALIVE, Orders, Slot, open_slots, remove_leftovers, stacks_path, stacks_signal
 
 PERIOD_S = 0.25  # between two looks, or a tenth of the limits
 MAX_GAP_S = 5.0  # a longer one says that this process did not run: the machine or the job was suspended, ranks as well
@@ -65,7 +58,6 @@ class Rank:
     launcher: int = 0  # its parent at first sight, under torchrun
     peak_bytes: int = 0  # most host memory so far
     process_state: str = ""
-
     is_orphan: bool = False  # torchrun is gone
 
     @property
@@ -182,10 +174,11 @@ class WatchdogProcess:
             reason += "; all ranks of this machine wait alike, perhaps for a rank of another machine"
         reason += f"; stacks in {self.log.name}/stacks_rank_*.txt"
         try:
-            self.write_outcome("stuck", reason, stuck)
-            self.save_stacks(reason)
-            for rank in ranks:
-                self.write_exit(rank, reason)
+            if self.may_log():
+                self.write_outcome("stuck", reason, stuck)
+                self.save_stacks(reason)
+                for rank in ranks:
+                    self.write_exit(rank, reason)
         finally:
             say(reason, *map(self.line, ranks))
 
@@ -232,19 +225,39 @@ class WatchdogProcess:
             else:
                 what, advice = f"killed: rank {rank.rank} is gone without a word in {rank.place}", ""
             reason = f"{what}; peak host memory {gigabytes(rank)}{advice}"
+            if not self.may_log():
+                say(reason)
+                continue
             self.write_outcome("out_of_host_memory" if advice else "killed", reason, rank)
             if self.write_exit(rank, reason):
                 say(reason)
 
+    @property
+    def owner(self) -> str:
+        """By which lease the run folder is this job's; empty until a rank of this machine knows."""
+        return next((slot.owner.decode() for slot in self.slots if slot.owner), "")
+
+    @cached_property
+    def run_folder(self) -> Folder:
+        return open_folder(self.orders.run_dir, S3Config(**self.orders.s3))
+
+    def may_log(self) -> bool:
+        """Whether to the run folder: not after another job has taken it."""
+        try:
+            if self.owner:
+                check_owner(self.run_folder, self.owner)
+        except LeaseLost as lost:
+            say(str(lost))
+            return False
+        return True
+
     def write_outcome(self, kind: str, reason: str, rank: Rank) -> None:
         """How the run ended, unless a rank knew better: those that lost a peer only know that."""
-        folder = open_folder(self.orders.run_dir, S3Config(**self.orders.s3))
+        if not self.owner:  # perhaps the run folder is another job's
+            return
         goes_on = may_go_on(kind, self.orders.previous)
         outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on, launch=launch())
-        if not folder.create(NAME, canonical_json(asdict(outcome))):
-            found = json.loads(folder.read(NAME))
-            if found["kind"] in LOST_PEER:
-                folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=found["checkpoint"]))))
+        write_outcome(self.run_folder, outcome, replaces=LOST_PEER)
 
     def write_exit(self, rank: Rank, reason: str) -> bool:
         """The exit file of a rank that has none yet (see `RunFolder.exit_file`); False if it has."""

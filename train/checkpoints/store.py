@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -22,6 +23,7 @@ from train.checkpoints.manifest import (
 )
 from train.storage import TEMPORARY_GLOB, Folder, LocalFolder, sync_folder, write_atomic
 
+OWN_TEMPORARY = re.compile(rf"\.(step_\d{{8,}}|{LATEST})\.tmp-[0-9a-f]{{32}}")
 ROOM = 1.1  # times the size of a checkpoint has to be free before it is written
 
 
@@ -62,8 +64,8 @@ class Store(Protocol):
 
     def remove(self, step: int) -> None: ...
 
-    def collect_garbage(self) -> None:
-        """Remove what killed saves have left. Only the owner of the run folder calls it."""
+    def collect_garbage(self, *, ended_below: int) -> None:
+        """Remove what killed saves of leases below this number have left. Only the run folder's owner calls it."""
 
 
 class LocalStore:
@@ -114,9 +116,13 @@ class LocalStore:
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced
         final = self.path / step_name(manifest.step)
-        if final.exists():
+        try:
+            scratch.rename(final)  # fails first if a new owner of the run folder has removed it: then nothing changes
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
             self.put_aside(manifest.step, "replaced")
-        scratch.rename(final)
+            scratch.rename(final)
         sync_folder(self.path)
         write_atomic(self.path / LATEST, f"{final.name}\n".encode())
 
@@ -134,8 +140,11 @@ class LocalStore:
         sync_folder(self.path)  # nor one that a power cut ends
         shutil.rmtree(doomed)
 
-    def collect_garbage(self) -> None:
+    def collect_garbage(self, *, ended_below: int) -> None:
+        """Of all leases: a save whose folder is gone cannot be committed."""
         for path in self.path.glob(TEMPORARY_GLOB):
+            if not OWN_TEMPORARY.fullmatch(path.name):
+                continue
             if path.is_dir():
                 shutil.rmtree(path)
             else:  # LATEST

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
-from train import lease
 from train.checkpoints.manifest import (
     FILE,
     Damaged,
@@ -20,10 +23,17 @@ from train.checkpoints.manifest import (
     step_of,
 )
 from train.checkpoints.store import check_room
+from train.config import Failure, InputError
+from train.ownership import LeaseLost, name_of, numbers
 from train.s3 import S3Folder
-from train.untrusted import FileName
+from train.storage import canonical_json
+from train.untrusted import BadContent, FileName, of_type, read_object
 
+logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a writer
+WRITTEN = re.compile(r"\d{8,}-[0-9a-f]{8}/.*")  # what is in such a folder
+MOST_NAMED = 3  # steps in a message
 READS = 3  # of what does not match its checksum, before it counts as damaged: a bit may have changed on the way only
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
@@ -34,7 +44,11 @@ class S3Store:
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: no two writers meet
+    checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     put aside, with the files it names
+
+    Only files that such a mark names are ever removed. Whatever else is there stays: the files of a checkpoint whose
+    manifest somebody deleted, and objects of the user.
 
     Parts of a large file whose upload was killed are in no listing, yet they are paid for: a lifecycle rule of the
     bucket removes them (AbortIncompleteMultipartUpload).
@@ -114,21 +128,30 @@ class S3Store:
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, with nothing committed, if the run folder was taken over while the files went up."""
         manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-        for name in manifest.files:
-            self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
-        self.check_fence(manifest.fence)
-        if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-            self.check_fence(manifest.fence)  # what a newer owner has committed stays
-            self.put_aside(manifest.step, "replaced")
+        with self.unfinished(manifest):
+            for name in manifest.files:
+                self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
+            self.check_fence(manifest.fence)
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
+                self.check_fence(manifest.fence)  # what a newer owner has committed stays
+                self.put_aside(manifest.step, "replaced")
+                if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
+                    raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
         shutil.rmtree(scratch)
 
+    @contextmanager
+    def unfinished(self, manifest: Manifest) -> Iterator[None]:
+        """Mark the files of a manifest as leftovers, which they are if the work that is done meanwhile is cut off."""
+        mark = self.key(manifest.step, f"{manifest.folder}.unfinished")
+        self.folder.write(mark, canonical_json({"files": sorted(manifest.files)}))
+        yield
+        with suppress(InputError, Failure):  # the work is done; beside its manifest a mark means nothing
+            self.folder.remove(mark)
+
     def check_fence(self, fence: int) -> None:
-        own = lease.name_of(fence)
-        newer = [name for name in self.folder.names(lease.PREFIX) if len(name) == len(own) and name > own]
-        if newer:
-            raise lease.LeaseLost(f"{self.folder.location} has a newer owner, by {max(newer)}: nothing is committed")
+        newest = max(numbers(self.folder), default=0)
+        if newest > fence:
+            raise LeaseLost(f"{self.folder.location} has a newer owner, by {name_of(newest)}: nothing is committed")
 
     def put_aside(self, step: int, why: str) -> str:
         target = f"manifest.{why}-{uuid.uuid4().hex[:8]}.json"
@@ -138,26 +161,44 @@ class S3Store:
 
     def remove(self, step: int) -> None:
         manifest = self.manifest(step)
-        self.folder.remove(self.key(step, FILE))  # first: from here on it is none
-        for name in manifest.files:
-            self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
+        with self.unfinished(manifest):
+            self.folder.remove(self.key(step, FILE))  # first: from here on it is none
+            for name in manifest.files:
+                self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
 
-    def collect_garbage(self) -> None:
-        """Files that no manifest names. Where something was put aside all stays, its manifest may not be readable."""
+    def collect_garbage(self, *, ended_below: int) -> None:
+        """Files that a mark names and no manifest does. What a lease that may not have ended has marked stays: its
+        owner may be about to commit. Where something was put aside all stays, its manifest may not be readable.
+        """
         self.clear("saving")
         self.clear("fetched")
         found = self.names()
-        for step in {step for step, _ in found}:
+        unmarked = []
+        for step in sorted({step for step, _ in found}):
             names = [name for number, name in found if number == step]
-            if any(map(is_aside, names)):
-                continue
-            try:
-                named = self.manifest(step).folder if FILE in names else ""
-            except Damaged:
-                continue
-            for name in names:
-                if name != FILE and not (named and name.startswith(f"{named}/")):
-                    self.folder.remove(self.key(step, name))
+            marks = [match for match in map(UNFINISHED.fullmatch, names) if match]
+            if not any(map(is_aside, names)):
+                for mark in marks:
+                    if int(mark[2]) < ended_below:
+                        self.finish(step, mark[1], is_committed=FILE in names)
+            if not marks and not any(name == FILE or is_aside(name) for name in names):
+                unmarked += [step_name(step)] if any(map(WRITTEN.fullmatch, names)) else []
+        if unmarked:
+            logger.warning(
+                f"{self.location}: no {FILE} for the files of {', '.join(unmarked[:MOST_NAMED])}"
+                f"{' ...' if unmarked[MOST_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
+            )
+
+    def finish(self, step: int, folder: str, *, is_committed: bool) -> None:
+        """Remove the files that a mark names, unless a manifest names them as well, and then the mark."""
+        mark = self.key(step, f"{folder}.unfinished")
+        try:
+            if not (is_committed and self.manifest(step).folder == folder):
+                for name in of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files"):
+                    self.folder.remove(self.key(step, f"{folder}/{name}"))
+        except (Damaged, FileNotFoundError, BadContent):
+            return  # nothing that is ours for certain
+        self.folder.remove(mark)
 
 
 def is_aside(name: str) -> bool:

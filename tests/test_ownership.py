@@ -1,0 +1,264 @@
+"""A run folder is a run's by its own marks, or new; and whoever has lost it to another job writes no more to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import botocore.endpoint
+import pytest
+from forks import start_forked
+from running import eventually, lines, train_config, train_overrides
+
+from train import exported, loop
+from train.config import InputError
+from train.lease import Lease, identity
+from train.life import refusals
+from train.machine import read_process
+from train.outcome import Outcome
+from train.ownership import LeaseLost, check_owner, name_of
+from train.preempt import StopRequest
+from train.recovery import Recovery
+from train.run_folder import RunFolder
+from train.storage import canonical_json
+
+DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
+RUN = {"data": "d", "seed": 0, "global_batch_size": 8}  # an identity
+LIVE_S = 600.0
+EVERY_STEP = ["checkpoint.every=1", "eval_every=1", "export=false", "max_steps=50"]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch, tmp_path):
+    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(request, kind, tmp_path):
+    if kind == "disk":
+        return RunFolder(str(tmp_path / "run"))
+    bucket = request.getfixturevalue("bucket")
+    return RunFolder(bucket.location("run"), bucket.config())
+
+
+def content(folder):
+    return {name: folder.storage.read(name) for name in folder.storage.names() if not name.startswith("lease/")}
+
+
+def check(folder, *, data_path="nowhere"):
+    folder.check_is_ours(RUN, data_path=data_path, force=False)
+
+
+# ---- whose folder it is ---------------------------------------------------------------------------------------------
+
+
+@DISK_AND_S3
+@pytest.mark.parametrize(
+    "name",
+    [
+        "outcome.json",
+        "export/model.safetensors",
+        "metrics.jsonl",
+        "config.yaml",
+        "checkpoints/step_00000001/manifest.json",
+        ".gitignore",
+        "STOP",
+        "log/rank.txt",
+        "lease/contract.pdf",
+    ],
+)
+def test_a_folder_with_files_that_are_not_a_runs_is_refused(folder, name):
+    folder.storage.write(name, b"mine")
+    with pytest.raises(
+        InputError, match=r"^run_dir=.*run holds files that are not a run's \(.*\); choose another folder$"
+    ):
+        check(folder)
+    assert content(folder) == ({} if name.startswith("lease/") else {name: b"mine"})
+
+
+@DISK_AND_S3
+@pytest.mark.parametrize(
+    "environment", [b"", b"[]", b"{}", b'{"identity": "me"}', b'{"identity": {"seed": 1}}', b"\xff"]
+)
+def test_an_environment_of_somebody_else_makes_no_run_folder(folder, environment):
+    folder.storage.write("environment.json", environment)
+    with pytest.raises(InputError, match="holds files that are not a run's"):
+        check(folder)
+
+
+@DISK_AND_S3
+def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by_its_lease(folder):
+    check(folder)
+    for name in ("log/rank_0001.txt", "log/exit_rank_0001.json", ".write-test-17"):  # of ranks that came before rank 0
+        folder.storage.write(name, b"")
+    check(folder)
+    with Lease(folder.storage, LIVE_S):
+        folder.storage.write("outcome.json", b"{}")  # all that a run leaves that fails at once
+        check(folder)
+    for name in folder.storage.names():
+        folder.storage.remove(name)
+    folder.storage.write("environment.json", canonical_json({"identity": RUN}))  # a copy, or older than leases
+    folder.storage.write("metrics.jsonl", b"")
+    folder.storage.write("notes.txt", b"mine")
+    check(folder)
+    with pytest.raises(InputError, match="is of another run .seed: 0 -> 1"):
+        folder.check_is_ours({**RUN, "seed": 1}, data_path="", force=False)
+
+
+@DISK_AND_S3
+def test_a_run_whose_environment_is_damaged_is_refused(folder):
+    with Lease(folder.storage, LIVE_S):
+        folder.storage.write("environment.json", b'{"identity": {"da')
+        with pytest.raises(InputError, match=r"environment.json is damaged: it does not describe a run; restore it or"):
+            check(folder)
+
+
+def test_folders_that_no_run_should_have_for_itself_are_refused(tmp_path, monkeypatch, bucket):
+    home, data = tmp_path / "home", tmp_path / "data"
+    home.mkdir()
+    data.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (tmp_path / "link").symlink_to(data)
+    for location, words in {
+        "/": "run_dir=/ is the root folder; choose a folder for this run alone",
+        str(home): f"run_dir={home} is your home folder; choose",
+        f"{tmp_path}/data/../home": "is your home folder; choose",
+        str(data): f"run_dir={data} lies in data.path={data}: a run's files would mix with the data; choose another",
+        f"{data}/runs/one": "lies in data.path",
+        f"{tmp_path}/link/run": "lies in data.path",
+    }.items():
+        with pytest.raises(InputError, match=f"^run_dir={location} .*") as raised:
+            check(RunFolder(location), data_path=str(data))
+        assert words in str(raised.value)
+    for location in (bucket.location("data"), bucket.location("data/run")):
+        with pytest.raises(InputError, match="lies in data.path"):
+            check(RunFolder(location, bucket.config()), data_path=bucket.location("data/"))
+    check(RunFolder(bucket.location("data2"), bucket.config()), data_path=bucket.location("data"))
+    check(RunFolder(f"{tmp_path}/data2"), data_path=str(data))
+    assert list(home.iterdir()) == list(data.iterdir()) == []
+
+
+def test_a_run_dir_out_of_a_variable_that_is_not_set_is_refused(prepared):
+    for empty in ("", "' '"):
+        with pytest.raises(InputError, match="^run_dir is empty: is a variable that it is made of not set"):
+            train_config(empty, prepared)
+
+
+def test_a_refusal_says_nothing_in_the_outcome_of_somebody_else(tmp_path, prepared):
+    theirs = tmp_path / "outcome.json"
+    for text in ("mine", "[1]", json.dumps(vars(Outcome("done", "done", "", 1, 1, goes_on=False, launch=[])))):
+        theirs.write_text(text)
+        with pytest.raises(InputError, match="no such thing"), refusals(train_config(tmp_path, prepared)):
+            raise InputError("no such thing")
+        assert theirs.read_text() == text
+    (tmp_path / "environment.json").write_bytes(canonical_json({"identity": RUN}))
+    with pytest.raises(InputError), refusals(train_config(tmp_path, prepared)):
+        raise InputError("no such thing")
+    assert json.loads(theirs.read_text())["outcome"] == "done"  # there is no log: no attempt of ours
+    (tmp_path / "log").mkdir()
+    with pytest.raises(InputError), refusals(train_config(tmp_path, prepared)):
+        raise InputError("no such thing")
+    assert json.loads(theirs.read_text())["reason"] == "refused: no such thing"
+
+
+# ---- who has lost it ------------------------------------------------------------------------------------------------
+
+
+def take_over(storage, number=2):
+    """As a job on another machine does it after it has seen no heartbeat, and then finishes the run."""
+    owner = {**identity(), "host": "node-2", "boot_id": "another boot", "owner": "x", "ttl_s": LIVE_S, "started": "now"}
+    beaten = {"number": number, "beats": 3, "step": 60, "released": True}
+    storage.write(name_of(number), canonical_json({**owner, **beaten}))
+    for name in ("metrics.jsonl", "outcome.json", "export/config.json", "log/exit_rank_0000.json", "STOP"):
+        storage.write(name, b'{"kind": "train", "step": 60, "time_unix_s": 1}\n')
+
+
+@DISK_AND_S3
+def test_whoever_has_lost_the_folder_changes_no_file_of_it(folder):
+    folder.log.mkdir(parents=True)
+    with Lease(folder.storage, LIVE_S) as lease:
+        folder.guard = lease.check
+        folder.open()
+        folder.metrics.write_text("1\n")
+        folder.mirror()
+        other = RunFolder(folder.location, getattr(folder.storage, "s3", None))  # of a rank that does not hold it
+        other.guard = lambda: check_owner(other.storage, lease.claim["owner"])
+        other.check_owner()
+        take_over(folder.storage)
+        before, here = content(folder), {path for path in folder.path.rglob("*") if path.is_file()}
+        if folder.is_remote:
+            folder.metrics.write_text("1\n2\n")
+        end = Outcome("failed", "saves_fail", "late", 50, 50, goes_on=True, launch=[])
+        for each in (folder, other):
+            for late in (
+                lambda: each.folder.write("evaluation.json", b""),  # noqa: B023
+                lambda: each.folder.create("predictions/1", b""),  # noqa: B023
+                lambda: each.folder.remove("STOP"),  # noqa: B023
+                lambda: each.describe(None, {}, {}, {}),  # noqa: B023
+                lambda: exported.renewed(each, 50).__enter__(),  # noqa: B023
+                lambda: exported.mirror(each) or each.check_owner(),  # noqa: B023
+                lambda: each.mirror() or each.check_owner(),  # noqa: B023
+            ):
+                with pytest.raises(LeaseLost, match="is lost: process .* on node-2, since now owns it, with lease 2"):
+                    late()
+            each.outcome(end)
+            each.outcome(end, is_of_all=True)
+            each.exit_file("late", 50)
+            assert each.is_lost and each.may_append() == folder.is_remote
+    assert content(folder) == before
+    new = {path for path in folder.path.rglob("*") if path.is_file()} - here
+    assert new == ({folder.exit_path} if folder.is_remote else set())
+
+
+@DISK_AND_S3
+def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(folder, prepared, monkeypatch):
+    """At step 3 of 50, with a checkpoint, an evaluation and a line of the metrics at every step."""
+    is_due, before = Recovery.is_due, {}
+
+    def lose_it(self, num_asked):
+        if self.recorder.progress.step == 3 and not before:
+            self.saver.wait()
+            take_over(folder.storage)
+            before.update(content(folder))
+        return is_due(self, num_asked)
+
+    monkeypatch.setattr(Recovery, "is_due", lose_it)
+    s3 = folder.storage.s3 if folder.is_remote else None
+    more = [f"s3.endpoint={s3.endpoint}", f"s3.region={s3.region}", "s3.path_style=true"] if s3 else []
+    with pytest.raises(LeaseLost, match="is lost: process .* on node-2"):
+        loop.run(train_config(folder.location, prepared, *EVERY_STEP, *more), StopRequest())
+    after = content(folder)
+    for name in ("checkpoints/step_00000004", "log/rank_0000.txt"):  # what S3 still took is no checkpoint
+        after = {path: text for path, text in after.items() if not (folder.is_remote and path.startswith(name))}
+        before = {path: text for path, text in before.items() if path in after or not path.startswith(name)}
+    assert after == before
+
+
+@pytest.mark.parametrize("awake", ["it is asked to stop", "its watchdog thinks that it is stuck"])
+def test_a_rank_that_froze_until_another_job_had_finished_its_run_leaves_that_alone(tmp_path, prepared, awake):
+    folder, errors, by_watchdog = RunFolder(str(tmp_path / "run")), tmp_path / "err", awake.startswith("its watchdog")
+    more = ["checkpoint.every=1000000", "max_steps=1000000", f"watchdog.step_s={3 if by_watchdog else 600}"]
+    arguments = train_overrides(folder.path, prepared, *more)
+    process = start_forked(["train", *arguments], os.environ, err=errors)
+    try:
+        eventually(lambda: folder.metrics.is_file() and len(lines(folder.path, "train")) > 5)
+        os.kill(process.pid, signal.SIGSTOP)
+        eventually(lambda: read_process(process.pid).state == "T")
+        take_over(folder.storage)
+        before = content(folder)
+        if not by_watchdog:
+            os.kill(process.pid, signal.SIGCONT)
+            process.terminate()
+        process.join(60)
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == (-signal.SIGKILL if by_watchdog else 1)
+    eventually(lambda: not by_watchdog or "watchdog: stuck: rank 0 has been in" in errors.read_text())
+    assert "is lost: process" in errors.read_text() and "owns it, with lease 2" in errors.read_text()
+    after, log = content(folder), "log/rank_0000.txt"  # which may tell of what was done while it froze
+    assert {**after, log: b""} == {**before, log: b""}
+    assert folder.location in errors.read_text() and b"is lost" not in after[log]
