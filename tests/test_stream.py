@@ -150,7 +150,8 @@ def test_what_several_shards_wait_for_is_waited_for_once(bucket, shards, tmp_pat
 
 def test_a_slow_link_is_slow_and_no_error(bucket, shards, tmp_path, monkeypatch):
     """A shard takes longer than one try: what came of it is kept."""
-    monkeypatch.setattr(fetch, "PIECE_BYTES", 300)
+    for name in ("MIN_PIECE_BYTES", "MAX_PIECE_BYTES"):
+        monkeypatch.setattr(fetch, name, 300)
     location = upload(bucket, shards)
     size = read_manifest(shards).splits["train"][0].bytes
     bucket.proxy.set(Fault("rate", SHARD, bytes_per_s=size / 4))
