@@ -109,9 +109,12 @@ class Trial:
 class Downloader:
     """Shards of one data set. `obtain` may be called by several threads at once, for different shards."""
 
-    def __init__(self, source: S3Folder, cfg: ShardsConfig, manifest: Manifest, cache: Cache) -> None:
+    def __init__(
+        self, source: S3Folder, cfg: ShardsConfig, manifest: Manifest, cache: Cache, *, has_readers: bool = False
+    ) -> None:
+        """`has_readers`: whether other processes wait for the shards; they learn of them in their run's part of it."""
         self.source, self.cfg, self.cache = source, cfg, cache
-        self.shards = manifest.shards
+        self.shards, self.has_readers = manifest.shards, has_readers
         self.lock = threading.Lock()
         self.client: Client | None = None
         self.in_pieces = False  # since a download did not end in time: what comes is kept
@@ -121,18 +124,16 @@ class Downloader:
     def obtain(self, shard: Shard) -> None:
         """Put a shard into the cache for this run's readers, or leave word there of why it cannot be."""
         try:
-            self.bring(shard, stop_never, self.cache.set_compared)
+            self.bring(shard, stop_never)
             self.cache.faults(shard).unlink(missing_ok=True)
         except Exception as error:
             self.hopeless.add(shard.file)
             logger.error("%s", error, exc_info=not isinstance(error, InputError))
             self.tell(shard, str(error), is_final=True)
 
-    def bring(
-        self, shard: Shard, stop: stop_base | None = None, then: Callable[[Shard], None] = lambda _: None
-    ) -> None:
-        """Put a shard into the cache, unless the right one lies there, and do `then`. Raises InputError for what no
-        further try can mend, and, where `stop` does not say otherwise, Unreachable after deadline_s.
+    def bring(self, shard: Shard, stop: stop_base | None = None) -> None:
+        """Put a shard into the cache, unless the right one lies there. Raises InputError for what no further try can
+        mend, and, where `stop` does not say otherwise, Unreachable after deadline_s.
         """
         trial = Trial(shard)
         retrying = Retrying(
@@ -143,7 +144,7 @@ class Downloader:
             reraise=True,
         )
         try:
-            retrying(self.attempt, trial, then)
+            retrying(self.attempt, trial)
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{self.place(shard)}: {error}") from error
@@ -151,7 +152,7 @@ class Downloader:
             if trial.part is not None:
                 trial.part.close()
 
-    def attempt(self, trial: Trial, then: Callable[[Shard], None]) -> None:
+    def attempt(self, trial: Trial) -> None:
         """One download in a time of its own. What was cut short goes on where it stopped."""
         shard, path = trial.shard, self.cache.folder / trial.shard.file
         trial.tries += 1
@@ -161,7 +162,8 @@ class Downloader:
                 self.fill(trial.part, shard)
                 self.compare(shard, trial.part)
                 trial.part.publish(path)
-            then(shard)
+            if self.has_readers:
+                self.cache.set_compared(shard)
         except Unreachable:
             raise
         except Doubtful as doubt:
@@ -264,7 +266,8 @@ class Downloader:
         reason = f"{self.place(trial.shard)}: {error} ({trial.tries} tries)"
         logger.warning("%s; again in %.1f s", reason, pause_s)
         try:
-            self.tell(trial.shard, reason, is_final=False)
+            if self.has_readers:
+                self.tell(trial.shard, reason, is_final=False)
         except OSError as problem:  # no room even for this
             logger.warning("%s", problem)
 

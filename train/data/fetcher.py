@@ -90,7 +90,7 @@ class Fetcher:
         self.cfg, self.cache = cfg, cache
         self.need = Need(manifest, sampler, limit_bytes)
         held = self.hold()
-        self.downloader = Downloader(source, cfg, manifest, cache)
+        self.downloader = Downloader(source, cfg, manifest, cache, has_readers=True)
         context = multiprocessing.get_context("fork")  # what it needs is there; a spawned one would import torch first
         theirs, self.places = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(theirs,), daemon=True)
