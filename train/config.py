@@ -16,6 +16,12 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
+# Limits far above what is of use: a larger value is a slip, and would cost memory, processes or a hang.
+MAX_MICRO_BATCHES_AHEAD = 1000  # kept ready: minutes of training, and at a megabyte each a gigabyte of memory
+MAX_LOADER_PROCESSES = 128  # of a rank: a trn1.32xlarge has as many processors for all of its 32 ranks
+MAX_DOWNLOADS = 64  # at once: each holds its shard in memory, about 64 MiB twice; a few fill a network card
+MAX_CACHE_GB = 1e6  # a petabyte: no machine has such a disk, and infinity has no bytes
+MAX_PREPARING_PROCESSES = 1024  # of a machine: as many as the largest have processors, and each holds a tokenizer
 
 
 class InputError(ValueError):
@@ -45,6 +51,13 @@ def check_positive(prefix: str, obj: object, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
         check(value is None or value > 0, f"{prefix}{name}={value} must be above 0")
+
+
+def check_at_most(prefix: str, obj: object, **limits: float) -> None:
+    """Every named field of `obj` is None or no more than its limit."""
+    for name, limit in limits.items():
+        value = getattr(obj, name)
+        check(value is None or value <= limit, f"{prefix}{name}={value} must be at most {limit:,}")
 
 
 # ---- what is learnt ------------------------------------------------------------------------------------------------
@@ -168,6 +181,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
         check_positive("data.", self, "prefetch")
+        check_at_most("data.", self, num_workers=MAX_LOADER_PROCESSES, prefetch=MAX_MICRO_BATCHES_AHEAD)
 
 
 @dataclass(kw_only=True)
@@ -186,6 +200,7 @@ class ShardsConfig(DataConfig):
         super().__post_init__()
         numbers = ("window_shards", "cache_gb", "downloads", "attempt_s", "deadline_s", "refetches")
         check_positive("data.", self, *numbers)
+        check_at_most("data.", self, downloads=MAX_DOWNLOADS, cache_gb=MAX_CACHE_GB)
         check(
             self.attempt_s <= self.deadline_s,
             f"data.attempt_s={self.attempt_s:g} is longer than data.deadline_s={self.deadline_s:g}; lower it",
@@ -335,7 +350,8 @@ class XLAConfig(BackendConfig):
         check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
         check(self.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla")
         check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
-
+        ahead = MAX_MICRO_BATCHES_AHEAD
+        check_at_most("backend.", self, loader_prefetch=ahead, device_prefetch=ahead)
         check(
             not self.zero1 or self.precision in ("auto", "fp32", "bf16"),
             f"backend.zero1=true has fp32 weights of its own; backend.precision={self.precision} does not go with it",
@@ -647,6 +663,7 @@ class PrepareConfig:
         fraction = self.validation_fraction
         check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
         check_positive("", self, "rows_per_shard", "processes")
+        check_at_most("", self, processes=MAX_PREPARING_PROCESSES)
         if self.part is not None:
             number, _, count = self.part.partition("/")
             ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()
