@@ -133,10 +133,11 @@ def clock(monkeypatch):
 @pytest.fixture
 def served(tmp_path):
     """A cache with a deadline of 50 s, whose fetching process lives and brings nothing."""
-    (tmp_path / "faults").mkdir()
-    with (tmp_path / "fetcher.lock").open("a+") as life:
-        cache.flock(life, alone=False)
-        yield cache.Cache(tmp_path, 50.0)
+    served = cache.Cache(tmp_path, 50.0)
+    served.begin()
+    with (served.run / "fetcher.lock").open("a+") as file:
+        cache.flock(file, alone=False)
+        yield served
 
 
 SHARD = Shard("train-00000.safetensors", 1, 1, "0")
@@ -169,8 +170,32 @@ def test_the_last_word_of_the_fetching_process_is_the_reason(served, clock):
 
 def test_a_shard_without_words_of_its_own_has_those_of_another(served, clock):
     served.wanted.write_text(json.dumps([SHARD.file]))
-    (served.folder / "faults/train-00009.safetensors.json").write_text('{"reason": "no room", "is_final": false}')
+    (served.run / "faults/train-00009.safetensors.json").write_text('{"reason": "no room", "is_final": false}')
     waited_s(served, clock, "train-00000.safetensors does not come; of another it is said: no room; given up after 50")
+
+
+def test_a_shard_is_not_ready_before_this_run_has_compared_it(tmp_path):
+    """Another run's comparison does not count, nor does a new run touch what others say."""
+    first, second = cache.Cache(tmp_path, 50.0), cache.Cache(tmp_path, 50.0)
+    first.begin()
+    first.set_compared(SHARD)
+    first.faults(SHARD).write_text("{}")
+    assert not first.is_ready(SHARD) and not first.ready()
+    (tmp_path / SHARD.file).touch()
+    second.begin()
+    assert first.is_ready(SHARD) and first.ready() == {SHARD.file} and first.faults(SHARD).exists()
+    assert not second.is_ready(SHARD) and not second.ready() and not second.faults(SHARD).exists()
+
+
+def test_ranks_launched_together_share_a_part_of_the_cache(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    name = cache.launch_name()
+    assert cache.launch_name() == name
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert cache.launch_name() != name
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert cache.launch_name() != cache.launch_name()
 
 
 def test_a_loader_whose_rank_is_gone_ends(served, clock):

@@ -86,6 +86,12 @@ def test_every_corpus_composes():
         (["experiment=nosuch"], "Could not find 'experiment/nosuch'"),
         (["optim.betas=[0.9]"], "optim.betas=[0.9] must be two numbers"),
         (["model.hidden_dropout=1.5"], "model.hidden_dropout=1.5 must lie in [0, 1)"),
+        (["data.prefetch=1000000000"], "data.prefetch=1000000000 must be at most 1,000"),
+        (["data.num_workers=100000"], "data.num_workers=100000 must be at most 128"),
+        (["data.downloads=1000"], "data.downloads=1000 must be at most 64"),
+        (["data.cache_gb=inf"], "data.cache_gb=inf must be at most 1,000,000"),
+        (["backend=xla", "backend.loader_prefetch=1000000000"], "backend.loader_prefetch=1000000000 must be at most"),
+        (["backend=xla", "backend.device_prefetch=1000000000"], "backend.device_prefetch=1000000000 must be at most"),
         (["a b"], "a b is not key=value"),
         (["run_dir=a (1)"], "run_dir=a (1) is not key=value; quote special characters"),
     ],
@@ -95,6 +101,11 @@ def test_a_wrong_setting_is_one_line_that_names_it(overrides, says):
         load(*overrides)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_preparation_of_too_many_processes_is_refused():
+    with pytest.raises(InputError, match="^processes=100000 must be at most 1,024$"):
+        cli.load_config(PrepareConfig, ["output=o", "corpus=text", "corpus.path=x", "processes=100000"])
 
 
 def test_a_missing_setting_is_named():

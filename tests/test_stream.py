@@ -1,9 +1,11 @@
 """Training from S3: the run that reads from disk, bit for bit, whatever S3 does; or one named error on all ranks."""
 
 import json
+import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from running import lines, prepare_config, run, train_config, train_overrides
@@ -11,10 +13,14 @@ from services.fault_proxy import Fault
 from streaming import SHARD, assert_same, losses, num_shards, overrides, train_from, upload
 
 from train import __main__, loop, prepare
-from train.config import InputError, Unreachable
+from train.config import InputError, ShardsConfig, Unreachable
 from train.data import fetch
-from train.data.shards import read_manifest
+from train.data.cache import Cache
+from train.data.download import Downloader, Part
+from train.data.shards import Shard, read_manifest
 from train.preempt import StopRequest
+from train.s3 import S3Folder
+from train.storage import sha256_bytes
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -150,7 +156,8 @@ def test_what_several_shards_wait_for_is_waited_for_once(bucket, shards, tmp_pat
 
 def test_a_slow_link_is_slow_and_no_error(bucket, shards, tmp_path, monkeypatch):
     """A shard takes longer than one try: what came of it is kept."""
-    monkeypatch.setattr(fetch, "PIECE_BYTES", 300)
+    for name in ("MIN_PIECE_BYTES", "MAX_PIECE_BYTES"):
+        monkeypatch.setattr(fetch, name, 300)
     location = upload(bucket, shards)
     size = read_manifest(shards).splits["train"][0].bytes
     bucket.proxy.set(Fault("rate", SHARD, bytes_per_s=size / 4))
@@ -158,6 +165,79 @@ def test_a_slow_link_is_slow_and_no_error(bucket, shards, tmp_path, monkeypatch)
     train_from(bucket, tmp_path / "run", location, *small)
     asked = [request.range for request in bucket.proxy.requests(SHARD)]
     assert len(set(asked)) >= size // 300 and losses(tmp_path / "run")
+
+
+@pytest.fixture
+def large(bucket, tmp_path):
+    """A shard larger than what a slow link brings in an attempt, and what fetches it to this machine."""
+    content = random.Random(0).randbytes(400_000)
+    bucket.put("data/large.safetensors", content)
+    shard = Shard("large.safetensors", 1, len(content), sha256_bytes(content))
+
+    def fetch_it(**times):
+        cfg = ShardsConfig(path="", **times)
+        downloader = Downloader(
+            S3Folder(bucket.location("data"), bucket.config()),
+            cfg,
+            SimpleNamespace(shards=[shard]),
+            Cache(tmp_path, cfg.deadline_s),
+        )
+        downloader.bring(shard)
+        return (tmp_path / shard.file).read_bytes() == content
+
+    return fetch_it
+
+
+def pieces(bucket):
+    """Of each request for a part of a shard: the first and the last byte. One for all of it asks for more."""
+    ranges = [request.range.removeprefix("bytes=") for request in bucket.proxy.requests("^GET .*large")]
+    asked = [tuple(map(int, text.split("-"))) for text in ranges]
+    return [(first, last) for first, last in asked if last < 400_000]
+
+
+def test_a_link_of_less_than_a_large_piece_in_an_attempt_brings_a_shard_all_the_same(bucket, large):
+    bucket.proxy.set(Fault("rate", "large", bytes_per_s=250_000))
+    assert large(attempt_s=1.0, deadline_s=20.0)
+    assert max(last - first for first, last in pieces(bucket)) < 250_000 < fetch.MAX_PIECE_BYTES
+
+
+def test_a_fast_link_is_asked_for_larger_and_larger_pieces(bucket, large):
+    bucket.proxy.set(Fault("stall", "large", times=1))
+    assert large(attempt_s=2.0, deadline_s=60.0)
+    sizes = [last - first + 1 for first, last in pieces(bucket)]
+    assert sizes[:3] == [fetch.MIN_PIECE_BYTES * factor for factor in (1, 2, 4)]
+
+
+def test_what_has_come_over_a_slow_link_is_kept_for_the_next_start(bucket, large):
+    bucket.proxy.set(Fault("rate", "large", bytes_per_s=100_000))
+    with pytest.raises(Unreachable, match=r"not whole within 1 s \(data.attempt_s\): 0.\d+ of 0.4 MB have come"):
+        large(attempt_s=1.0, deadline_s=3.0)
+    bucket.proxy.set()
+    assert large()
+    assert min(pieces(bucket))[0] > 0
+    bucket.proxy.set()
+    assert large() and not bucket.proxy.requests()
+
+
+def test_what_is_left_of_a_shard_and_wrong_is_fetched_again(bucket, large, tmp_path):
+    (tmp_path / ".large.safetensors.part").write_bytes(b"x" * 1000)
+    assert large()
+
+
+def test_an_object_that_became_shorter_than_what_has_come_is_named(bucket, large, tmp_path):
+    (tmp_path / ".large.safetensors.part").write_bytes(b"x" * 2000)
+    bucket.put("data/large.safetensors", b"x" * 1000)
+    with pytest.raises(InputError, match="1000 bytes, the manifest says 400000; it was damaged or replaced.* 3 times"):
+        large(attempt_s=2.0, deadline_s=10.0)
+    assert not list(tmp_path.glob(".large*"))
+
+
+def test_two_processes_that_fetch_a_shard_do_not_write_the_same_file(bucket, large, tmp_path):
+    part = Part(tmp_path / ".large.safetensors.part")
+    part.begin()(b"of another process")
+    assert large()
+    assert part.path.read_bytes() == b"of another process"
+    part.close()
 
 
 def test_a_validation_shard_that_does_not_come_delays_no_training(bucket, shards, tmp_path):

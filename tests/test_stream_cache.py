@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from forks import start_forked
 from running import ROOT, lines, run, train_config
@@ -16,8 +17,10 @@ from services.fault_proxy import Fault
 from streaming import alive, assert_same, descendants, losses, num_shards, overrides, train_from, upload
 
 from train import loop
-from train.config import InputError, Unreachable
+from train.config import InputError, S3Config, ShardsConfig, Unreachable
 from train.data import cache, fetcher
+from train.data.order import ShardSampler
+from train.data.prepared import TOKENIZER, PreparedData
 from train.data.shards import read_manifest
 from train.preempt import StopRequest
 
@@ -100,7 +103,7 @@ def refuse(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 def fill():  # somebody else, as soon as the run has looked how much is free
-    while not glob.glob(f"{disk}/*/wanted.json"):
+    while not glob.glob(f"{disk}/*/runs/*/wanted.json"):
         time.sleep(0.005)
     with open(f"{disk}/other", "ab", 0) as file:
         while True:
@@ -188,6 +191,68 @@ def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, from_di
         other.join()
 
 
+def opened(bucket, location, tmp_path):
+    """A data set in the cache of all these tests, and the supply of a run that reads all of it."""
+    cfg = ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache")
+    data = PreparedData(cfg, bucket.config())
+    rows = [shard.rows for shard in data.manifest.splits["train"]]
+    sampler = ShardSampler(rows, seed=0, global_batch_size=8, rank=0, world_size=1, windows=data.windows())
+    return data, data.supply(sampler, is_first_on_machine=True)
+
+
+def all_tokens(data, split="train"):
+    reader = data.split(split)
+    return reader.rows(np.arange(len(reader))).tokens
+
+
+def damage(paths):
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+
+
+def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, tmp_path):
+    """It replaces what is damaged, fetches nothing else, and a file is never missing for the other run."""
+    location = upload(bucket, shards)
+    here = PreparedData(ShardsConfig(path=str(shards)), S3Config())
+    first, supply = opened(bucket, location, tmp_path)
+    with supply:
+        right = all_tokens(first)
+        np.testing.assert_array_equal(right, all_tokens(here))
+        files = [first.folder / shard.file for shard in first.manifest.splits["train"]]
+        damaged, before = files[1::2], {path: path.stat().st_ino for path in files}
+        damage(damaged)
+        bucket.proxy.set(Fault("delay", "safetensors", seconds=0.2))
+        second, supply = opened(bucket, location, tmp_path)
+        with supply:
+            assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
+            np.testing.assert_array_equal(all_tokens(second), right)
+        asked = [request.path.rpartition("/")[2] for request in bucket.proxy.requests("^GET .*safetensors")]
+        assert sorted(asked) == [path.name for path in damaged]
+        assert [path for path in files if path.stat().st_ino != before[path]] == damaged
+        assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
+
+
+def test_shards_read_without_a_run_are_compared_too(bucket, shards, tmp_path):
+    """Those that `python -m train.shards head` finds in the cache."""
+    location = upload(bucket, shards)
+    cfg = ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache")
+    read = [PreparedData(cfg, bucket.config()) for _ in range(2)]
+    right = read[0].on_demand("validation").rows(np.arange(4)).tokens
+    damage([read[0].folder / read[0].manifest.splits["validation"][0].file])
+    np.testing.assert_array_equal(read[1].on_demand("validation").rows(np.arange(4)).tokens, right)
+
+
+def test_a_tokenizer_damaged_in_the_cache_is_replaced(bucket, shards, tmp_path):
+    location = upload(bucket, shards)
+    cfg = ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache")
+    for name in TOKENIZER:
+        (PreparedData(cfg, bucket.config()).folder / name).write_text("{}")
+        folder = PreparedData(cfg, bucket.config()).folder
+        assert (folder / name).read_bytes() == (shards / name).read_bytes()
+
+
 def test_the_same_command_may_follow_a_kill_at_once(bucket, shards, tmp_path):
     """Although it has the cache for itself, and loader processes of the dead one take a while to notice."""
     settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), windowed(shards), "eval_every=null")
@@ -201,13 +266,13 @@ def test_the_same_command_may_follow_a_kill_at_once(bucket, shards, tmp_path):
 
 
 def test_what_a_killed_run_left_counts_as_room(bucket, shards, tmp_path, monkeypatch):
-    """Killed after it had set aside what it found, on a disk with little more than the data."""
+    """By an earlier version, killed as it had set aside what lay there, on a disk with little more than the data."""
     location, here = upload(bucket, shards), f"data.cache_dir={tmp_path}/cache"
     train_from(bucket, tmp_path / "first", location, here)
     manifest = read_manifest(shards)
     folder = tmp_path / "cache" / manifest.id[:16]
     for shard in manifest.shards:
-        (folder / shard.file).rename(cache.kept(folder / shard.file))
+        (folder / shard.file).rename(folder / f".{shard.file}.kept")  # as earlier versions did
     (folder / f".{manifest.shards[0].file}.part-999999999-dead").write_bytes(b"x" * 1000)
     total = sum(shard.bytes for shard in manifest.shards)
     monkeypatch.setattr(cache, "free_bytes", lambda _: total // 2)

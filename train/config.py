@@ -19,8 +19,14 @@ from omegaconf import MISSING, OmegaConf
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
 LARGEST = 2**63  # numbers stay below: NumPy, torch and safetensors count in 64 bits
-MOST_SEQUENCES, MOST_PROCESSES = 2**20, 1024  # in a batch of an evaluation, and side by side on a machine
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take some more, but not every float
+# Limits far above what is of use: a larger value is a slip, and would cost memory, processes or a hang.
+MAX_EVAL_BATCH = 2**20  # sequences
+MAX_MICRO_BATCHES_AHEAD = 1000  # kept ready: minutes of training, and at a megabyte each a gigabyte of memory
+MAX_LOADER_PROCESSES = 128  # of a rank: a trn1.32xlarge has as many processors for all of its 32 ranks
+MAX_DOWNLOADS = 64  # at once: each holds its shard in memory, about 64 MiB twice; a few fill a network card
+MAX_CACHE_GB = 1e6  # a petabyte: no machine has such a disk, and infinity has no bytes
+MAX_PREPARING_PROCESSES = 1024  # of a machine: as many as the largest have processors, and each holds a tokenizer
 
 
 class InputError(ValueError):
@@ -85,6 +91,13 @@ def check_positive(prefix: str, obj: object, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
         check(value is None or value > 0, f"{prefix}{name}={value} must be above 0")
+
+
+def check_at_most(prefix: str, obj: object, **limits: float) -> None:
+    """Every named field of `obj` is None or no more than its limit."""
+    for name, limit in limits.items():
+        value = getattr(obj, name)
+        check(value is None or value <= limit, f"{prefix}{name}={value} must be at most {limit:,}")
 
 
 # ---- what is learnt ------------------------------------------------------------------------------------------------
@@ -227,6 +240,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check(self.num_workers >= 0, f"data.num_workers={self.num_workers} must be 0 or more")
         check_positive("data.", self, "prefetch")
+        check_at_most("data.", self, num_workers=MAX_LOADER_PROCESSES, prefetch=MAX_MICRO_BATCHES_AHEAD)
 
 
 @dataclass(kw_only=True)
@@ -245,6 +259,7 @@ class ShardsConfig(DataConfig):
         super().__post_init__()
         numbers = ("window_shards", "cache_gb", "downloads", "attempt_s", "deadline_s", "refetches")
         check_positive("data.", self, *numbers)
+        check_at_most("data.", self, downloads=MAX_DOWNLOADS, cache_gb=MAX_CACHE_GB)
         check(
             self.attempt_s <= self.deadline_s,
             f"data.attempt_s={self.attempt_s:g} is longer than data.deadline_s={self.deadline_s:g}; lower it",
@@ -394,7 +409,8 @@ class XLAConfig(BackendConfig):
         check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
         check(self.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla")
         check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
-
+        ahead = MAX_MICRO_BATCHES_AHEAD
+        check_at_most("backend.", self, loader_prefetch=ahead, device_prefetch=ahead)
         check(
             not self.zero1 or self.precision in ("auto", "fp32", "bf16"),
             f"backend.zero1=true has fp32 weights of its own; backend.precision={self.precision} does not go with it",
@@ -628,8 +644,8 @@ class TrainConfig:
             f"seq_len={self.seq_len} must be at least 8 (3 are special tokens)",
         )
         check(
-            (self.eval_batch_size or 0) <= MOST_SEQUENCES,
-            f"eval_batch_size={self.eval_batch_size} must be at most {MOST_SEQUENCES}: the last batch is filled up",
+            (self.eval_batch_size or 0) <= MAX_EVAL_BATCH,
+            f"eval_batch_size={self.eval_batch_size} must be at most {MAX_EVAL_BATCH}: the last batch is filled up",
         )
         reads_records = isinstance(self.data, RecordsConfig)
         check(
@@ -730,7 +746,7 @@ class PrepareConfig:
         fraction = self.validation_fraction
         check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
         check_positive("", self, "rows_per_shard", "processes")
-        check(self.processes <= MOST_PROCESSES, f"processes={self.processes} must be at most {MOST_PROCESSES}")
+        check_at_most("", self, processes=MAX_PREPARING_PROCESSES)
         if self.part is not None:
             number, _, count = self.part.partition("/")
             ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()

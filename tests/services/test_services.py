@@ -63,6 +63,19 @@ def test_skip_times_and_match_choose_the_requests(bucket, get):
     assert get() == CONTENT
 
 
+@pytest.mark.parametrize("do", ["flip", "status", "reset", "lose"])
+def test_a_rule_for_one_request_acts_on_the_first_and_on_no_other(bucket, get, do):
+    def comes_whole():
+        try:
+            return get() == CONTENT
+        except Exception:
+            return False
+
+    bucket.proxy.set(Fault(do, times=1))
+    assert [comes_whole() for _ in range(3)] == [False, True, True]
+    assert [request.fault for request in bucket.proxy.requests()] == [do, None, None]
+
+
 def test_a_share_is_drawn_by_its_seed(bucket, get):
     def draw(seed):
         bucket.proxy.set(Fault("flip", share=0.3, seed=seed))

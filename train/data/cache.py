@@ -3,15 +3,21 @@
 `CACHE_DIR/ID/` has one data set's shards under the names of its manifest, each put there by a rename once its length
 and sha256 are right (fetcher.py). Nothing else is ever deleted. Runs that read the same data share the folder; one
 that has to delete, because not all of it fits, wants it alone.
+
+`CACHE_DIR/ID/runs/NAME/` is one run's part of it: which shards its own fetching process has compared since it began,
+which it wants, and what is wrong with others. A reader takes no shard that its run has not compared, whoever else has.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
+import platform
+import shutil
 import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,10 +25,10 @@ from typing import IO, Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train import machine
-from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
+from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check, launched_world_size
 from train.data.order import Windows
 from train.data.shards import Manifest, Shard
-from train.storage import make_folder
+from train.storage import make_folder, read_json
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # In windows: the one before (its files are deleted, but readers still map them), the current one, as much as a global
@@ -40,31 +46,64 @@ def cache_dir(cfg: DataConfig) -> Path:
     return machine.cache_root()
 
 
+def launch_name() -> str:
+    """The same on all ranks that were launched together on this machine, and no other launch's."""
+    if launched_world_size() == 1:
+        return uuid.uuid4().hex
+    return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
+
+
 @dataclass(frozen=True)
 class Cache:
     folder: Path
     deadline_s: float
     given_up: list[Unreachable] = field(default_factory=list)  # by this process, which then waits for nothing more
     rank: int = field(default_factory=os.getpid)  # the process that opened it; loaders have copies
+    name: str = field(default_factory=launch_name)
+
+    @property
+    def run(self) -> Path:
+        """This run's own part of the folder."""
+        return self.folder / "runs" / self.name
 
     def faults(self, shard: Shard) -> Path:
-        return self.folder / "faults" / f"{shard.file}.json"
+        return self.run / "faults" / f"{shard.file}.json"
 
     @property
     def wanted(self) -> Path:
         """JSON: the files that the fetching process wants."""
-        return self.folder / "wanted.json"
+        return self.run / "wanted.json"
+
+    def begin(self) -> None:
+        """Make this run's part anew: nothing is compared yet."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        for name in ("faults", "compared"):
+            (self.run / name).mkdir(parents=True)
+
+    def set_compared(self, shard: Shard) -> None:
+        """Let this run's readers take a shard."""
+        (self.run / "compared" / shard.file).touch()
+
+    def is_ready(self, shard: Shard) -> bool:
+        """Whether a shard is there and was compared with the manifest by this run's fetching process."""
+        return (self.run / "compared" / shard.file).exists() and (self.folder / shard.file).is_file()
+
+    def ready(self) -> set[str]:
+        """The files of all such shards."""
+        present, compared = (
+            {path.name for path in folder.iterdir()} for folder in (self.folder, self.run / "compared")
+        )
+        return present & compared
 
     def wait(self, shard: Shard, began_s: float) -> None:
-        """Until a shard is there, for a batch that has been waiting since `began_s` (time.monotonic).
+        """Until a shard is there and compared, for a batch that has been waiting since `began_s` (time.monotonic).
 
         Raises InputError for one that cannot come, Unreachable after deadline_s: both name the shard and the reason. A
         loader may look further ahead than the cache reaches; the time until a shard is wanted does not count.
         """
-        path = self.folder / shard.file
         entered_s = looked_s = time.monotonic()
         waits_since_s, is_first_look = math.nan, True  # nan: it is not wanted yet
-        while not path.is_file():
+        while not self.is_ready(shard):
             if self.given_up:
                 raise self.given_up[0]
             time.sleep(POLL_S)
@@ -85,7 +124,7 @@ class Cache:
                 reason = fault["reason"] if fault else f"{shard.file} does not come; {self.words_on_others()}"
                 self.given_up.append(Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)"))
             has_begun = wanted is not None or now_s - entered_s > STARTS_WITHIN_S
-            if has_begun and not self.is_served() and not path.is_file():
+            if has_begun and not self.is_served() and not self.is_ready(shard):
                 raise Unreachable(
                     f"{shard.file} cannot come: the process that fetches shards on this node is gone, its words are "
                     f"above; {self.free}"
@@ -93,7 +132,7 @@ class Cache:
 
     def words_on_others(self) -> str:
         """For a shard whose turn has not come, because others do not come either."""
-        faults = filter(None, map(read_json, sorted(self.folder.glob("faults/*.json"))))
+        faults = filter(None, map(read_json, sorted(self.run.glob("faults/*.json"))))
         other = next((f"of another it is said: {fault['reason']}" for fault in faults), None)
         return other or f"nor any error: a slow network? {self.free}"
 
@@ -102,20 +141,13 @@ class Cache:
         return f"{self.folder} has {free_bytes(self.folder) / 1e9:.3g} GB free"
 
     def is_served(self) -> bool:
-        """Whether a fetching process lives: it holds this lock."""
-        with (self.folder / "fetcher.lock").open("a+") as file:
+        """Whether this run's fetching process lives: it holds this lock."""
+        with suppress(FileNotFoundError), (self.run / "fetcher.lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
         return False
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -175,8 +207,7 @@ class Room:
 
 def limit_bytes(cfg: ShardsConfig, folder: Path, manifest: Manifest) -> int:
     """What the shards of a data set may take on this disk. InputError if the disk has less than the settings say."""
-    paths = [(shard.bytes, folder / shard.file) for shard in manifest.shards]
-    present = sum(size for size, path in paths if path.is_file() or kept(path).is_file())
+    present = sum(shard.bytes for shard in manifest.shards if (folder / shard.file).is_file())
     free = free_bytes(folder)
     if cfg.cache_gb is None:
         return int(present + SHARE_OF_FREE * free)
@@ -198,18 +229,22 @@ def free_bytes(folder: Path) -> int:
 def open_cache(cfg: ShardsConfig, manifest: Manifest) -> Cache:
     """The folder of a data set on this node, made if need be. InputError if it cannot be written."""
     folder = make_folder(cache_dir(cfg) / manifest.id[:16])
-    (folder / "faults").mkdir(exist_ok=True)
     names = {shard.file for shard in manifest.shards}
     for path in folder.glob(".*.part-*"):
-        name, _, owner = path.name[1:].rpartition(".part-")
-        if name in names and not Path("/proc", owner.split("-")[0]).exists():  # of a process that was killed
-            path.unlink(missing_ok=True)
+        if path.name[1:].rpartition(".part-")[0] in names:
+            remove_unlocked(path)
+    for path in folder.glob(".*.kept"):  # by a killed run of an earlier version, to be compared
+        if path.name[1:].removesuffix(".kept") in names:
+            with suppress(FileNotFoundError):  # another rank was faster
+                path.rename(folder / path.name[1:].removesuffix(".kept"))
     return Cache(folder, cfg.deadline_s)
 
 
-def kept(path: Path) -> Path:
-    """Where a shard waits that an earlier run left, until it is compared with the manifest."""
-    return path.with_name(f".{path.name}.kept")
+def remove_unlocked(path: Path) -> None:
+    """Remove a file unless a process holds it."""
+    with suppress(FileNotFoundError, BlockingIOError), path.open("rb+") as file:
+        flock(file, alone=True)
+        path.unlink()
 
 
 def lock(cache: Cache, *, alone: bool, patience_s: float = 0.0) -> IO[str]:
@@ -231,7 +266,7 @@ def lock(cache: Cache, *, alone: bool, patience_s: float = 0.0) -> IO[str]:
     return file
 
 
-def flock(file: IO[str], *, alone: bool) -> None:
+def flock(file: IO[Any], *, alone: bool) -> None:
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,9 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tenacity import (
@@ -23,14 +25,74 @@ from tenacity import (
 from tenacity.stop import stop_base
 
 from train.config import InputError, ShardsConfig, Unreachable
-from train.data.cache import Cache, kept
+from train.data.cache import Cache, flock
 from train.data.fetch import Client, Doubtful
-from train.data.shards import Manifest, Shard
+from train.data.shards import Manifest, Shard, fault_of_file
 from train.s3 import S3Folder
-from train.storage import canonical_json, sha256_file, sync_file, write_atomic
+from train.storage import canonical_json, sha256_file, write_atomic
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between tries of a shard: random, doubling
+
+
+class Part:
+    """What has come of a shard, in a file beside it that is locked as long as it is open and outlives its process: the
+    next one goes on where it stopped. A read that was given up may be alive in the connector: it writes nothing more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """BlockingIOError if another process holds it, FileNotFoundError if one was just done with it."""
+        self.path, self.file = path, path.open("ab", buffering=0)
+        self.lock, self.reads = threading.Lock(), 0
+        try:
+            flock(self.file, alone=True)
+            if not os.path.samestat(os.fstat(self.file.fileno()), path.stat()):
+                raise FileNotFoundError(path)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def begin(self) -> Callable[[bytes], None]:
+        """What takes the bytes of one read from now on, until the next call or `end`."""
+        with self.lock:
+            self.reads += 1
+            return partial(self.write, self.reads)
+
+    def write(self, read: int, chunk: bytes) -> None:
+        with self.lock:
+            if read != self.reads:
+                raise TimeoutError("given up")
+            left = memoryview(chunk)
+            while left:
+                left = left[self.file.write(left) :]
+
+    def end(self) -> None:
+        with self.lock:
+            self.reads += 1
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.file.fileno()).st_size
+
+    def publish(self, path: Path) -> None:
+        os.fsync(self.file.fileno())
+        self.path.rename(path)
+
+    def clear(self) -> None:
+        self.file.truncate(0)
+
+    def close(self) -> None:
+        """Let go of it, and leave what the next process may go on with."""
+        if self.size == 0:
+            self.path.unlink(missing_ok=True)
+        self.file.close()
+
+
+def open_part(path: Path) -> Part:
+    """That of the shard at `path`: what an earlier process left, or one of its own while another process writes it."""
+    with suppress(BlockingIOError, FileNotFoundError):
+        return Part(path.with_name(f".{path.name}.part"))
+    return Part(path.with_name(f".{path.name}.part-{uuid.uuid4().hex}"))
 
 
 @dataclass
@@ -38,41 +100,21 @@ class Trial:
     """The tries of one shard so far."""
 
     shard: Shard
+    part: Part | None = None
     tries: int = 0
     doubts: int = 0  # of them brought wrong bytes, or a refusal
-    part: Path | None = None  # what the last one brought, to go on from
-
-
-@dataclass
-class Part:
-    """The file of one try. A try that was given up may still be alive in the connector: it writes nothing any more."""
-
-    path: Path
-    client: Client | None = None
-    is_open: bool = True
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.file = self.path.open("ab")
-
-    def write(self, chunk: bytes) -> None:
-        with self.lock:
-            if not self.is_open:
-                raise TimeoutError("given up")
-            self.file.write(chunk)
-
-    def close(self) -> None:
-        with self.lock:
-            self.is_open = False
-            self.file.close()
+    damaged: tuple[int, int] | None = None  # inode and time of the file in the cache that is not right
 
 
 class Downloader:
     """Shards of one data set. `obtain` may be called by several threads at once, for different shards."""
 
-    def __init__(self, source: S3Folder, cfg: ShardsConfig, manifest: Manifest, cache: Cache) -> None:
+    def __init__(
+        self, source: S3Folder, cfg: ShardsConfig, manifest: Manifest, cache: Cache, *, has_readers: bool = False
+    ) -> None:
+        """`has_readers`: whether other processes wait for the shards; they learn of them in their run's part of it."""
         self.source, self.cfg, self.cache = source, cfg, cache
-        self.shards = manifest.shards
+        self.shards, self.has_readers = manifest.shards, has_readers
         self.lock = threading.Lock()
         self.client: Client | None = None
         self.in_pieces = False  # since a download did not end in time: what comes is kept
@@ -80,10 +122,9 @@ class Downloader:
         self.failing: set[str] = set()  # files of which nothing came at the last try: others need not wait for them
 
     def obtain(self, shard: Shard) -> None:
-        """Put a shard into the cache, or leave word there of why it cannot be."""
+        """Put a shard into the cache for this run's readers, or leave word there of why it cannot be."""
         try:
-            if not self.take_kept(shard):
-                self.bring(shard, stop_never)
+            self.bring(shard, stop_never)
             self.cache.faults(shard).unlink(missing_ok=True)
         except Exception as error:
             self.hopeless.add(shard.file)
@@ -91,11 +132,10 @@ class Downloader:
             self.tell(shard, str(error), is_final=True)
 
     def bring(self, shard: Shard, stop: stop_base | None = None) -> None:
-        """Put a shard into the cache if it is not there. Raises InputError for what no further try can mend, and, where
-        `stop` does not say otherwise, Unreachable after deadline_s.
+        """Put a shard into the cache, unless the right one lies there. Raises InputError for what no further try can
+        mend, and, where `stop` does not say otherwise, Unreachable after deadline_s.
         """
-        if (self.cache.folder / shard.file).is_file():
-            return
+        trial = Trial(shard)
         retrying = Retrying(
             wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             retry=retry_if_exception_type((Unreachable, Doubtful)),
@@ -104,105 +144,110 @@ class Downloader:
             reraise=True,
         )
         try:
-            retrying(self.attempt, Trial(shard))
+            retrying(self.attempt, trial)
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{self.place(shard)}: {error}") from error
-
-    def take_kept(self, shard: Shard) -> bool:
-        """Use what an earlier run left of a shard, if it is right."""
-        path = self.cache.folder / shard.file
-        left = kept(path)
-        try:
-            return self.take(left, path, shard)
-        except FileNotFoundError:  # there is none, or another run's process was faster
-            return path.is_file()
-
-    def take(self, left: Path, path: Path, shard: Shard) -> bool:
-        if left.stat().st_size == shard.bytes and sha256_file(left) == shard.sha256:
-            left.rename(path)
-            return True
-        logger.warning("%s in the cache is damaged; it is fetched again", shard.file)
-        left.unlink()
-        return False
+        finally:
+            if trial.part is not None:
+                trial.part.close()
 
     def attempt(self, trial: Trial) -> None:
         """One download in a time of its own. What was cut short goes on where it stopped."""
         shard, path = trial.shard, self.cache.folder / trial.shard.file
         trial.tries += 1
-        place = path.with_name(f".{path.name}.part-{os.getpid()}-{uuid.uuid4().hex}")
-        if trial.part is not None:
-            trial.part.rename(place)
-        trial.part = place
         try:
-            self.fill(trial, Part(place))
-            self.compare(shard, place)
-            sync_file(place)
-            place.rename(path)
+            if not self.is_right(trial, path):
+                trial.part = trial.part or open_part(path)
+                self.fill(trial.part, shard)
+                self.compare(shard, trial.part)
+                trial.part.publish(path)
+            if self.has_readers:
+                self.cache.set_compared(shard)
         except Unreachable:
             raise
         except Doubtful as doubt:
-            self.forget(trial, place)
+            self.forget(trial)
             trial.doubts += 1
             if trial.doubts >= self.cfg.refetches:
                 raise InputError(f"{doubt}, {trial.doubts} times") from doubt
             raise
         except FileNotFoundError as error:
-            self.forget(trial, place)
+            self.forget(trial)
             raise Unreachable("somebody removed what had come of it") from error
         except OSError as error:  # of the disk: leave it the room
-            self.forget(trial, place)
+            self.forget(trial)
             kind = Unreachable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
             raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
-    def forget(self, trial: Trial, place: Path) -> None:
-        place.unlink(missing_ok=True)
-        trial.part = None
+    def is_right(self, trial: Trial, path: Path) -> bool:
+        """Whether the shard lies there as the manifest has it. A damaged one stays until a right one replaces it: other
+        runs may be reading it.
+        """
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return False
+        seen = (stat.st_ino, stat.st_mtime_ns)
+        if seen == trial.damaged:
+            return False
+        if fault_of_file(self.cache.folder, trial.shard, checksum=True) is None:
+            return True
+        trial.damaged = seen
+        logger.warning("%s in the cache is damaged; it is fetched again", trial.shard.file)
+        return False
 
-    def fill(self, trial: Trial, part: Part) -> None:
+    def forget(self, trial: Trial) -> None:
+        if trial.part is not None:
+            trial.part.clear()
+            trial.part.close()
+            trial.part = None
+
+    def fill(self, part: Part, shard: Shard) -> None:
         """One download in a thread of its own, which is left to itself when the time is over."""
-        answer = queue.SimpleQueue[BaseException | None]()
-        offset = part.path.stat().st_size
-        was_in_pieces = self.in_pieces
-        arguments = (trial.shard, part, offset, was_in_pieces, answer.put)
+        answer, clients = queue.SimpleQueue[BaseException | None](), list[Client]()
+        offset, was_in_pieces = part.size, self.in_pieces
+        arguments = (shard, part.begin(), offset, was_in_pieces, clients, answer.put)
         threading.Thread(target=self.read, args=arguments, daemon=True).start()
         try:
             error = answer.get(timeout=self.cfg.attempt_s)
         except queue.Empty:
-            is_moving = not was_in_pieces or part.path.stat().st_size > offset
+            part.end()
+            is_moving = not was_in_pieces or part.size > offset
             self.in_pieces = True
-            error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)")
+            come = f": {part.size / 1e6:.3g} of {shard.bytes / 1e6:.3g} MB have come" if was_in_pieces else ""
+            error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s){come}")
         else:
+            part.end()
             is_moving = error is None
-        part.close()
-        (self.failing.discard if is_moving else self.failing.add)(trial.shard.file)
+        (self.failing.discard if is_moving else self.failing.add)(shard.file)
         if error is not None:
-            if self.client is part.client:
+            if self.client in clients:
                 self.client = None
             raise error
 
     def read(
         self,
         shard: Shard,
-        part: Part,
+        write: Callable[[bytes], None],
         offset: int,
         in_pieces: bool,
+        clients: list[Client],
         answer: Callable[[BaseException | None], None],
     ) -> None:
         try:
-            part.client = self.current_client()  # here, since services that give credentials may hang too
-            part.client.read(shard.file, part.write, offset=offset, in_pieces=in_pieces)
+            clients.append(self.current_client())  # here, since services that give credentials may hang too
+            clients[0].read(shard.file, write, offset=offset, size=shard.bytes, in_pieces=in_pieces)
         except BaseException as error:  # for the thread that waits
             answer(error)
         else:
             answer(None)
 
-    def compare(self, shard: Shard, place: Path) -> None:
-        size = place.stat().st_size
+    def compare(self, shard: Shard, part: Part) -> None:
         advice = "it was damaged or replaced; put the original back or prepare again"
-        if size != shard.bytes:
-            raise Doubtful(f"{size} bytes, the manifest says {shard.bytes}; {advice}")
-        seen = sha256_file(place)
+        if part.size != shard.bytes:
+            raise Doubtful(f"{part.size} bytes, the manifest says {shard.bytes}; {advice}")
+        seen = sha256_file(part.path)
         if seen != shard.sha256:
             raise Doubtful(f"sha256 is {seen[:12]}, the manifest says {shard.sha256[:12]}; {advice}")
 
@@ -221,7 +266,8 @@ class Downloader:
         reason = f"{self.place(trial.shard)}: {error} ({trial.tries} tries)"
         logger.warning("%s; again in %.1f s", reason, pause_s)
         try:
-            self.tell(trial.shard, reason, is_final=False)
+            if self.has_readers:
+                self.tell(trial.shard, reason, is_final=False)
         except OSError as problem:  # no room even for this
             logger.warning("%s", problem)
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset, S3ReaderConstructor
+from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
 
 from train.config import Unreachable
 from train.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
 
-READ_BYTES = 2**20
-PIECE_BYTES = 8 * 2**20  # requested at once when a download goes on in the middle
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 16 * 2**10, 8 * 2**20  # of a request when a download goes on in the middle
+PIECE_S = 1.0  # what a piece should take: one that takes less is followed by a larger one
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, and what it may keep in memory for a part
 CONNECTOR_ATTEMPTS = 3
 ASK_EVERY_S = 30.0  # for renewed credentials
@@ -28,6 +28,7 @@ REFUSALS = {  # words of the connector's errors that many more tries will not ch
     "No signing credentials": "there are no AWS credentials on this machine",
     "Forbidden": "S3 refuses access to it",
     "AccessDenied": "S3 refuses access to it",
+    "InvalidRange": "it is shorter than the manifest says",
 }
 TEMPORARY = ("Expired", "EXPIRED", "hrottl")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -58,8 +59,7 @@ class Client:
         self.asked_s = time.monotonic()
         if not self.uses_environment:
             put(self.credentials)
-        self.whole = self._open(S3ReaderConstructor.sequential())
-        self.rest = self._open(S3ReaderConstructor.range_based(buffer_size=0))
+        self.streams = self._open()
 
     def current_credentials(self) -> tuple[str | None, ...]:
         found = self.session.get_credentials()
@@ -78,32 +78,58 @@ class Client:
         except (BotoCoreError, ClientError):
             return False
 
-    def _open(self, constructor: Any) -> Any:
+    def _open(self) -> Any:
         return S3MapDataset.from_objects(
             self.locations,
             region=self.session.region_name or DEFAULT_REGION,
             endpoint=self.folder.endpoint,
-            reader_constructor=constructor,
+            reader_constructor=stream_constructor,
             s3client_config=S3ClientConfig(
                 part_size=self.part_bytes, force_path_style=self.folder.s3.path_style, max_attempts=CONNECTOR_ATTEMPTS
             ),
         )
 
-    def read(self, file: str, write: Callable[[bytes], None], *, offset: int, in_pieces: bool) -> None:
-        """Give an object's bytes from `offset` on to `write`, in order: in one request, which brings nothing before it
-        has brought all, or in several.
+    def read(self, file: str, write: Callable[[bytes], None], *, offset: int, size: int, in_pieces: bool) -> None:
+        """Give an object's bytes from `offset` up to `size` to `write`, in order: in one request, which brings nothing
+        before it has brought all, or in several.
 
         Raises Doubtful or Unreachable. `write` may raise to stop it.
         """
-        in_pieces = in_pieces or offset > 0
-        reader = (self.rest if in_pieces else self.whole)[self.numbers[file]]
+        stream = self.streams[self.numbers[file]]
         try:
-            if offset:
-                reader.seek(offset)
-            while chunk := reader.read(PIECE_BYTES if in_pieces else READ_BYTES):
-                write(chunk)
+            if in_pieces or offset > 0:
+                read_pieces(stream, write, offset, size)
+            else:
+                for chunk in stream():
+                    write(chunk)
         except S3Exception as error:  # one class for all; only its words tell cases apart
             raise explain(error) from error
+
+
+def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
+    """An S3ReaderConstructor of the connector whose reader is the stream itself, `get_stream(start, end)`.
+
+    The connector's own readers copy all of it once more, into memory that grows, or ask for the length first.
+    """
+    return get_stream
+
+
+def read_pieces(
+    stream: Callable[[int, int], Iterable[bytes]], write: Callable[[bytes], None], offset: int, size: int
+) -> None:
+    """One request after the other, each as large as the link brings in a moderate time: what a request has not brought
+    whole is lost when the attempt is over.
+    """
+    piece_bytes = MIN_PIECE_BYTES
+    while offset < size:
+        began_s, end = time.monotonic(), min(offset + piece_bytes, size)
+        for chunk in stream(offset, end):
+            write(chunk)
+        offset, took_s = end, time.monotonic() - began_s
+        if took_s < PIECE_S:
+            piece_bytes = min(2 * piece_bytes, MAX_PIECE_BYTES)
+        elif took_s > 4 * PIECE_S:
+            piece_bytes = max(piece_bytes // 2, MIN_PIECE_BYTES)
 
 
 def put(credentials: tuple[str | None, ...]) -> None:

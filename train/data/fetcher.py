@@ -1,4 +1,5 @@
-"""The process, one on each node, that keeps the cache ahead of the ranks: the next shards in, those done with out.
+"""The process, one for each run on a node, that keeps the cache ahead of the ranks: the next shards in, those done with
+out. What lies there already is compared with the manifest before its run reads it, in the order of need.
 
 It alone talks to S3 while training runs: ranks and their loader processes read files, so that a dead connection cannot
 hold any of them, nothing of the connector is alive when they fork, and a shard comes once whatever the number of ranks.
@@ -12,19 +13,19 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO
 
 from tqdm import tqdm
 
 from train.config import InputError, ShardsConfig, check
-from train.data.cache import Cache, Room, flock, kept, lock
+from train.data.cache import Cache, Room, flock, lock
 from train.data.download import Downloader
 from train.data.order import ShardSampler
 from train.data.shards import Manifest, Shard
@@ -89,7 +90,7 @@ class Fetcher:
         self.cfg, self.cache = cfg, cache
         self.need = Need(manifest, sampler, limit_bytes)
         held = self.hold()
-        self.downloader = Downloader(source, cfg, manifest, cache)
+        self.downloader = Downloader(source, cfg, manifest, cache, has_readers=True)
         context = multiprocessing.get_context("fork")  # what it needs is there; a spawned one would import torch first
         theirs, self.places = context.Pipe(duplex=False)
         self.process = context.Process(target=self.run, args=(theirs,), daemon=True)
@@ -98,9 +99,12 @@ class Fetcher:
         held.close()  # the process has it: loaders that outlive a killed rank shall not hold the cache
 
     def hold(self) -> IO[str]:
-        """Take the cache, and set aside what is not known to be right. InputError if another run stands in the way."""
+        """Take the cache, and begin this run's part of it. InputError if another run stands in the way."""
         try:
             held = lock(self.cache, alone=True, patience_s=0.0 if self.need.fits else TAKE_OVER_S)
+            shutil.rmtree(self.cache.run.parent, ignore_errors=True)  # of runs that are gone
+            if self.need.fits:
+                flock(held, alone=False)
         except BlockingIOError:
             check(
                 self.need.fits,
@@ -108,17 +112,12 @@ class Fetcher:
                 "data.cache_dir",
             )
             try:
-                held = lock(self.cache, alone=False, patience_s=TAKE_OVER_S)  # its process compares what is there
+                held = lock(self.cache, alone=False, patience_s=TAKE_OVER_S)
             except BlockingIOError:
                 raise InputError(
                     f"another run has {self.cache.folder} for itself; give one of them its own data.cache_dir"
                 ) from None
-            for shard in self.need.shards:  # that process's words; this one will try and have its own
-                self.cache.faults(shard).unlink(missing_ok=True)
-            return held
-        self.set_aside()
-        if self.need.fits:
-            flock(held, alone=False)
+        self.cache.begin()
         return held
 
     def __enter__(self) -> Fetcher:
@@ -128,20 +127,12 @@ class Fetcher:
         self.places.close()
         self.process.kill()  # nothing in it is worth a clean end: files get their names when they are whole
         self.process.join()
+        shutil.rmtree(self.cache.run, ignore_errors=True)
 
     def consumed(self, rows: int) -> None:
         """Say how many sequences of the whole run all ranks have done with."""
         with suppress(BrokenPipeError):  # it is gone: readers tell, when they need what does not come
             self.places.send(rows)
-
-    def set_aside(self) -> None:
-        """Hide what an earlier run left, before any reader looks: it is compared with the manifest first."""
-        for shard in self.need.shards:
-            path = self.cache.folder / shard.file
-            if path.is_file():
-                path.rename(kept(path))
-            self.cache.faults(shard).unlink(missing_ok=True)
-        self.cache.wanted.unlink(missing_ok=True)
 
     # ---- in the process --------------------------------------------------------------------------------------------
 
@@ -150,7 +141,7 @@ class Fetcher:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         leave_signals_to_the_parent(0)
         self.places.close()
-        with (self.cache.folder / "fetcher.lock").open("a+") as life:
+        with (self.cache.run / "fetcher.lock").open("a+") as life:
             flock(life, alone=False)  # readers see by it that this process lives
             try:
                 self.serve(places, parent)
@@ -171,15 +162,16 @@ class Fetcher:
                 looked_s = now_s
                 for name in [name for name, future in under_way.items() if future.done()]:
                     under_way.pop(name).result()  # raises if not even the reason of a failure could be written
-                hopeless = self.downloader.hopeless
-                absent = [shard for shard in wanted if not self.path(shard).is_file() and shard.file not in hopeless]
+                settled = self.cache.ready() | self.downloader.hopeless
+                absent = [shard for shard in wanted if shard.file not in settled]
                 for shard in absent:
                     busy = len(under_way.keys() - self.downloader.failing)
                     if busy < self.cfg.downloads and shard.file not in under_way:
                         under_way[shard.file] = pool.submit(self.downloader.obtain, shard)
                 if (absent and now_s - reported_s > REPORT_EVERY_S) or (was_filling and not absent):
                     reported_s = now_s
-                    self.report(wanted, [shard for shard in wanted if not self.path(shard).is_file()])
+                    ready = self.cache.ready()
+                    self.report(wanted, [shard for shard in wanted if shard.file not in ready])
                 was_filling = bool(absent)
             if places.poll(TICK_S):
                 while places.poll():
@@ -199,16 +191,12 @@ class Fetcher:
                 self.evict(wanted)
         return wanted
 
-    def path(self, shard: Shard) -> Path:
-        return self.cache.folder / shard.file
-
     def evict(self, wanted: list[Shard]) -> None:
         """Delete what is not wanted, of this manifest's own files."""
         names = {shard.file for shard in wanted}
         for shard in self.need.shards:
             if shard.file not in names:
-                self.path(shard).unlink(missing_ok=True)
-                kept(self.path(shard)).unlink(missing_ok=True)
+                (self.cache.folder / shard.file).unlink(missing_ok=True)
 
     def report(self, wanted: list[Shard], absent: list[Shard]) -> None:
         total, left = (sum(shard.bytes for shard in shards) for shards in (wanted, absent))

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Failure, InputError, Unreachable
-from train.data.cache import read_json
 from train.machine import read_process
-from train.storage import canonical_json, make_folder, write_atomic
+from train.storage import canonical_json, make_folder, read_json, write_atomic
 
 PREFIX = ".launch-"
 POLL_S = 0.1

@@ -126,19 +126,19 @@ class PreparedData:
 def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
     """Copy the tokenizer's files to this node. InputError if it is not the one that made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
-    known = folder / TOKENIZER[0]
-    if all((folder / name).is_file() for name in TOKENIZER) and sha256_file(known) == manifest.tokenizer.sha256:
-        return
-    for name in reversed(TOKENIZER):  # the one that is compared comes last
+    for name in TOKENIZER:
+        path, is_known = folder / name, name == TOKENIZER_FILE  # by its checksum; the other one is read each time
+        if is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256:
+            continue
         try:
             content = source.read(name)
         except FileNotFoundError:
             raise InputError(f"{source.location}/{name} is missing; prepare the data again") from None
         check(
-            name != TOKENIZER[0] or sha256_bytes(content) == manifest.tokenizer.sha256,
+            not is_known or sha256_bytes(content) == manifest.tokenizer.sha256,
             f"{source.location}/{name} is not the tokenizer that made the shards; put it back or prepare again",
         )
-        write_atomic(folder / name, content)
+        write_atomic(path, content)
 
 
 def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
