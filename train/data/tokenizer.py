@@ -94,14 +94,17 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
     given = 0
     for text in texts:
         for raw in text.splitlines():
-            line = rule.normalize_str(raw)
-            while line:
-                head = line if len(line.encode()) <= MAX_LINE_BYTES else line[: MAX_LINE_BYTES // 4]
-                if len(head) < len(line):
+            line, start = rule.normalize_str(raw), 0
+            while start < len(line):
+                head = line[start : start + MAX_LINE_BYTES + 1]  # if that is too long in bytes, the rest is as well
+                if len(head.encode()) > MAX_LINE_BYTES:
+                    head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
                 given += len(head.encode())
                 yield head
-                line = line[len(head) :].lstrip()
+                start += len(head)
+                while line[start : start + 1].isspace():
+                    start += 1
             if given >= train_bytes:
                 return
 
