@@ -340,7 +340,7 @@ def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, cont
     (tmp_path / "config.json").write_bytes((encoder_folder / "config.json").read_bytes())
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(InputError, match=f"model.pretrained={tmp_path} is not to be had") as error:
+    with pytest.raises(InputError, match=f"model.pretrained={tmp_path} cannot be loaded") as error:
         build("label", ModelConfig(pretrained=str(tmp_path)))
     assert "\n" not in str(error.value)
 

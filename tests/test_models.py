@@ -115,7 +115,7 @@ def test_flops_of_an_unknown_architecture_are_unknown():
             "no masked language model of type gpt2",
         ),
         ({"hidden_size": 32, "num_heads": 5}, "model.hidden_size=32 must be a multiple of model.num_heads=5"),
-        ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder is not to be had"),
+        ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(changes, says):

@@ -24,7 +24,7 @@ from train.data.prepared import PreparedData
 from train.data.shards import SPLITS, Manifest, Shard, ShardSet
 from train.data.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
 from train.data.writer import write_manifest, write_shard
-from train.storage import make_folder, open_folder
+from train.storage import local_path, make_folder, open_folder
 
 ROWS_AT_ONCE = 16384  # held in memory
 
@@ -151,11 +151,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def convert(options: argparse.Namespace, s3: S3Config) -> int:
     if options.direction == "to-arrow":
         data = PreparedData(ShardsConfig(path=options.source, cache_dir=options.cache_dir), s3)
-        to_arrow(data, Path(options.output))
+        to_arrow(data, local_path(options.output))
         print(f"{options.output}: datasets.load_from_disk reads it")
         return cli.DONE
     check(options.tokenizer is not None, "from-arrow needs --tokenizer, the one that made the ids")
-    source = Path(options.source)
+    source = local_path(options.source)
     manifest = from_arrow(source, options.output, s3, tokenizer=options.tokenizer, column=options.column)
     print(f"{options.output}: {manifest.rows('train'):,} training sequences, id {manifest.id[:12]}")
     return cli.DONE

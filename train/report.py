@@ -232,15 +232,21 @@ def show(text: str) -> None:
     print(text.encode(encoding, "replace").decode(encoding))
 
 
+def at_home(given: str) -> Path:
+    return Path(given).expanduser()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train.report", description="Write an HTML report on training runs."
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder: the run_dir of a training run")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=at_home, help="run folder: the run_dir of a training run"
+    )
     parser.add_argument(
         "--output",
         metavar="DIR",
-        type=Path,
+        type=at_home,
         help="folder for report.html and its images; default: RUN/report for one run, report beside the first for more",
     )
     args = parser.parse_args(argv)

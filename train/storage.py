@@ -117,10 +117,13 @@ def telling(verb: str, path: Path) -> Iterator[None]:
 
 
 def local_path(location: str) -> Path:
-    """The path of a folder given by the user, where only local ones will do."""
+    """The path of a folder given by the user, where only local ones will do; "~" is home, in quotes too."""
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
-    return Path(location.removeprefix("file://"))
+    try:
+        return Path(location.removeprefix("file://")).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise InputError(f"{location}: {error}; write the folder out") from error
 
 
 def make_folder(path: Path) -> Path:

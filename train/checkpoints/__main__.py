@@ -19,7 +19,7 @@ from train.checkpoints.retention import ALWAYS_VALID, Retention, best
 from train.checkpoints.store import Store, open_store
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.lease import Lease, LeaseLost
-from train.storage import Folder, LocalFolder, make_folder, open_folder
+from train.storage import Folder, LocalFolder, local_path, make_folder, open_folder
 
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
@@ -32,7 +32,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
-    place = make_folder(Path(cache_dir) if cache_dir else machine.cache_root())
+    place = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=place) as scratch:
         yield open_store(folder, Path(scratch))
 
@@ -171,7 +171,7 @@ def show(reasons: dict[int, str | None], word: str) -> None:
 def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
     from train.checkpoints.export import export_step, read_config  # torch and transformers are for those who need them
 
-    target = Path(options.folder)
+    target = local_path(options.folder)
     check(not target.exists() or not any(target.iterdir()), f"{target} is not empty; choose another folder")
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir = options.data or cfg.data.path, options.cache_dir or cfg.data.cache_dir

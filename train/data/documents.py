@@ -158,7 +158,7 @@ def matching(pattern: str) -> list[Path]:
 
 def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
     """A file, the files of a folder with one of the suffixes (.gz may follow), or what a glob matches."""
-    path = local_path(location).expanduser()
+    path = local_path(location)
     hint = ""
     with naming(f"corpus.path={location} cannot be read", (OSError,)):
         if path.is_dir():

@@ -63,7 +63,7 @@ def digest_of(path: Path) -> str:
 
 
 def is_folder(cfg: RecordsConfig) -> bool:
-    return not is_s3(cfg.path) and local_path(cfg.path).expanduser().is_dir()
+    return not is_s3(cfg.path) and local_path(cfg.path).is_dir()
 
 
 # ---- without reading -----------------------------------------------------------------------------------------------
@@ -95,10 +95,10 @@ def stamp(place: Path | S3File) -> list[Any]:
 
 def place_key(cfg: RecordsConfig) -> str:
     """A sha256 of data.path and the settings alone."""
-    where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).expanduser().absolute())
+    where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).absolute())
     return sha256_json([VERSION, where, cfg.format, reading_settings(cfg)])
 
 
 def is_missing(cfg: RecordsConfig) -> bool:
     """Whether nothing is at data.path of this machine. The Hub and S3 say so themselves."""
-    return "://" not in cfg.path.removeprefix("file://") and not local_path(cfg.path).expanduser().exists()
+    return "://" not in cfg.path.removeprefix("file://") and not local_path(cfg.path).exists()

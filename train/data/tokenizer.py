@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from train.config import InputError, check
 from train.data.encoding import Vocabulary, starts_of
 from train.data.shards import TokenizerInfo
+from train.hub_access import asking_hub, hub_or_path, why_missing
 from train.storage import Folder, sha256_bytes
 
 logger = logging.getLogger("train")
@@ -111,15 +112,16 @@ def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes:
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
     """A fast tokenizer with the special tokens that masked language modelling needs, from the Hub or a folder."""
+    source = hub_or_path(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        with asking_hub(source):
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).is_dir())
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"tokenizer {source} is not to be had: {reason}") from error
+        raise InputError(f"tokenizer {source} cannot be loaded: {why_missing(source, error)}") from error
     check(tokenizer.is_fast, f"tokenizer {source} is a slow one (pure Python); only fast tokenizers are supported")
     check(
         len(tokenizer) > len(tokenizer.all_special_ids),  # what transformers makes where there is no file
-        f"tokenizer {source} is not to be had: it has no tokenizer.json or vocabulary file",
+        f"tokenizer {source} cannot be loaded: it has no tokenizer.json or vocabulary file",
     )
     tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every document short
     tokenizer.backend_tokenizer.no_padding()

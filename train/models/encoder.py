@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import InputError, ModelConfig, check
+from train.hub_access import asking_hub
 from train.models.layers import Checkpoint, Run, freeze, recompute_layers, run_shared_layer_by, shared_layer
 from train.models.source import is_folder, read_weights, unavailable
 
@@ -163,7 +164,8 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
     if cfg.pretrained is not None:
         try:
-            config = AutoConfig.from_pretrained(cfg.pretrained, local_files_only=is_folder(cfg.pretrained))
+            with asking_hub(cfg.pretrained):
+                config = AutoConfig.from_pretrained(cfg.pretrained, local_files_only=is_folder(cfg.pretrained))
         except (OSError, ValueError) as error:
             raise InputError(unavailable(cfg.pretrained, error)) from error
         for ours, wanted in given.items():
