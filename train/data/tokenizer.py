@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,10 +51,10 @@ def train_tokenizer(
         InputError: the text is too small for so many pieces; the message says how many it gives.
     """
     rule = normalizer(lowercase=lowercase)
-    model = io.BytesIO()
+    model, lines = io.BytesIO(), Relay(short_lines(texts, rule, train_bytes))
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=short_lines(texts, rule, train_bytes),
+            sentence_iterator=lines,
             model_writer=model,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -70,10 +71,9 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rsplit("] ", 1)[-1].strip()
-        raise InputError(
-            f"no tokenizer of tokenizer.vocab_size={vocab_size} pieces from this corpus: {reason}"
-        ) from error
+        if lines.error is not None:
+            raise lines.error from None
+        raise InputError(unfit(vocab_size, str(error))) from error
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocabulary = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=1))
@@ -88,6 +88,36 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP, mask_token=MASK
     )
+
+
+class Relay:
+    """An iterator for a library that wraps what is raised in it: `error` is that as it was."""
+
+    def __init__(self, items: Iterator[str]) -> None:
+        self.items = items
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self.items)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def unfit(vocab_size: int, error: str) -> str:
+    """Why sentencepiece made no vocabulary of this size, and which size the text allows."""
+    given = f"tokenizer.vocab_size={vocab_size}"
+    if most := re.search(r"too high .*<= (\d+)", error):
+        return f"{given} is more than this text can fill: set tokenizer.vocab_size={most[1]} or less, or give more text"
+    if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"{given} is fewer than the characters of this text: set tokenizer.vocab_size={fewest[1]} or more"
+    return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
 
 
 def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
