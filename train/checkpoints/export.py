@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 import yaml
@@ -30,7 +29,7 @@ from train.config import (
 from train.models.encoder import Network
 from train.models.source import without_weights
 from train.run_folder import differences
-from train.storage import Folder, make_folder
+from train.storage import Folder, make_folder, scratch_folder
 from train.tasks import build_task
 
 TASKS = {"mlm": MLMConfig, "classify": ClassifyConfig, "qa": QAConfig}
@@ -85,10 +84,10 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
 def export_described(source: Path, kind: str, run: Folder, target: Path) -> None:
     """The same by what the run has left in model/: its transformers' config.json and tokenizer."""
     names = [name for name in run.names("model/") if name.count("/") == 1]
-    with tempfile.TemporaryDirectory(prefix="model-") as scratch:
+    with scratch_folder() as scratch:
         for name in names:
-            (Path(scratch) / Path(name).name).write_bytes(run.read(name))
-        model = Network(without_weights(kind, Path(scratch)))
+            (scratch / Path(name).name).write_bytes(run.read(name))
+        model = Network(without_weights(kind, scratch))
         model.load_state_dict(read(source / "model.pt", DDP(BackendConfig(device="cpu"))))
         model.export(make_folder(target))
     for name in names:

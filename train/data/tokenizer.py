@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import sentencepiece
@@ -23,7 +22,7 @@ from train.config import InputError, check
 from train.data.encoding import Vocabulary, starts_of
 from train.data.shards import TokenizerInfo
 from train.hub_access import asking_hub, hub_or_path, why_missing
-from train.storage import Folder, sha256_bytes
+from train.storage import Folder, scratch_folder, sha256_bytes
 
 logger = logging.getLogger("train")
 
@@ -165,21 +164,21 @@ def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> Non
 
     tokenizer.json comes last: where it is, the others are.
     """
-    with TemporaryDirectory() as temporary:
-        tokenizer.save_pretrained(temporary)
-        files = {path.relative_to(temporary).as_posix(): path for path in Path(temporary).rglob("*") if path.is_file()}
+    with scratch_folder() as temporary:
+        tokenizer.save_pretrained(str(temporary))
+        files = {path.relative_to(temporary).as_posix(): path for path in temporary.rglob("*") if path.is_file()}
         for name in sorted(files, key=lambda name: (name == "tokenizer.json", name)):
             folder.create(f"tokenizer/{name}", files[name].read_bytes())
 
 
 def published_vocabulary(folder: Folder) -> Vocabulary:
     """The tokenizer that `publish_tokenizer` wrote, whichever process did."""
-    with TemporaryDirectory() as temporary:
+    with scratch_folder() as temporary:
         for name in folder.names("tokenizer/"):
-            path = Path(temporary, name)
+            path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(folder.read(name))
-        tokenizer = load_tokenizer(str(Path(temporary, "tokenizer")))
+        tokenizer = load_tokenizer(str(temporary / "tokenizer"))
     info = TokenizerInfo(
         sha256=sha256_bytes(folder.read(PUBLISHED)),
         vocab_size=len(tokenizer),
