@@ -51,6 +51,35 @@ def test_tables_of_names_take_new_ones():
         load("task=classify", "data=reviews", "data.label_map=negative")
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.label_map={-1: neg, 1: pos}", {"-1": "neg", "1": "pos"}),
+        ("data.label_map={-1:neg}", {"-1": "neg"}),
+        ('data.label_map={a: "it\'s", b: null}', {"a": "it's", "b": None}),
+        ("data.label_map={it's: a, c d: null}", {"it's": "a", "c d": None}),
+        ('data.label_map={\'a. b\': yes, 1.5: "say \\"hi\\""}', {"a. b": "yes", "1.5": 'say "hi"'}),
+        ('data.labels=["don\'t", a]', ["don't", "a"]),
+        ("data.labels=[don't, -1, yes]", ["don't", "-1", "yes"]),
+        ("data.more_validation={dev: dev's.csv}", {"dev": "dev's.csv"}),
+        ("data.path=~/my data", "~/my data"),
+        ("data.path='~/x'", "~/x"),
+    ],
+)
+def test_names_of_the_users_own_may_hold_any_character(override, expected):
+    given = ["task=classify", "data=csv", "data.path=x", "run_dir=r", "max_steps=1", "micro_batch_size=1", override]
+    assert getattr(cli.load_config(TrainConfig, given).data, override.partition("=")[0][5:]) == expected
+
+
+@pytest.mark.parametrize(
+    "override", ["data.label_map={a", "data.label_map=it's", "data.labels={a: b}", "data.labels=("]
+)
+def test_a_table_or_list_that_is_none_is_one_line(override):
+    with pytest.raises(InputError, match=r" is a (table|list), as [{\[]a") as error:
+        cli.load_config(TrainConfig, ["task=classify", "data=csv", "data.path=x", "run_dir=r", override])
+    assert override in str(error.value) and "\n" not in str(error.value)
+
+
 def test_every_experiment_composes():
     for name in options("experiment"):
         cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])

@@ -17,7 +17,7 @@ import pytest
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError
 from train.data import corpus as corpus_module
-from train.data import corpus_files
+from train.data import corpus_files, documents
 from train.data.corpus import Corpus, open_corpus
 from train.data.documents import Part
 
@@ -160,6 +160,27 @@ def test_a_link_to_nowhere_and_a_file_without_permission_are_named(
     assert f"{secret} cannot be read: permission denied" in error_of("text", tmp_path)
 
 
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "**"])
+def test_links_in_a_circle_give_each_file_once_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str
+) -> None:
+    folder, outside = tmp_path / "in", tmp_path / "outside"
+    (folder / "sub").mkdir(parents=True)
+    outside.mkdir()
+    for path in (folder / "a.txt", folder / "sub" / "b.txt", outside / "c.txt"):
+        path.write_text(path.stem)
+    (folder / "to_c").symlink_to(outside)  # followed, and once
+    (folder / "twice").symlink_to(outside)
+    (folder / "again").symlink_to("sub")
+    (folder / "a_copy.txt").symlink_to("a.txt")
+    for link, target in (("sub/up", ".."), ("itself", "."), ("neighbours", "..")):
+        (folder / link).symlink_to(target)
+    documents.report_left_out.cache_clear()
+    assert texts(files("text", folder / pattern if pattern else folder)) == ["a", "b", "c"]
+    named = {record.args[0].relative_to(folder).as_posix() for record in caplog.records}  # type: ignore[union-attr, index]
+    assert named == {"twice", "again", "a_copy.txt", "sub/up", "itself", "neighbours"}
+
+
 def test_a_folder_that_cannot_be_listed_is_named_instead_of_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +261,9 @@ def test_parts_of_files_hold_each_document_once_and_in_order(tmp_path: Path, suf
         ("äöü\n\nüöä\n", {"encoding": "latin-1"}),
         ("日本\n\n語\n" * 9, {"encoding": "shift_jis"}),
         ("\u0a0a\n\nb\n\nc\n" * 9, {"encoding": "utf-16"}),
+        ("a\n" + "long line " * 9 + "\nb\n\n" + "x" * 99 + "\n\nc\n" + "end " * 20, {}),  # cut after 10 characters
+        ("a\n" + "long line " * 9 + "\nb\n= c =\n" + "x" * 99, {"separator": "^= .* =$"}),
+        ("a\n" + "long line " * 9 + "\nb\n\nc\n", {"separator": None}),
     ],
     ids=lambda value: repr(value)[:20],
 )
@@ -247,6 +271,8 @@ def test_a_document_belongs_to_the_part_in_which_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(corpus_files, "MAX_DOCUMENT_CHARS", 20)
+    monkeypatch.setattr(documents, "MAX_LINE_CHARS", 40)
+    monkeypatch.setattr(documents, "STRETCH", re.compile(documents.STRETCH.pattern.replace("65536", "10"), re.DOTALL))
     path = tmp_path / "a.txt"
     path.write_bytes(content.encode(settings.get("encoding", "utf-8")))
     corpus = files("text", path, **settings)
@@ -560,9 +586,9 @@ def test_a_data_set_that_is_not_to_be_had_is_named_before_any_is_read(
     path = write_rows(tmp_path / "a.jsonl", [{"body": "a", "id": 1}])
     here = HFDataset(path="json", data_files=str(path), column="body")
     for bad, expected in (
-        (HFDataset(path=str(tmp_path / "nowhere")), r"nowhere is not to be had: .*; is the machine online\? a local"),
-        (HFDataset(path=str(tmp_path), split="dev"), r"is not to be had: Bad split: dev\. Available splits"),
-        (HFDataset(path=str(tmp_path), name="en"), r"is not to be had: BuilderConfig 'en' not found"),
+        (HFDataset(path=str(tmp_path / "nowhere")), r"nowhere cannot be opened: .*; a local"),
+        (HFDataset(path=str(tmp_path), split="dev"), r"cannot be opened: Bad split: dev\. Available splits"),
+        (HFDataset(path=str(tmp_path), name="en"), r"cannot be opened: BuilderConfig 'en' not found"),
         (HFDataset(path=str(tmp_path)), "no column=text; the columns are: body, id"),
     ):
         with pytest.raises(InputError, match=expected):
@@ -572,7 +598,9 @@ def test_a_data_set_that_is_not_to_be_had_is_named_before_any_is_read(
         raise ConnectionError("Couldn't reach 'user/set' on the Hub\nmore lines")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(InputError, match=r"^data set user/set .*on the Hub; is the machine online\?.*too$"):
+    with pytest.raises(
+        InputError, match=r"^data set user/set cannot be opened: .*HF_HUB_OFFLINE is set; a local folder works too$"
+    ):
         texts(hub(HFDataset(path="user/set")))
 
 

@@ -377,7 +377,7 @@ def test_models_that_are_not_there(labelled, tmp_path, capsys):
         return refused(capsys, model, "--text", "x", *FP32)
 
     assert line("/nowhere/run") == "MODEL=/nowhere/run: there is no such folder"
-    assert "tokenizer some/model is not to be had" in line("some/model")
+    assert "tokenizer some/model cannot be loaded" in line("some/model")
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(labelled[0] / name, tmp_path)
     assert "neither an export nor a checkpoint yet" in line(tmp_path)

@@ -1,20 +1,23 @@
 """Preparation: what it writes, that it is the same every time, that it goes on, and what it refuses."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
+import tempfile
 
 import numpy as np
 import pytest
 from forks import run_forked
 from running import ROOT, SEQ_LEN, prepare_config, run, write_corpus
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from train import prepare
 from train.config import InputError
-from train.data import preparation
+from train.data import preparation, tokenizer
 from train.data.corpus import open_corpus
 from train.data.encoding import starts_of
 from train.data.packing import Packer
@@ -256,9 +259,34 @@ def test_a_corpus_shorter_than_a_sequence_is_refused(tmp_path, prepared):
     assert "less than one sequence of 32" in refused(tmp_path / "out", tmp_path / "short.txt", ready)
 
 
-def test_a_vocabulary_that_the_text_cannot_fill_is_refused_with_the_largest_that_it_can(tmp_path, corpus):
-    assert "Please set it to a value <=" in refused(tmp_path / "out", corpus, "tokenizer.vocab_size=30000")
-    prepare.prepare(prepare_config(tmp_path / "out", corpus))  # nothing of the refused call stands in the way
+@pytest.mark.parametrize("asked_for", [8000, 20])
+def test_a_vocabulary_that_does_not_suit_the_text_is_refused_with_one_that_does(tmp_path, corpus, asked_for):
+    said = refused(tmp_path / "out", corpus, f"tokenizer.vocab_size={asked_for}")
+    assert said.startswith(f"tokenizer.vocab_size={asked_for} is ")
+    advice = re.search(r"set (tokenizer\.vocab_size=\d+) or", said)[1]
+    prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the refused call stands in the way
+
+
+def test_an_error_of_the_corpus_is_not_told_as_one_of_the_tokenizer(tmp_path, corpus):
+    path = tmp_path / "text.txt"
+    path.write_bytes(corpus.read_bytes() + b"\n\nbinary \0\n")
+    said = refused(tmp_path / "out", path)
+    assert said.startswith(f"{path}:") and said.endswith("(utf-16?)")
+
+
+def test_an_interrupt_while_the_tokenizer_is_trained_is_one():
+    def texts():
+        yield "some text"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.train_tokenizer(texts(), vocab_size=30, lowercase=True, train_bytes=1000)
+
+
+def test_documents_that_are_all_held_out_are_said_to_be(tmp_path):
+    (tmp_path / "text.txt").write_text("the only document of all")
+    said = refused(tmp_path / "out", tmp_path / "text.txt", "validation_fraction=0.999999")
+    assert said.startswith("none of 1 documents is left for the tokenizer by validation_fraction=0.999999")
 
 
 def test_undecodable_bytes_are_named(tmp_path):
@@ -276,6 +304,21 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, corpus):
     )
     (tmp_path / "file").write_text("in the way")
     assert "cannot write" in refused(tmp_path / "file" / "out", corpus)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_temporary_folder_is_one_line(tmp_path, corpus, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        assert refused(tmp_path / "out", corpus).startswith(f"{tmp_path} is full; free some space, or set TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert refused(tmp_path / "out", corpus).startswith("no temporary folder can be made: No such file")
 
 
 def test_a_preparation_with_other_settings_is_left_alone(prepared, corpus, tmp_path):
@@ -304,7 +347,7 @@ def test_somebody_elses_folder_is_left_alone(tmp_path, corpus):
 def test_a_refused_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_path, corpus, prepared):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     output = tmp_path / "out"
-    assert "Please set it to a value" in refused(output, corpus, "tokenizer.vocab_size=30000")
+    assert "or less, or give more text" in refused(output, corpus, "tokenizer.vocab_size=30000")
     assert "raise validation_fraction" in refused(output, corpus, ready, "validation_fraction=0.001")
     assert [path for path in output.rglob("*") if path.is_file()] == []
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\xff")

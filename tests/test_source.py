@@ -141,7 +141,7 @@ def test_a_place_that_is_nothing_is_refused(key, tmp_path, bucket, folder):
 def test_a_hub_id_that_is_not_to_be_had_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # asked in vain, the Hub is asked for long
     cfg = resolved(from_run("no-such-user/no-such-model"), LOCAL, tmp_path)
-    with pytest.raises(InputError, match="tokenizer no-such-user/no-such-model is not to be had") as error:
+    with pytest.raises(InputError, match="tokenizer no-such-user/no-such-model cannot be loaded") as error:
         task_tokenizer(cfg)
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="no-such-user/no-such-model cannot be loaded") as error:
@@ -219,8 +219,8 @@ def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
         (lambda place: CanineTokenizer().save_pretrained(place), "is a slow one .CanineTokenizer, pure Python."),
         (lambda place: write_tokenizer(place, sep_token=None), "has no sep_token"),
         (lambda place: write_tokenizer(place, pad_token=None), "has no pad_token"),
-        (lambda place: None, "is not to be had"),
-        (lambda place: (place / "tokenizer.json").write_text("{"), "is not to be had"),
+        (lambda place: None, "cannot be loaded"),
+        (lambda place: (place / "tokenizer.json").write_text("{"), "cannot be loaded"),
     ],
     ids=["slow", "no sep", "no pad", "empty folder", "damaged"],
 )
@@ -235,7 +235,7 @@ def test_weights_without_a_tokenizer_are_told(folder, tmp_path):
     """transformers makes one that knows no word."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folder / name)
-    with pytest.raises(InputError, match="is not to be had: it has no tokenizer.json or vocabulary file"):
+    with pytest.raises(InputError, match="cannot be loaded: it has no tokenizer.json or vocabulary file"):
         task_tokenizer(ModelConfig(pretrained=str(tmp_path)))
     assert len(task_tokenizer(ModelConfig(pretrained=str(tmp_path), tokenizer=str(folder)))) == 10
     with pytest.raises(InputError, match="model.tokenizer is not set"):

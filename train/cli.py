@@ -9,15 +9,16 @@ import argparse
 import copy
 import difflib
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -60,7 +61,7 @@ CHOSEN = (  # schemas that a group's option decides on
     HFCorpusConfig,
 )
 
-TABLES = ("data.label_map", "data.more_validation")
+TABLES, LABELS = ("data.label_map", "data.more_validation"), "data.labels"
 
 Config = TypeVar("Config", TrainConfig, PrepareConfig)
 
@@ -106,20 +107,27 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
     return config
 
 
-def compose_config(schema: type[Config], overrides: Sequence[str]) -> DictConfig:
+def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     """The same without the checks that need every value: names, options and types are right."""
     register_schemas()
+    overrides, users_own = opened(given)
+    for override in given:
+        check(
+            re.search(r"\$\{[^}]*:", override) is None,
+            f"{override.partition('=')[0]}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what "
+            'it comes to; let the shell do it: key="$NAME"',
+        )
     for override in overrides:
         check_override(schema, override)
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            composed = compose(config_name(schema), overrides=[*chain.from_iterable(map(opened, overrides))])
+            composed = compose(config_name(schema), overrides=overrides)
+        for key, value in users_own.items():
+            is_known = OmegaConf.get_type(composed, "data") is RecordsConfig
+            check(is_known, f"{key} is not a setting of the data chosen here; --cfg job lists all")
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(explain(error, schema, overrides)) from error
-    for key in TABLES:
-        given = any(override.startswith(f"{key}=") for override in overrides)
-        is_known = given and OmegaConf.get_type(composed, "data") is RecordsConfig
-        check(is_known or not given, f"{key} is not a setting of the data chosen here; --cfg job lists all")
+        raise InputError(explain(error, schema, given)) from error
     return composed
 
 
@@ -128,11 +136,6 @@ def check_override(schema: type, override: str) -> None:
     check(not override.startswith("+"), f"{override}: settings cannot be added, only given; write it without +")
     check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
     key, equals, value = override.partition("=")
-    check(
-        re.search(r"\$\{[^}]*:", override) is None,
-        f"{key}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what it comes to; let the "
-        f'shell do it: {key}="$NAME"',
-    )
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
@@ -163,18 +166,38 @@ def close_to(name: str, names: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else "--cfg job lists all"
 
 
-def opened(override: str) -> list[str]:
-    """Tables of the user's own names take new ones, which Hydra wants to be told one by one: data.label_map={1: a}."""
-    key = override.partition("=")[0]
-    if key not in TABLES:
-        return [override]
-    table = OverridesParser.create().parse_override(override).value()
-    if not isinstance(table, dict):
-        raise InputError(f"{override}: {key} is a table, as {key}={{a: b, c: d}}")
-    names = {str(name): "null" if to is None else f"'{to}'" for name, to in table.items()}
-    odd = [name for name in names if not name.replace("_", "").replace("-", "").isalnum()]
-    check(not odd, f"{key}: {', '.join(odd)} cannot be said on a command line; write the table in a YAML of conf/data")
-    return [f"++{key}.{name}={to}" for name, to in names.items()]
+def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """What Hydra reads, and settings that hold the user's own names, which may have any character: its grammar takes
+    neither {-1: neg} nor [don't]. A value that begins with ~ is quoted for it.
+    """
+    for_hydra: list[str] = []
+    users_own: dict[str, Any] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key in TABLES:
+            users_own[key] = {**users_own.get(key, {}), **own_names(key, text, dict)}
+        elif key == LABELS:
+            users_own[key] = own_names(key, text, list)
+        else:
+            for_hydra.append(f"{key}={json.dumps(text, ensure_ascii=False)}" if text.startswith("~") else override)
+    return for_hydra, users_own
+
+
+def own_names(key: str, text: str, kind: type) -> Any:
+    """A table or list of names as Hydra reads it, or else as YAML does, whose plain words may hold more."""
+    value: Any
+    try:
+        value = OverridesParser.create().parse_override(f"{key}={text}").value()
+    except HydraException:
+        try:
+            value = yaml.load(text, Loader=yaml.BaseLoader)  # words stay as they are written
+        except yaml.YAMLError:
+            value = None
+    what = "table, as {a: b, c: d}" if kind is dict else "list, as [a, b]"
+    check(isinstance(value, kind), f"{key}={text}: {key} is a {what}")
+    if kind is list:
+        return [str(name) for name in value]
+    return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
 
 
 def config_name(schema: type[Config]) -> str:

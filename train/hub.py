@@ -26,14 +26,14 @@ from train.command import EXITS, FAILED, REFUSED, add_s3_flags, command_parser, 
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check, launched_rank
 from train.goodput import read
 from train.run_folder import RunFolder
-from train.storage import is_s3, make_folder
+from train.storage import is_s3, local_path, make_folder
 from train.untrusted import is_inside, is_path
 
 if TYPE_CHECKING:
     from train.s3 import S3Folder
 
 logger = logging.getLogger("train")
-ASK_S, SEND_S = 30.0, 600.0  # the Hub may be silent for: a question, a part of an upload
+ASK_S, SEND_S = 10.0, 600.0  # the Hub may be silent for: a question, a part of an upload
 NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # lines of the metrics whose numbers are pushed
 WORDS = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # what the card reads
 
@@ -136,7 +136,7 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
     if not folder.is_remote:
         yield folder.path
         return
-    place = make_folder(Path(cache_dir) if cache_dir else machine.cache_root())
+    place = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
     with tempfile.TemporaryDirectory(prefix="hub-", dir=place) as scratch:
         there = set(folder.folder.names("export/")) | ({*folder.folder.names_here()} & set(WORDS))
         for name in sorted(there):

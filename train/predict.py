@@ -193,7 +193,9 @@ def check_output(output: str, source: str | None) -> Path:
     check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
     check(os.access(path.parent, os.W_OK), f"--output {output}: {path.parent} cannot be written to")
     check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
-    is_input = source is not None and path.exists() and not is_s3(source) and path.resolve() == Path(source).resolve()
+    is_input = (
+        source is not None and path.exists() and not is_s3(source) and path.resolve() == local_path(source).resolve()
+    )
     check(not is_input, f"--output {output} is the input; choose another name")
     return path
 

@@ -225,15 +225,18 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
     if total and share < 1 and corpus.seekable:
         count = SAMPLED_PLACES * total // wanted
         share, parts = 1.0, [Part(place * count // SAMPLED_PLACES, count) for place in range(SAMPLED_PLACES)]
-    found = False
+    num_documents, num_given = 0, 0
     with tqdm(total=total, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
         for document in (document for part in parts for document in corpus.documents(part)):
-            found = True
+            num_documents += 1
             bar.update(document.source_bytes)
             split_at, sample_at = digest(document.text, cfg.seed)
             if split_at >= cfg.validation_fraction and sample_at < share:
+                num_given += 1
                 yield document.text
-    check(found, f"the corpus ({cfg.corpus.kind}) holds no text at all")
+    check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
+    held = f"validation_fraction={cfg.validation_fraction} or a sample of tokenizer.train_bytes={wanted}"
+    check(num_given > 0, f"none of {num_documents} documents is left for the tokenizer by {held}; give more documents")
 
 
 if __name__ == "__main__":

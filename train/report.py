@@ -228,17 +228,23 @@ def print_table(runs: list[Run]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def at_home(given: str) -> Path:
+    return Path(given).expanduser()
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(
         "train.report",
         "Write an HTML report on training runs: curves, a table, settings; several runs are compared.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder: the run_dir of a training run")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=at_home, help="run folder: the run_dir of a training run"
+    )
     parser.add_argument(
         "--output",
         metavar="DIR",
-        type=Path,
+        type=at_home,
         help="folder for report.html and its images; default: RUN/report for one run, report beside the first for more",
     )
     return guarded(lambda: report(parser.parse_args(argv)))

@@ -5,9 +5,11 @@ On disk every write goes to a temporary name, is synced, and renamed; S3 shows a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,10 +129,13 @@ def telling(verb: str, path: Path) -> Iterator[None]:
 
 
 def local_path(location: str) -> Path:
-    """The path of a folder given by the user, where only local ones will do."""
+    """The path of a folder given by the user, where only local ones will do; "~" is home, in quotes too."""
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
-    path = Path(location.removeprefix("file://"))
+    try:
+        path = Path(location.removeprefix("file://")).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise InputError(f"{location}: {error}; write the folder out") from error
     long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts)
     if long or len(os.fsencode(path)) >= MAX_PATH_BYTES:
         raise InputError(
@@ -150,6 +155,25 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
     return path
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder in TMPDIR for what comes and goes. InputError if there is no room for it, or it fills the disk."""
+    hint = "free some space, or set TMPDIR to another folder"
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="baretrain-")
+    except OSError as error:
+        raise InputError(f"no temporary folder can be made: {error.strerror}; {hint}") from error
+    with temporary as folder:
+        try:
+            yield Path(folder)
+        except InputError:
+            raise
+        except Exception as error:  # libraries written in Rust raise plain ones
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+                raise InputError(f"{Path(folder).parent} is full; {hint}") from error
+            raise
 
 
 def sync_folder(path: Path) -> None:

@@ -34,7 +34,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
-    place = make_folder(Path(cache_dir) if cache_dir else machine.cache_root())
+    place = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=place) as scratch:
         yield open_store(folder, Path(scratch))
 

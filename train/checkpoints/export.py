@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -34,7 +33,7 @@ from train.config import (
 from train.models.encoder import Network
 from train.models.pretrained import without_weights
 from train.run_folder import differences
-from train.storage import Folder, make_folder
+from train.storage import Folder, make_folder, scratch_folder
 from train.tasks import build_task
 from train.untrusted import BadContent, read_yaml, shown
 
@@ -124,10 +123,10 @@ def put_weights(model: Network, source: Path) -> None:
 def export_described(source: Path, kind: str, run: Folder, target: Path) -> None:
     """The same by what the run has left in model/: its transformers' config.json and tokenizer."""
     names = [name for name in run.names("model/") if name.count("/") == 1]
-    with tempfile.TemporaryDirectory(prefix="model-") as scratch:
+    with scratch_folder() as scratch:
         for name in names:
-            (Path(scratch) / Path(name).name).write_bytes(run.read(name))
-        model = Network(without_weights(kind, Path(scratch)))
+            (scratch / Path(name).name).write_bytes(run.read(name))
+        model = Network(without_weights(kind, scratch))
         put_weights(model, source)
         model.export(make_folder(target))
     for name in names:

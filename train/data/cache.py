@@ -28,7 +28,7 @@ from train import machine
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check, launched_world_size
 from train.data.order import Windows
 from train.data.shards import Manifest, Shard
-from train.storage import make_folder, read_json
+from train.storage import local_path, make_folder, read_json
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # In windows: the one before (its files are deleted, but readers still map them), the current one, as much as a global
@@ -42,7 +42,7 @@ STARTS_WITHIN_S = 20.0
 def cache_dir(cfg: DataConfig) -> Path:
     """What the settings say, or where the machine keeps such things."""
     if cfg.cache_dir is not None:
-        return Path(cfg.cache_dir).expanduser()
+        return local_path(cfg.cache_dir)
     return machine.cache_root()
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Protocol
 
-from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, check
+from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError, check
 from train.data.corpus_files import Csv, JsonLines, Parquet, TextFiles
 from train.data.documents import (
     LIBRARY_ERRORS,
@@ -34,6 +34,7 @@ from train.data.documents import (
     text_of,
     walk,
 )
+from train.hub_access import asking_hub, hub_or_path, why_missing
 from train.storage import sha256_json
 
 MIN_PYDOC_CHARS = 100
@@ -167,11 +168,14 @@ def stream(dataset: HFDataset) -> Any:
     """Open a data set for reading row by row, nothing but its text column where that can be told beforehand."""
     import datasets  # here, because only this source needs it and it takes a second or more
 
-    what = f"data set {dataset.path} is not to be had"
-    hint = "; is the machine online? a local folder works too"
-    with naming(what, LIBRARY_ERRORS), naming(what, (OSError,), hint):
-        name, split, files = dataset.name, dataset.split, dataset.data_files
-        rows = datasets.load_dataset(dataset.path, name, split=split, data_files=files, streaming=True)
+    path, name, split, files = hub_or_path(dataset.path), dataset.name, dataset.split, data_files(dataset)
+    source = "" if local_files(dataset) else path
+    try:
+        with asking_hub(source):
+            rows = datasets.load_dataset(path, name, split=split, data_files=files, streaming=True)
+    except LIBRARY_ERRORS as error:
+        hint = "; a local folder works too" if isinstance(error, OSError) else ""
+        raise InputError(f"data set {path} cannot be opened: {why_missing(source, error)}{hint}") from error
     if rows.column_names is None:
         return rows
     check_column(dataset.column, rows.column_names, f"data set {dataset.path}")
@@ -188,8 +192,13 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 
 def local_files(dataset: HFDataset) -> list[Path]:
     """What a data set on this machine consists of; nothing for one of the Hub."""
-    folder = glob.escape(dataset.path) if Path(dataset.path).is_dir() else ""
-    return matching(str(Path(folder, dataset.data_files or "**"))) if folder or dataset.data_files else []
+    path, files = hub_or_path(dataset.path), data_files(dataset)
+    folder = glob.escape(path) if Path(path).is_dir() else ""
+    return matching(str(Path(folder, files or "**"))) if folder or files else []
+
+
+def data_files(dataset: HFDataset) -> str | None:
+    return None if dataset.data_files is None else hub_or_path(dataset.data_files)
 
 
 SOURCES: dict[str, tuple[type[CorpusConfig], Callable[[Any], Corpus]]] = {

@@ -113,7 +113,11 @@ def beginning_in(found: Iterable[tuple[str, int]], first: int, last: int) -> Ite
 
 
 class TextFiles(FilesCorpus):
-    """A line in which `separator` is found starts a new document and, if it is not blank, is part of it."""
+    """A line in which `separator` is found starts a new document and, if it is not blank, is part of it.
+
+    Of a very long line the separator is looked for in each stretch (see `stretches`), and each ends a document, unless
+    a file is to be one.
+    """
 
     suffixes = (".txt", ".text", ".md", ".rst")
 
@@ -124,15 +128,16 @@ class TextFiles(FilesCorpus):
         super().__init__(cfg)
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
-        with opened(path, self.cfg, first, last) as (lines, position):
+        with opened(path, self.cfg, first, last, in_stretches=True) as (lines, position):
             part: list[str] = []
-            size = 0
+            size, is_cut = 0, False
             for line in self.whole_documents(lines, path, first, last):
-                if self.begins(line) or (size > MAX_DOCUMENT_CHARS and self.separator):
+                if self.begins(line) or (self.separator and (is_cut or size > MAX_DOCUMENT_CHARS)):
                     yield "".join(part), position()
                     part, size = [], 0
                 part.append(line)
                 size += len(line)
+                is_cut = not line.endswith("\n")  # a very long line: each stretch of it ends a document
             yield "".join(part), position()
 
     def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
@@ -145,7 +150,7 @@ class TextFiles(FilesCorpus):
     def rest(self, path: Path, last: int) -> Iterator[str]:
         """Lines from byte `last` on to the end of the document."""
         if last < self.sizes[path]:
-            with opened(path, self.cfg, last) as (lines, _):
+            with opened(path, self.cfg, last, in_stretches=True) as (lines, _):
                 yield from takewhile(lambda line: not self.begins(line), lines)
 
     def matches(self, line: str) -> bool:

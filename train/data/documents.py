@@ -6,18 +6,26 @@ import codecs
 import glob
 import gzip
 import io
+import logging
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from train.config import FilesCorpusConfig, InputError, check
+from train.config import Failure, FilesCorpusConfig, InputError, check
 from train.storage import local_path
 from train.untrusted import BadContent
+
+logger = logging.getLogger("train")
+
+MAX_LINE_CHARS = 2**20  # a longer line of plain text comes in stretches, so that memory and time are bounded
+STRETCH_CHARS = 2**16  # of such a line, at most
+STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or not there
 
@@ -69,7 +77,7 @@ def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> It
         yield
     except BadContent as error:
         raise InputError(f"{what}: {error}{hint}") from None
-    except InputError:
+    except (InputError, Failure):
         raise
     except errors as error:
         lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
@@ -91,25 +99,69 @@ def text_of(row: dict[str, Any], column: str, place: str) -> str:
 
 def walk(folder: Path, skipped: tuple[str, ...] = ()) -> list[Path]:
     """Files below a folder that are not hidden, sorted; folders named in `skipped` left out."""
+    return each_once(sorted(parent / name for parent, names in folders(folder, skipped) for name in names))
+
+
+def folders(root: Path, skipped: tuple[str, ...] = ()) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and those below it, each once, with the names of its files; nothing that is hidden.
+
+    Links are followed after all that is really there; one to a folder that was read, or that holds the link, is not.
+    """
 
     def stop(error: OSError) -> NoReturn:  # os.walk leaves out what it cannot read
         raise InputError(f"{error.filename} cannot be read: {error.strerror}") from error
 
-    found: list[Path] = []
-    for parent, folders, files in os.walk(folder, onerror=stop, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith((".", "__pycache__")) and name not in skipped]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted(found)
+    seen: set[tuple[int, int]] = set()
+    waiting = [root]
+    for top in waiting:  # grows on the way
+        if top != root and top.parent.resolve().is_relative_to(top.resolve()):
+            report_left_out(top)
+            continue
+        for parent, names, files in os.walk(top, onerror=stop):
+            path = Path(parent)
+            found = path.stat()
+            if (found.st_dev, found.st_ino) in seen:
+                report_left_out(path)
+                names.clear()
+                continue
+            seen.add((found.st_dev, found.st_ino))
+            names[:] = [name for name in names if not name.startswith((".", "__pycache__")) and name not in skipped]
+            waiting += [path / name for name in sorted(names) if (path / name).is_symlink()]
+            yield path, [name for name in files if not name.startswith(".")]
+
+
+def each_once(paths: list[Path]) -> list[Path]:
+    """The same without links to files that are listed themselves."""
+    links = {path for path in paths if path.is_symlink()}
+    listed = {path.resolve() for path in paths if path not in links} if links else set()
+    twice = {path for path in links if path.resolve() in listed}
+    for path in sorted(twice):
+        report_left_out(path)
+    return [path for path in paths if path not in twice]
+
+
+@cache  # a corpus is listed more than once
+def report_left_out(link: Path) -> None:
+    logger.warning("%s leads to what is read already, or to a folder that holds the link: left out", link)
 
 
 def matching(pattern: str) -> list[Path]:
-    found = map(Path, sorted(glob.glob(pattern, recursive=True)))  # noqa: PTH207 (Path.glob refuses absolute patterns)
-    return [path for path in found if path.is_file()]
+    """Files that a glob matches, sorted; ** stands for folders as `folders` gives them."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        return each_once([path for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()])  # noqa: PTH207
+    place = parts.index("**")
+    below = parts[place + 1 :] or ("*",)
+    found: set[Path] = set()
+    for top in filter(Path.is_dir, map(Path, glob.glob(str(Path(*parts[:place]))))):  # noqa: PTH207 (absolute patterns)
+        for folder, _ in folders(top):
+            found.update(matching(str(Path(glob.escape(str(folder)), *below))))
+    return each_once(sorted(found))
 
 
 def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
     """A file, the files of a folder with one of the suffixes (.gz may follow), or what a glob matches."""
-    path = local_path(location).expanduser()
+    path = local_path(location)
     hint = ""
     with naming(f"corpus.path={location} cannot be read", (OSError,)):
         if path.is_dir():
@@ -141,12 +193,12 @@ def seekable(path: Path, encoding: str) -> bool:
 
 @contextmanager
 def opened(
-    path: Path, cfg: FilesCorpusConfig, first: int = 0, last: int | None = None
+    path: Path, cfg: FilesCorpusConfig, first: int = 0, last: int | None = None, *, in_stretches: bool = False
 ) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
     """Lines of a text file, gzipped or not, ending in \\n, and a function that gives the bytes of it read so far.
 
     Of a seekable file those lines that begin in bytes [first, last). Reading goes ahead by some KB; of a .gz,
-    compressed bytes count.
+    compressed bytes count. With `in_stretches` very long lines are cut, see `stretches`.
     """
     # utf-8-sig is utf-8 that drops a byte order mark.
     encoding = "utf-8-sig" if first == 0 and codecs.lookup(cfg.encoding).name == "utf-8" else cfg.encoding
@@ -156,7 +208,7 @@ def opened(
                 path.open("rb") as raw,
                 io.TextIOWrapper(windowed(raw, path, first, last), encoding=encoding, errors=cfg.errors) as text,
             ):
-                yield lines_of(text, path, first), raw.tell
+                yield lines_of(stretches(text) if in_stretches else text, path, first), raw.tell
         except UnicodeDecodeError as error:
             raise InputError(undecodable(path, cfg.encoding)) from error
 
@@ -204,8 +256,24 @@ def line_place(path: Path, first: int, number: int) -> str:
     return f"{path}, line {number} from byte {first} on" if first else f"{path}:{number}"
 
 
+def stretches(text: IO[str]) -> Iterator[str]:
+    """Lines; one of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
+    while line := text.readline(MAX_LINE_CHARS):
+        if len(line) < MAX_LINE_CHARS or line.endswith("\n"):
+            yield line
+            continue
+        while len(line) == MAX_LINE_CHARS and not line.endswith("\n"):
+            *ready, rest = STRETCH.findall(line)
+            yield from ready
+            line = rest + text.readline(MAX_LINE_CHARS - len(rest))
+        yield from STRETCH.findall(line)
+
+
 def lines_of(text: Iterable[str], path: Path, first: int) -> Iterator[str]:
-    for number, line in enumerate(text, 1):
+    number, is_whole = 0, True
+    for line in text:
+        number += is_whole
+        is_whole = line.endswith("\n")
         if "\0" in line:
             hint = "a binary file, or corpus.encoding is another (utf-16?)"
             raise InputError(f"{line_place(path, first, number)}: a NUL character, which no text has: {hint}")

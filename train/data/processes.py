@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from train.config import InputError, PrepareConfig, Unreachable
+from train.config import Failure, InputError, PrepareConfig
 from train.data.corpus import open_corpus
 from train.data.documents import Part
 from train.data.encoding import Vocabulary
@@ -61,10 +62,11 @@ def prepare_in_processes(
 def work(cfg: PrepareConfig, vocabulary: Vocabulary, part: Part, identity: str, sender: Connection) -> None:
     """What a process does. It ends with the one that started it, whose end breaks the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process tells the others
+    logging.getLogger("train").setLevel(logging.ERROR)  # the first process has warned of the same
     try:
         folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
         prepare_part(cfg, folder, corpus, vocabulary, part, identity, lambda *counts: sender.send(counts))
-    except (InputError, Unreachable) as error:
+    except (InputError, Failure) as error:
         sender.send(error)
     except BrokenPipeError:
         raise SystemExit(1) from None

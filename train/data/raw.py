@@ -37,7 +37,7 @@ from train.data.raw_formats import (
     hub_splits,
     saved_splits,
 )
-from train.storage import make_folder
+from train.storage import make_folder, scratch_folder
 
 BATCH_ROWS = 500  # of an Arrow file, gathered in memory
 STRING = datasets.Value("string")
@@ -232,8 +232,8 @@ def read_texts(
     only where the data has them. A row that cannot be read is an InputError with its place.
     """
     if scratch is None:
-        with tempfile.TemporaryDirectory() as folder:
-            yield from read_texts(cfg, kind, path, s3, labels=labels, scratch=Path(folder))
+        with scratch_folder() as folder:
+            yield from read_texts(cfg, kind, path, s3, labels=labels, scratch=folder)
         return
     new = replace(cfg, path=path, train=None, validation=None, more_validation={})
     tells = is_named(path) and not path.endswith(".json")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import ColumnsConfig, RecordsConfig, S3Config, Unreachable, check
 from train.data.documents import matching, naming, unpacked, walk
+from train.hub_access import is_at_hub
 from train.storage import is_s3, local_path, sha256_json
 from train.untrusted import RelativePath, checked
 
@@ -28,7 +29,6 @@ FILE_FORMATS = ("csv", "jsonl", "parquet", "squad")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
 SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
 START_CHARS = 4096  # that tell SQuAD from other JSON
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 MAX_LISTED = 5  # files named in an error
 # What no text holds: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do not decode.
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -59,10 +59,10 @@ def layout(cfg: RecordsConfig, s3: S3Config) -> str:
     if is_s3(cfg.path):
         saved = not is_named(cfg.path) and SAVED_MARKS & s3_folder(cfg.path, s3).names_here()
         return "saved" if saved else "files"
-    path = local_path(cfg.path).expanduser()
+    path = local_path(cfg.path)
     if path.is_dir():
         return "saved" if any((path / mark).is_file() for mark in SAVED_MARKS) else "files"
-    return "hub" if HUB_ID.fullmatch(cfg.path) and not path.exists() and not is_named(cfg.path) else "files"
+    return "hub" if is_at_hub(cfg.path) and not is_named(cfg.path) else "files"
 
 
 def is_named(name: str) -> bool:
@@ -131,7 +131,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Pat
     """Files below `location` (beside it, if that is a file) that match; without a pattern the one that it is or has."""
     if is_s3(location):
         return list(find_in_s3(location, key, pattern, s3))
-    root = local_path(location).expanduser()
+    root = local_path(location)
     check(root.exists(), f"data.path={location}: there is no such file or folder")
     if root.is_file():
         if pattern is None:
@@ -141,6 +141,7 @@ def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[Pat
         if pattern is None:
             names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
             return [root / only_one(location, names)]
+        pattern = str(local_path(pattern))
         named = root / pattern  # a name may hold what means something in a glob
         found = [named] if named.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
     check(bool(found), f"{key}={pattern}: there is no file {named}")
@@ -203,7 +204,7 @@ def saved_folder(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> Path:
     """The folder of a data set that save_to_disk wrote, on this machine."""
     if is_s3(cfg.path):
         return download(saved_in_s3(cfg, s3), scratch)
-    path = local_path(cfg.path).expanduser()
+    path = local_path(cfg.path)
     check(path.is_dir(), f"data.path={cfg.path} is no folder; data.format=saved reads what save_to_disk wrote")
     return path
 

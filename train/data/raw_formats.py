@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from train.data.raw_csv import csv_table
 from train.data.raw_files import BadRow, Found, Table, format_of, text_lines, unreadable
 from train.data.raw_squad import squad_table
 from train.data.saved import load_saved
+from train.hub_access import asking_hub, why_missing
 from train.storage import local_path
 
 BATCH_ROWS = 256  # decoded at once
@@ -112,20 +114,27 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
 def hub_arguments(cfg: RecordsConfig, scratch: Path) -> dict[str, Any]:
     """For `datasets`. A Hub id uses the library's own cache (HF_HOME), which is how data gets to machines that are
     offline; a folder, as of a cloned repository, leaves no trace there."""
-    path = local_path(cfg.path).expanduser()
+    path = local_path(cfg.path)
     here = path.is_dir()
     cache = str(scratch / "hub") if here else None
     return {"path": str(path) if here else cfg.path, "name": cfg.name, "revision": cfg.revision, "cache_dir": cache}
 
 
-def naming_hub(cfg: RecordsConfig) -> Any:
+@contextmanager
+def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     errors = (*LIBRARY_ERRORS, DatasetsError)
-    if local_path(cfg.path).expanduser().is_dir():
-        return naming(f"data.path={cfg.path} cannot be read as a data set", errors)
-    hint = "; without the Hub, give a file or folder: data.path=FOLDER"
-    return naming(f"data.path={cfg.path} is no file or folder here, and as a Hub data set", errors, hint)
+    if local_path(cfg.path).is_dir():
+        with naming(f"data.path={cfg.path} cannot be read as a data set", errors):
+            yield
+        return
+    try:
+        with asking_hub(cfg.path):
+            yield
+    except errors as error:
+        hint = "without the Hub, give a file or folder: data.path=FOLDER"
+        raise InputError(f"data.path={cfg.path} as a Hub data set: {why_missing(cfg.path, error)}; {hint}") from error
 
 
 def hub_splits(cfg: RecordsConfig, names: dict[str, str | None], scratch: Path) -> dict[str, datasets.Dataset]:

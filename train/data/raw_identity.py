@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from train.config import RecordsConfig, S3Config
 from train.data.documents import naming
 from train.data.raw_files import S3File, format_of, layout, saved_folder, saved_places, split_files, split_places
 from train.data.raw_formats import hub_version
-from train.storage import is_s3, local_path, sha256_file, sha256_json
+from train.storage import is_s3, local_path, scratch_folder, sha256_file, sha256_json
 
 VERSION = 2  # of how rows are read: another one makes other fingerprints
 # Settings that leave the rows as they are; of the format, what it comes to counts.
@@ -25,8 +24,8 @@ def fingerprint(cfg: RecordsConfig, s3: S3Config, scratch: Path | None = None) -
     Files in S3 are fetched for it, to `scratch` if that is given, where `read_raw` finds them again.
     """
     if scratch is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return fingerprint(cfg, s3, Path(folder))
+        with scratch_folder() as folder:
+            return fingerprint(cfg, s3, folder)
     settings = reading_settings(cfg)
     kind = layout(cfg, s3)
     content: Any
@@ -63,7 +62,7 @@ def digest_of(path: Path) -> str:
 
 
 def is_folder(cfg: RecordsConfig) -> bool:
-    return not is_s3(cfg.path) and local_path(cfg.path).expanduser().is_dir()
+    return not is_s3(cfg.path) and local_path(cfg.path).is_dir()
 
 
 # ---- without reading -----------------------------------------------------------------------------------------------
@@ -95,10 +94,10 @@ def stamp(place: Path | S3File) -> list[Any]:
 
 def place_key(cfg: RecordsConfig) -> str:
     """A sha256 of data.path and the settings alone."""
-    where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).expanduser().absolute())
+    where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).absolute())
     return sha256_json([VERSION, where, cfg.format, reading_settings(cfg)])
 
 
 def is_missing(cfg: RecordsConfig) -> bool:
     """Whether nothing is at data.path of this machine. The Hub and S3 say so themselves."""
-    return "://" not in cfg.path.removeprefix("file://") and not local_path(cfg.path).expanduser().exists()
+    return "://" not in cfg.path.removeprefix("file://") and not local_path(cfg.path).exists()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import sentencepiece
@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from train.config import InputError, check
 from train.data.encoding import Vocabulary, starts_of
 from train.data.shards import TokenizerInfo
-from train.storage import Folder, sha256_bytes
+from train.hub_access import asking_hub, hub_or_path, why_missing
+from train.storage import Folder, scratch_folder, sha256_bytes
 from train.untrusted import Sha256
 
 logger = logging.getLogger("train")
@@ -50,10 +51,10 @@ def train_tokenizer(
         InputError: the text is too small for so many pieces; the message says how many it gives.
     """
     rule = normalizer(lowercase=lowercase)
-    model = io.BytesIO()
+    model, lines = io.BytesIO(), Relay(short_lines(texts, rule, train_bytes))
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=short_lines(texts, rule, train_bytes),
+            sentence_iterator=lines,
             model_writer=model,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -70,10 +71,9 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rsplit("] ", 1)[-1].strip()
-        raise InputError(
-            f"no tokenizer of tokenizer.vocab_size={vocab_size} pieces from this corpus: {reason}"
-        ) from error
+        if lines.error is not None:
+            raise lines.error from None
+        raise InputError(unfit(vocab_size, str(error))) from error
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocabulary = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=1))
@@ -90,34 +90,69 @@ def train_tokenizer(
     )
 
 
+class Relay:
+    """An iterator for a library that wraps what is raised in it: `error` is that as it was."""
+
+    def __init__(self, items: Iterator[str]) -> None:
+        self.items = items
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self.items)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def unfit(vocab_size: int, error: str) -> str:
+    """Why sentencepiece made no vocabulary of this size, and which size the text allows."""
+    given = f"tokenizer.vocab_size={vocab_size}"
+    if most := re.search(r"too high .*<= (\d+)", error):
+        return f"{given} is more than this text can fill: set tokenizer.vocab_size={most[1]} or less, or give more text"
+    if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"{given} is fewer than the characters of this text: set tokenizer.vocab_size={fewest[1]} or more"
+    return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
+
+
 def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
     """Normalised lines of at most MAX_LINE_BYTES until `train_bytes` are given out."""
     given = 0
     for text in texts:
         for raw in text.splitlines():
-            line = rule.normalize_str(raw)
-            while line:
-                head = line if len(line.encode()) <= MAX_LINE_BYTES else line[: MAX_LINE_BYTES // 4]
-                if len(head) < len(line):
+            line, start = rule.normalize_str(raw), 0
+            while start < len(line):
+                head = line[start : start + MAX_LINE_BYTES + 1]  # if that is too long in bytes, the rest is as well
+                if len(head.encode()) > MAX_LINE_BYTES:
+                    head = head[: MAX_LINE_BYTES // 4]
                     head = head.rpartition(" ")[0] or head
                 given += len(head.encode())
                 yield head
-                line = line[len(head) :].lstrip()
+                start += len(head)
+                while line[start : start + 1].isspace():
+                    start += 1
             if given >= train_bytes:
                 return
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerFast:
     """A fast tokenizer with the special tokens that masked language modelling needs, from the Hub or a folder."""
+    source = hub_or_path(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        with asking_hub(source):
+            is_local = Path(source).is_dir()
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     except Exception as error:  # of tokenizers, plain ones, for a file that is not a tokenizer's
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"tokenizer {source} is not to be had: {reason}") from error
+        raise InputError(f"tokenizer {source} cannot be loaded: {why_missing(source, error)}") from error
     check(tokenizer.is_fast, f"tokenizer {source} is a slow one (pure Python); only fast tokenizers are supported")
     check(
         len(tokenizer) > len(tokenizer.all_special_ids),  # what transformers makes where there is no file
-        f"tokenizer {source} is not to be had: it has no tokenizer.json or vocabulary file",
+        f"tokenizer {source} cannot be loaded: it has no tokenizer.json or vocabulary file",
     )
     tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every document short
     tokenizer.backend_tokenizer.no_padding()
@@ -131,21 +166,21 @@ def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> Non
 
     tokenizer.json comes last: where it is, the others are.
     """
-    with TemporaryDirectory() as temporary:
-        tokenizer.save_pretrained(temporary)
-        files = {path.relative_to(temporary).as_posix(): path for path in Path(temporary).rglob("*") if path.is_file()}
+    with scratch_folder() as temporary:
+        tokenizer.save_pretrained(str(temporary))
+        files = {path.relative_to(temporary).as_posix(): path for path in temporary.rglob("*") if path.is_file()}
         for name in sorted(files, key=lambda name: (name == "tokenizer.json", name)):
             folder.create(f"tokenizer/{name}", files[name].read_bytes())
 
 
 def published_vocabulary(folder: Folder) -> Vocabulary:
     """The tokenizer that `publish_tokenizer` wrote, whichever process did."""
-    with TemporaryDirectory() as temporary:
+    with scratch_folder() as temporary:
         for name in folder.names("tokenizer/"):
-            path = Path(temporary, name)
+            path = temporary / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(folder.read(name))
-        tokenizer = load_tokenizer(str(Path(temporary, "tokenizer")))
+        tokenizer = load_tokenizer(str(temporary / "tokenizer"))
     info = TokenizerInfo(
         sha256=Sha256(sha256_bytes(folder.read(PUBLISHED))),
         vocab_size=len(tokenizer),

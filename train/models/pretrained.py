@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as their_logging
 
 from train.config import InputError, check
+from train.hub_access import asking_hub, why_missing
 from train.untrusted import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
@@ -37,7 +38,7 @@ def read_weights(
     has one.
     """
     try:
-        with quiet():
+        with quiet(), asking_hub(source):
             network, found = auto.from_pretrained(
                 source,
                 config=config,
@@ -105,7 +106,8 @@ def read_model_config(source: str) -> PreTrainedConfig:
     with it: nothing of a model is executed but what transformers itself has.
     """
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=is_folder(source), trust_remote_code=False)
+        with asking_hub(source):
+            config = AutoConfig.from_pretrained(source, local_files_only=is_folder(source), trust_remote_code=False)
     except (*BAD_FILES, RecursionError) as error:
         raise InputError(unavailable(source, error)) from error
     check_index(Path(source))
@@ -143,13 +145,12 @@ def is_folder(source: str) -> bool:
 
 
 def unavailable(source: str, error: Exception) -> str:
-    hint = "" if "trust_remote_code" in str(error) else "; is it a folder or a Hub id, and the machine online?"
-    return f"model.pretrained={source} cannot be loaded ({reason_of(error)}){hint}"
+    hint = "" if "trust_remote_code" in str(error) else "; give a folder or the id of a model on the Hub"
+    return f"model.pretrained={source} cannot be loaded: {reason_of(source, error)}{hint}"
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(source: str, error: Exception) -> str:
     """One line out of transformers' several."""
-    text = str(error).strip()
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in str(error):
         return "it is code of its own, which is never executed here"
-    return text.splitlines()[0] if text else type(error).__name__
+    return why_missing(source, error)

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import train
 from train.config import InputError, ModelConfig, S3Config, check, launched_rank
 from train.exported import is_outdated, saved_steps
+from train.hub_access import asking_hub, hub_or_path, is_at_hub
 from train.models.pretrained import is_folder, quiet, reason_of
 from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 
@@ -42,7 +43,7 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
     """The same with weights and tokenizer that transformers finds: a local folder or a Hub id under `pretrained` and
     `tokenizer`, and no `init_from`. InputError names a place that has none.
     """
-    weights = cfg.pretrained
+    weights = None if cfg.pretrained is None else hub_or_path(cfg.pretrained)
     if cfg.init_from is not None:
         weights = located("model.init_from", cfg.init_from, s3, cache, needs="config.json")
     tokenizer = weights
@@ -54,8 +55,7 @@ def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
 def located(key: str, place: str, s3: S3Config, cache: Path, *, needs: str) -> str:
     """A local folder with the file `needs`; a Hub id stays as it is."""
     if not is_s3(place) and not local_path(place).is_dir():
-        is_path = place.startswith(("/", ".", "~", "file://")) or place.count("/") > 1
-        check(not is_path, f"{key}={place}: there is no such folder")
+        check(is_at_hub(place), f"{key}={place}: there is no such folder")
         return place
     folder = open_folder(place, s3)
     names = folder.names_here()
@@ -157,8 +157,7 @@ def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
     tokenizer = read_tokenizer(source)
     if isinstance(tokenizer, str):
         raise InputError(
-            f"tokenizer {source} is not to be had: {tokenizer}; without the Hub give a folder, model.pretrained=FOLDER "
-            "(and HF_HUB_OFFLINE=1, so that nothing waits for it)"
+            f"tokenizer {source} cannot be loaded: {tokenizer}; without the Hub give a folder, model.pretrained=FOLDER"
         )
     check(
         tokenizer.is_fast,
@@ -181,12 +180,12 @@ def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
 def read_tokenizer(source: str) -> Any:
     """transformers' tokenizer, or why there is none."""
     try:
-        with quiet():
+        with quiet(), asking_hub(source):
             tokenizer = AutoTokenizer.from_pretrained(
                 source, local_files_only=is_folder(source), trust_remote_code=False
             )
     except Exception as error:  # of tokenizers, plain ones, for a file that is not a tokenizer's
-        return reason_of(error)
+        return reason_of(source, error)
     # Where there is no file transformers makes one of the special tokens alone.
     is_empty = tokenizer.is_fast and len(tokenizer) <= len(tokenizer.all_special_ids)
     return "it has no tokenizer.json or vocabulary file" if is_empty else tokenizer

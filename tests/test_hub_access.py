@@ -1,0 +1,130 @@
+"""Without the Hub, whatever asks for it says so in one line, at once; with it, or with its cache, nothing changes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from running import prepare_config
+from services.fake_hub import FakeHub
+
+from train import hub_access, prepare
+from train.config import HFCorpusConfig, HFDataset, InputError, ModelConfig, RecordsConfig, S3Config
+from train.data.cache import cache_dir
+from train.data.corpus import open_corpus
+from train.data.raw_files import find
+from train.data.raw_formats import hub_version
+from train.data.tokenizer import load_tokenizer
+from train.models.encoder import build_masked_lm
+from train.models.source import resolved, task_tokenizer
+from train.run_folder import RunFolder
+from train.storage import open_folder
+
+SOURCE = "some-user/some-name"
+PATIENCE_S = 30.0  # for what takes no time; the libraries' own tries take a minute
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As for a user who has set nothing."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    hub_access.silence.cache_clear()
+    yield
+    hub_access.silence.cache_clear()
+    huggingface_hub.close_session()
+
+
+@pytest.fixture
+def nobody_there(online: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+
+
+def ask_for_weights(scratch: Path) -> None:
+    build_masked_lm(ModelConfig(pretrained=SOURCE), vocab_size=100, pad_id=0, seq_len=8)
+
+
+def ask_for_rows(scratch: Path) -> None:
+    hub_version(RecordsConfig(path=SOURCE), scratch)
+
+
+def ask_for_text(scratch: Path) -> None:
+    list(open_corpus(HFCorpusConfig(kind="hf", name="test", datasets=[HFDataset(path=SOURCE)])).documents())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        ask_for_weights,
+        ask_for_rows,
+        ask_for_text,
+        lambda _: load_tokenizer(SOURCE),
+        lambda _: task_tokenizer(ModelConfig(pretrained=SOURCE)),
+    ],
+    ids=["weights", "rows", "text", "tokenizer of a corpus", "tokenizer of a model"],
+)
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(
+    ask, nobody_there: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.WARNING)
+    began_s = time.monotonic()
+    with pytest.raises(InputError, match=f"{SOURCE}.* the Hub cannot be reached: ") as error:
+        ask(tmp_path)
+    assert time.monotonic() - began_s < PATIENCE_S
+    assert "\n" not in str(error.value)
+    assert "Retrying" not in caplog.text + capfd.readouterr().err
+    assert not huggingface_hub.is_offline_mode()  # a push at the end of the run asks again
+
+
+@pytest.mark.parametrize(("status", "expected"), [(None, None), (503, "status 503"), (0, "cannot be reached: .*time")])
+def test_a_hub_that_answers_is_used_and_one_that_does_not_is_given_up(
+    status: int | None, expected: str | None, online: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_access, "ANSWERS_WITHIN_S", 0.5)
+    with FakeHub() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        if status is not None:
+            hub.faults["/"] = status
+        found = hub_access.silence()
+        assert hub_access.silence() == found and len(hub.requests) == 1
+    assert found is None if expected is None else re.search(expected, str(found))
+
+
+def test_what_is_on_this_machine_asks_nobody(nobody_there: None, prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "some-user").mkdir()
+    (tmp_path / SOURCE).symlink_to(prepared / "tokenizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        load_tokenizer(SOURCE)
+        for source in (SOURCE, "~/x", "/no/such", "../x", "file:///x", "s3://a/b", "a/b/c"):
+            assert not hub_access.is_at_hub(source)
+    assert hub_access.silence.cache_info().currsize == 0
+
+
+def test_home_is_home_in_quotes_too(
+    tmp_path: Path, prepared: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell leaves "~/x" as it is; settings of every kind lead there all the same."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "tokenizer").symlink_to(prepared / "tokenizer")
+    (tmp_path / "text.txt").symlink_to(corpus)
+    monkeypatch.chdir(prepared)
+    assert RunFolder("~/run").path == tmp_path / "run"
+    assert open_folder("~/saved", S3Config()).location == str(tmp_path / "saved")
+    assert cache_dir(RecordsConfig(path="x", cache_dir="~/cache")) == tmp_path / "cache"
+    assert find("~", "data.train", "~/text.txt", S3Config()) == [tmp_path / "text.txt"]
+    model = resolved(ModelConfig(pretrained="~/tokenizer", tokenizer="~/tokenizer"), S3Config(), tmp_path)
+    assert model.pretrained == str(tmp_path / "tokenizer") and Path(str(model.tokenizer)) == tmp_path / "tokenizer"
+    with pytest.raises(InputError, match="~nobody-of-that-name/x"):
+        open_folder("~nobody-of-that-name/x", S3Config())
+    cfg = prepare_config(Path("~/out"), Path("~/text.txt"), "tokenizer.pretrained='~/tokenizer'")
+    assert prepare.prepare(cfg) is not None
+    assert (tmp_path / "out" / "manifest.json").is_file() and not Path("~").exists()

@@ -1,0 +1,171 @@
+"""Text in very long lines: read and tokenised in time that grows with it alone; ordinary text as it always was."""
+
+from __future__ import annotations
+
+import io
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from running import SYLLABLES, prepare_config, write_corpus
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from train import prepare
+from train.config import FilesCorpusConfig, InputError
+from train.data.corpus import open_corpus
+from train.data.documents import MAX_LINE_CHARS, STRETCH_CHARS, stretches
+from train.data.tokenizer import MAX_LINE_BYTES, short_lines
+
+# Checksums of the shards as they were before very long lines were cut.
+RECORDED = {
+    "train": "6823d4052a53f7c189237163a1191b3ccd7c2d27640048f8f7e58d14491263e8",
+    "validation": "299f7e81041b9fe8b433037586b94289b98586fa17f2cae144bcfc95664c954a",
+}
+SPECIAL = {
+    "unk_token": "<unk>",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+    "pad_token": "<pad>",
+}
+
+
+class AsItIs:
+    """A normalizer that changes nothing."""
+
+    def normalize_str(self, text: str) -> str:
+        return text
+
+
+class Counted(str):
+    """A string that counts the characters that are copied out of it."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Counted:
+        return self.counted(super().__getitem__(key))
+
+    def lstrip(self, *_: Any) -> Counted:
+        return self.counted(super().lstrip())
+
+    def encode(self, *_: Any, **__: Any) -> bytes:
+        return self.counted(self).encoded()
+
+    def encoded(self) -> bytes:
+        return super().encode()
+
+    @staticmethod
+    def counted(text: str) -> Counted:
+        Counted.copied += len(text)
+        return Counted(text)
+
+
+@cache
+def long_text(num_chars: int) -> str:
+    rng = random.Random(0)
+    words = ("".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(num_chars // 4))
+    return " ".join(words)[:num_chars]
+
+
+def lines_as_before(line: str) -> list[str]:
+    """The same as `short_lines` of one line, said as plainly as can be, in quadratic time."""
+    found = []
+    while line:
+        head = line if len(line.encode()) <= MAX_LINE_BYTES else line[: MAX_LINE_BYTES // 4]
+        if len(head) < len(line):
+            head = head.rpartition(" ")[0] or head
+        found.append(head)
+        line = line[len(head) :].lstrip()
+    return found
+
+
+def test_ordinary_text_gives_the_same_shards_as_ever(tmp_path: Path) -> None:
+    pieces = [*SPECIAL.values(), *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
+    model = models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL).save_pretrained(tmp_path / "tokenizer")
+    text = write_corpus(tmp_path / "text.txt").read_text()
+    line = " ".join(text.split()) * 20
+    assert 0.8 * MAX_LINE_CHARS < len(line) < MAX_LINE_CHARS
+    (tmp_path / "text.txt").write_text(f"{text}\n\n{line}\n\n{text[:500]}")
+    ready = f"tokenizer.pretrained={tmp_path / 'tokenizer'}"
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", ready))
+    assert manifest is not None
+    assert {split: shard.sha256 for split, (shard,) in manifest.splits.items()} == RECORDED
+
+
+@pytest.mark.parametrize("alphabet", ["ab ", "a", "é日😀 ", "ab\x1c  "])
+def test_lines_for_the_tokenizer_are_cut_where_they_always_were(alphabet: str) -> None:
+    rng = random.Random(0)
+    for size in (0, 1, 999, 1000, 1001, 3999, 4000, 4001, 4002, 5000, 20_000):
+        line = "".join(rng.choices(alphabet, k=size)).strip()
+        given = [part for text in line.splitlines() for part in lines_as_before(text)]
+        assert list(short_lines([line], cast(Any, AsItIs()), 2**30)) == given
+
+
+def test_a_line_is_cut_for_the_tokenizer_in_time_that_grows_with_its_length() -> None:
+    class Counting(AsItIs):
+        def normalize_str(self, text: str) -> str:
+            return Counted(text)
+
+    Counted.copied, text = 0, long_text(2**20)
+    assert sum(map(len, short_lines([text], cast(Any, Counting()), 2**30))) > 0.9 * len(text)
+    assert Counted.copied < 20 * len(text)
+
+
+def test_stretches_are_the_text_and_cut_only_very_long_lines() -> None:
+    ordinary = ["\n", "short\n", long_text(MAX_LINE_CHARS - 2) + "\n"]
+    lines = [
+        *ordinary,
+        long_text(3 * MAX_LINE_CHARS) + "\n",
+        "x" * (2 * MAX_LINE_CHARS) + "\n",
+        long_text(MAX_LINE_CHARS) + "\n",
+        *ordinary,
+        long_text(MAX_LINE_CHARS),
+    ]
+    found = list(stretches(io.StringIO("".join(lines))))
+    assert "".join(found) == "".join(lines)
+    assert found[:3] == ordinary
+    assert sum(len(line) > STRETCH_CHARS for line in found) == 2  # the ordinary ones
+    words = set(long_text(3 * MAX_LINE_CHARS).split())
+    assert all(set(line.split()[:-1]) <= words for line in found if "x" not in line)
+
+
+def test_tokens_of_stretches_are_those_of_the_line(prepared: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
+    text = long_text(MAX_LINE_CHARS + 1)
+    parts = list(stretches(io.StringIO(text)))
+    assert len(parts) > 10
+    found = tokenizer.encode_batch([part.strip() for part in parts], add_special_tokens=False)
+    assert sum((each.ids for each in found), []) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_one_line_of_text_is_prepared_as_documents_and_its_progress_is_shown(prepared: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(long_text(3 * 2**20))
+    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", path, ready))
+    assert manifest is not None
+    assert manifest.counts["documents"] == pytest.approx(3 * 2**20 / STRETCH_CHARS, abs=1)
+    assert manifest.rows("validation") > 0
+    corpus = open_corpus(FilesCorpusConfig(kind="text", name="test", path=str(path)))
+    sizes = [document.source_bytes for document in corpus.documents()]
+    assert sum(sizes) == path.stat().st_size and max(sizes) < 1.1 * MAX_LINE_CHARS
+
+
+def test_without_a_separator_a_very_long_line_stays_in_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(f"first\n{long_text(2 * MAX_LINE_CHARS)}\nlast")
+    corpus = open_corpus(FilesCorpusConfig(kind="text", name="test", path=str(path), separator=None))
+    assert [document.text for document in corpus.documents()] == [path.read_text()]
+
+
+def test_a_line_after_a_very_long_one_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(f"{long_text(2 * MAX_LINE_CHARS)}\n\nbinary \0")
+    with pytest.raises(InputError, match=r"text\.txt:3: a NUL"):
+        list(open_corpus(FilesCorpusConfig(kind="text", name="test", path=str(path))).documents())
