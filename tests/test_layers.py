@@ -10,8 +10,8 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
-    ["train.config"],
-    ["train.s3"],
+    ["train.config", "train.launcher", "train.console"],
+    ["train.s3", "train.launched"],
     [
         "train.storage",
         "train.machine",
@@ -43,6 +43,7 @@ ROWS = [
         "train.records",
         "train.predict",
     ],
+    ["train.attempt"],
     ["train.__main__"],
 ]
 ONLY_IN = {  # heavy or device libraries, and the files that may import them

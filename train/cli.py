@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -39,8 +38,9 @@ from train.config import (
     Unreachable,
     XLAConfig,
     check,
-    launched_rank,
 )
+from train.launched import launched
+from train.launcher import leave_it_to_the_first
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 
@@ -183,22 +183,24 @@ def run(schema: type[Config], action: Callable[[Config], int], *, given: Sequenc
     """
     flags = [argument for argument in sys.argv[1:] if argument.startswith("-")]
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    local_rank = 0
     try:
         if flags:
             check(not {"-m", "--multirun"} & set(flags), "sweeps are not supported: start one run for each value")
             compose_config(schema, [override for override in overrides if "=" in override])  # not a flag's value
             hydra.main(version_base="1.3", config_path="pkg://conf", config_name=config_name(schema))(refuse_flags)()
             return DONE
+        local_rank = launched().local_rank
         keys = {override.partition("=")[0] for override in overrides}
         unsaid = [override for override in given if override.partition("=")[0] not in keys]
         return action(load_config(schema, unsaid + overrides))
     except InputError as error:
-        if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":  # one voice per machine
-            print(f"error: {error}", file=sys.stderr)
+        leave_it_to_the_first(local_rank)
+        print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except Failure as error:
-        if launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0":
-            print(f"error: {error}{hint_of(error)}", file=sys.stderr)
+        leave_it_to_the_first(local_rank)
+        print(f"error: {error}{hint_of(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)

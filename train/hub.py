@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from train import card, cli, machine
-from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check, launched_rank
+from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
 from train.goodput import read
+from train.launched import launched
 from train.run_folder import RunFolder
 from train.storage import is_s3, make_folder
 
@@ -45,7 +46,7 @@ def check_push(cfg: TrainConfig) -> None:
     A run that has begun goes on all the same: its end may be days ahead, and then nothing is lost either.
     """
     to = cfg.hub.push_to
-    if to is None or launched_rank() != 0:
+    if to is None or launched().rank != 0:
         return
     check_name("hub.push_to=", to)
     try:

@@ -14,12 +14,13 @@ from train import machine
 from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
-from train.config import InputError, Plan, TrainConfig, launched_rank
+from train.config import InputError, Plan, TrainConfig
 from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.launched import launched
 from train.lease import Lease, LeaseLost
 from train.notices import Notices
-from train.outcome import NAME, OUT_OF_MEMORY, Outcome, launch, may_go_on
-from train.preempt import StopRequest
+from train.outcome import NAME, OUT_OF_MEMORY, Outcome, may_go_on
+from train.preempt import StoppedEarly, StopRequest
 from train.run_folder import RunFolder, set_up_logging
 from train.storage import make_folder
 from train.tasks import Task
@@ -57,7 +58,7 @@ class Life:
 
 def started_ago_s() -> float:
     """Of the run's command: torchrun's, whose restarts are the same start."""
-    return machine.age_s(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    return machine.age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
 @contextmanager
@@ -65,12 +66,11 @@ def begin(life: Life) -> Iterator[Life]:
     """Take the run folder, watch over the run, and leave word at the end. Raises InputError if another job has the
     folder.
     """
-    cfg, folder = life.cfg, life.folder
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cfg, folder, launch = life.cfg, life.folder, launched()
     folder.check_is_ours(life.identity, force=cfg.resume.force)
     make_folder(folder.path)
     with ExitStack() as stack:
-        if launched_rank() == 0:
+        if launch.rank == 0:
             life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
             life.is_ours = True
         try:
@@ -79,15 +79,15 @@ def begin(life: Life) -> Iterator[Life]:
             life.watch = Watchdog(
                 cfg.watchdog,
                 folder.log,
-                rank=launched_rank(),
-                local_rank=local_rank,
-                local_world_size=local_world_size,
+                rank=launch.rank,
+                local_rank=launch.local_rank,
+                local_world_size=launch.local_world_size,
                 folder=folder.location,
                 s3=cfg.s3,
                 previous=folder.previous.get("kind", ""),
             )
             stack.enter_context(life.watch)
-            if local_rank == 0:
+            if launch.local_rank == 0:
                 stop_file: Callable[[], bool] = lambda: folder.folder.size(STOP_FILE) is not None  # noqa: E731
                 life.notices = Notices(
                     cfg.preempt, life.stop, stop_file=stop_file, max_run_s=cfg.max_run_s, began_s=life.began_s
@@ -106,11 +106,9 @@ def refusals(cfg: TrainConfig) -> Iterator[None]:
         yield
     except InputError as error:
         folder = RunFolder(cfg.run_dir, cfg.s3)
-        if launched_rank() == 0 and folder.last_outcome():
+        if launched().rank == 0 and folder.last_outcome():
             folder.folder.remove(NAME)
-            folder.outcome(
-                Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False, launch=launch())
-            )
+            folder.outcome(Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False))
         raise
 
 
@@ -118,10 +116,10 @@ def leave_word(life: Life, reason: str, step: int) -> None:
     """Of a run that ended in order. Every rank calls it, rank 0 speaks for all."""
     folder = life.folder
     folder.exit_file(reason, step)
-    if launched_rank() == 0:
+    if launched().rank == 0:
         ended = "done" if reason in ENDS else "stopped"
         asked, goes_on = life.asked or reason, ended == "stopped"
-        word = Outcome(ended, reason, asked, step, life.checkpoint, goes_on=goes_on, launch=launch())
+        word = Outcome(ended, reason, asked, step, life.checkpoint, goes_on=goes_on)
         folder.mirror()
         folder.outcome(word)
         if folder.folder.size(STOP_FILE) is not None:
@@ -130,20 +128,23 @@ def leave_word(life: Life, reason: str, step: int) -> None:
 
 def leave_word_of(error: BaseException, life: Life) -> None:
     """Of a run that failed. The first rank to do so is heard."""
-    kind, reason = kind_of(error), f"{type(error).__name__}: {error}"
+    kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
+    reason = f"{type(error).__name__}: {error}"
     if not life.is_ours or kind == "lease_lost":  # the folder is another job's
         return
     if kind in OUT_OF_MEMORY:
         reason = out_of_memory(kind, error)
     if kind == "refused":
         outcome, reason = "refused", f"refused: {error}"
+    elif isinstance(error, StoppedEarly):
+        outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
         outcome, reason = "stopped", f"left at once on a second signal ({life.stop.signal} came first)"
     else:
         outcome, reason = "failed", f"failed: {reason}"
     goes_on = may_go_on(kind, life.folder.previous.get("kind", ""))
     life.folder.exit_file(reason, None)
-    life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on, launch=launch()))
+    life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on))
 
 
 def kind_of(error: BaseException) -> str:

@@ -40,9 +40,9 @@ from train.config import (
     TrainConfig,
     Unreachable,
     check,
-    launched_rank,
     to_dict,
 )
+from train.launched import launched
 from train.outcome import NAME, Outcome
 from train.storage import LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes, write_atomic
 
@@ -96,7 +96,7 @@ class RunFolder:
         self.exit_path.unlink(missing_ok=True)  # of an earlier life
         if self.is_remote:
             self.folder.remove(f"log/{self.exit_path.name}")
-        if launched_rank() != 0:
+        if launched().rank != 0:
             return
         self.previous = self.last_outcome()
         self.folder.remove(NAME)
@@ -157,7 +157,7 @@ class RunFolder:
 
     @property
     def exit_path(self) -> Path:
-        return self.log / f"exit_rank_{launched_rank():04d}.json"
+        return self.log / f"exit_rank_{launched().rank:04d}.json"
 
     def exit_file(self, reason: str, step: int | None) -> None:
         """Leave word of how this rank ended."""
@@ -175,7 +175,7 @@ class RunFolder:
         if self.log.is_dir():
             with self.last_words():
                 self.folder.create(NAME, canonical_json(asdict(outcome)))
-                if launched_rank() == 0:
+                if launched().rank == 0:
                     self.mirror()  # the log tells more
 
     @contextmanager
@@ -270,10 +270,10 @@ def set_up_logging(folder: Path) -> None:
     root = logging.getLogger("train")
     root.setLevel(logging.INFO)
     root.propagate = False
-    file = LogFile(folder / f"rank_{launched_rank():04d}.txt")
+    file = LogFile(folder / f"rank_{launched().rank:04d}.txt")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     terminal = TerminalHandler(sys.stderr)
-    terminal.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
+    terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [file, terminal]
 

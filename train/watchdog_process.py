@@ -23,7 +23,7 @@ from pathlib import Path
 from train.config import S3Config
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
 from train.machine import Process, read_process
-from train.outcome import NAME, Outcome, launch, may_go_on
+from train.outcome import NAME, Outcome, may_go_on
 from train.preempt import leave_signals_to_the_parent
 from train.storage import LocalFolder, canonical_json, open_folder
 from train.watchdog import (
@@ -240,7 +240,7 @@ class WatchdogProcess:
         """How the run ended, unless a rank knew better: those that lost a peer only know that."""
         folder = open_folder(self.orders.run_dir, S3Config(**self.orders.s3))
         goes_on = may_go_on(kind, self.orders.previous)
-        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on, launch=launch())
+        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on)
         if not folder.create(NAME, canonical_json(asdict(outcome))):
             found = json.loads(folder.read(NAME))
             if found["kind"] in LOST_PEER:

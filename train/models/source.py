@@ -34,8 +34,9 @@ from transformers import (
 from transformers.utils import logging as their_logging
 
 import train
-from train.config import InputError, ModelConfig, S3Config, check, launched_rank
+from train.config import InputError, ModelConfig, S3Config, check
 from train.exported import is_outdated, saved_steps
+from train.launched import launched
 from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def located(key: str, place: str, s3: S3Config, cache: Path, *, needs: str) -> s
     if "config.json" in exported and any(name.endswith(WEIGHTS) for name in exported):
         if not is_outdated(folder):
             return at_hand(folder, "export/", cache)
-        level = logging.WARNING if launched_rank() == 0 else logging.DEBUG
+        level = logging.WARNING if launched().rank == 0 else logging.DEBUG
         logger.log(level, "%s has gone on since it wrote its export: a checkpoint is taken instead", place)
     return exported_checkpoint(key, place, folder, s3, cache)
 
