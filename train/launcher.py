@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-FIRST_SPEAKS_S = 10.0  # the time that local rank 0 has to refuse what another rank has refused
+FIRST_SPEAKS_S = 5.0  # the time that local rank 0 has to refuse what another rank has refused
 
 
 def is_under_torchrun() -> bool:

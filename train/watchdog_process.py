@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from train.config import S3Config
+from train.console import use_console
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
 from train.machine import Process, read_process
 from train.outcome import NAME, Outcome, may_go_on
@@ -275,6 +276,7 @@ def gigabytes(rank: Rank) -> str:
 
 def main() -> None:
     leave_signals_to_the_parent(0)  # Slurm and systemd signal every process of a job; the ranks decide, this one stays
+    use_console()  # a full disk may not keep it from ending ranks
     orders = Orders(**json.loads(sys.argv[1]))
     remove_leftovers(Path(orders.folder).parent)
     WatchdogProcess(orders, oom_counter=find_oom_counter()).run()
