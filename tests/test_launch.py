@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -314,6 +313,7 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
     assert found.returncode == 1
     spoken = [line for line in found.stderr.splitlines() if line.startswith(said)]
     assert len(spoken) == (2 if script == LOST else 1), found.stderr
+    assert "not started again" not in found.stderr
 
 
 # ---- a console that fails --------------------------------------------------------------------------------------------
@@ -373,12 +373,16 @@ def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, pr
 
 # ---- processes that are left -----------------------------------------------------------------------------------------
 
-FAILS = """
+LOSES_DATA = """
 import sys
+from pathlib import Path
 from train import loop
-def fail(*_, **__):
-    raise OSError("the validation data is gone")
-loop.validate = fail
+before = loop.validate
+def validate(life, *more, **named):
+    for path in Path(life.cfg.data.path).glob("validation-*"):
+        path.unlink()
+    return before(life, *more, **named)
+loop.validate = validate
 from train.__main__ import main
 sys.exit(main())
 """
@@ -386,7 +390,15 @@ sys.exit(main())
 
 def test_a_run_with_loader_processes_ends_after_an_unexpected_error(tmp_path, prepared):
     """A process of its own: forks leave without what Python does at exit."""
-    words = train_overrides(tmp_path / "run", prepared, "data.num_workers=1")
-    began_s = time.monotonic()
-    found = subprocess.run([sys.executable, "-c", FAILS, *words], cwd=ROOT, timeout=HANG_S, check=False)
-    assert found.returncode == 1 and time.monotonic() - began_s < HANG_S
+    data = shutil.copytree(prepared, tmp_path / "data")
+    words = train_overrides(tmp_path / "run", data, "data.num_workers=1")
+    found = subprocess.run(
+        [sys.executable, "-c", LOSES_DATA, *words],
+        cwd=ROOT,
+        timeout=HANG_S,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1
+    assert "FileNotFoundError" in found.stderr and "step 3/6" in found.stderr
