@@ -18,7 +18,7 @@ import pytest
 from forks import free_port, launch, run_forked, start_forked
 from running import ROOT, eventually, lines, run, train_overrides
 
-from train import attempt, cli, launcher
+from train import attempt, cli, launcher, loop
 from train.backend import rendezvous
 from train.backend.rendezvous import join
 from train.board import Board
@@ -190,6 +190,19 @@ def test_one_signal_ends_a_wait_in_torch_itself(tmp_path: Path):
     os.kill(process.pid, signal.SIGTERM)
     process.join(HANG_S)
     assert process.exitcode == 128 + signal.SIGTERM
+
+
+def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, prepared):
+    def prepare(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(loop, "build_task", prepare)
+    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
+    assert attempt.attempt() == cli.STOPPED
+    said = "stopped on SIGINT before there was anything to save; the same command goes on\n"
+    assert capsys.readouterr().err == said
+    assert not (tmp_path / "run").exists()
 
 
 # ---- torchrun's end --------------------------------------------------------------------------------------------------

@@ -58,8 +58,10 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
         except InputError:
             raise
         except StoppedEarly as signal:
-            logger.info("stopped on %s before there was anything to save; the same command goes on", signal)
-            return stopped(launch)
+            if launch.rank == 0:  # the log may not be open yet
+                why = f"stopped on {signal} before there was anything to save"
+                print(f"{why}; the same command goes on", file=sys.stderr)
+            return cli.STOPPED
         except SystemExit as error:  # on a second signal: not even what is being saved is waited for
             logging.shutdown()
             os._exit(int(error.code or cli.FAILED))
@@ -79,10 +81,6 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
         logger.info("%s at step %d: python -m train.report %s", reason, step, cfg.run_dir)
         return cli.DONE
     logger.info("stopped on %s at step %d with a checkpoint; the same command goes on", reason, step)
-    return stopped(launch)
-
-
-def stopped(launch: Launched) -> int:
     if launch.is_under_torchrun:
         logger.info("torchrun reports exit code %d as a failure; the run stopped as asked", cli.STOPPED)
     return cli.STOPPED

@@ -72,8 +72,10 @@ def leave_it_to_the_first(local_rank: int) -> None:
 
 
 def end_launcher() -> None:
-    """Have torchrun end this machine's ranks for good: left to itself it starts them again, --max-restarts times. To
-    be called once all has been said.
+    """Have torchrun end for good where it would start this machine's ranks again. To be called once all has been
+    said.
     """
-    if is_under_torchrun() and (pid := find_launcher()) is not None:
+    restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if is_under_torchrun() and restarts != limit and (pid := find_launcher()) is not None:
+        print("torchrun, which would start the run again, is asked to end; what follows is its report", file=sys.stderr)
         os.kill(pid, signal.SIGTERM)

@@ -71,7 +71,8 @@ def begin(life: Life) -> Iterator[Life]:
     make_folder(folder.path)
     with ExitStack() as stack:
         if launch.rank == 0:
-            life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
+            with life.stop.nothing_to_save():
+                life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
             life.is_ours = True
         try:
             folder.open()

@@ -50,7 +50,7 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or what asked
     for it) and the step.
     """
-    with refusals(cfg):
+    with stop.nothing_to_save(), refusals(cfg):
         check_launch(cfg, launched())
         check_push(cfg)
         task = build_task(cfg)
