@@ -19,7 +19,7 @@ from running import ROOT, command, lines, run, train_config, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from train import __main__ as program
+from train import attempt as program
 from train import cli, loop, machine
 from train.backend import guards, open_backend, xla_environment, zero1
 from train.backend.ddp import DDP
@@ -34,10 +34,10 @@ from train.config import (
     InstanceConfig,
     OptimConfig,
     XLAConfig,
-    check_launch,
 )
 from train.data import batches
 from train.data.batches import MaskedRows
+from train.launched import check_launch, launched
 from train.models.layers import run_shared_layer_by
 from train.optim import build_optimizer, set_learning_rate
 
@@ -73,7 +73,7 @@ def train(monkeypatch, capfd, tmp_path, prepared):
 
     def call(*overrides):
         monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)])
-        code = program.main()
+        code = program.attempt()
         return code, capfd.readouterr().err.splitlines()
 
     return call
@@ -81,7 +81,8 @@ def train(monkeypatch, capfd, tmp_path, prepared):
 
 def refusal(found):
     """The one line of a run that was refused."""
-    code, (line,) = found
+    code, lines = found
+    (line,) = (line for line in lines if not line.startswith("starting "))
     assert code == cli.REFUSED and line.startswith("error: ")
     return line
 
@@ -184,22 +185,23 @@ LAUNCHES = {
 }
 
 
-def launched(world, local):
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
+def launched_as(world, local):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local)}
+    return {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_numbers_of_ranks_that_hang_are_refused_before_any_group(train, no_group, monkeypatch, tmp_path, launch):
     instance, world, local, said = LAUNCHES[launch]
-    os.environ.update(launched(world, local))
+    os.environ.update(launched_as(world, local))
     assert said in refusal(train(f"instance={instance}", "backend.device=auto"))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (2, 2), (8, 8), (32, 32), (64, 32)])
 def test_numbers_of_ranks_that_run_are_taken(prepared, tmp_path, world, local):
-    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), launched(world, local))
-    check_launch(train_config(tmp_path, prepared), launched(world, 16 if local == 32 else local))
+    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), launched(launched_as(world, local)))
+    check_launch(train_config(tmp_path, prepared), launched(launched_as(world, 16 if local == 32 else local)))
 
 
 def test_slurm_tasks_without_torchrun_would_each_train_alone(train, no_group, monkeypatch):
@@ -209,14 +211,14 @@ def test_slurm_tasks_without_torchrun_would_each_train_alone(train, no_group, mo
 
 def test_one_torchrun_that_slurm_started_on_each_machine_is_taken(prepared, tmp_path):
     slurm = {"SLURM_STEP_NUM_TASKS": "2"}
-    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), {**launched(64, 32), **slurm})
+    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), launched({**launched_as(64, 32), **slurm}))
 
 
 def test_processes_that_are_refused_leave_with_2_and_one_line(prepared, tmp_path):
     """The same as their users see it, two of them at once."""
     clean = {name: value for name, value in os.environ.items() if name != "PJRT_DEVICE"}
     cases = {
-        "ranks": ({**clean, **launched(16, 16)}, "16 ranks on one machine"),
+        "ranks": ({**clean, **launched_as(16, 16)}, "16 ranks on one machine"),
         "device": (clean, "no Trainium here"),
     }
     processes = {}
@@ -319,7 +321,7 @@ def test_torch_xla_that_somebody_imported_before_is_refused_on_trainium_only(on_
 
 
 def test_zero1_on_several_ranks_is_for_trainium(on_trainium, no_group):
-    os.environ.update(launched(2, 2))
+    os.environ.update(launched_as(2, 2))
     with pytest.raises(InputError, match="backend.zero1 on several ranks needs Trainium"):
         xla_environment.ready(XLAConfig(device="cpu", zero1=True), nodes=1, collects=False)
     xla_environment.ready(XLAConfig(device="neuron", zero1=True), nodes=1, collects=False)
@@ -453,7 +455,7 @@ def bad_evaluation(*arguments):
 
     MaskedRows.draw = drawn
     sys.argv[1:] = arguments
-    sys.exit(program.main())
+    sys.exit(program.attempt())
 
 
 PROGRAMS = {"ranks": rank_of_two, "evaluation": bad_evaluation}
@@ -488,7 +490,7 @@ def test_ranks_that_the_device_runtime_does_not_join_are_refused(ranks):
 def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
     for found in ranks:
         assert "the process group 2, and ones summed over the ranks give 1" in found["ones"]
-    os.environ.update(launched(2, 2))
+    os.environ.update(launched_as(2, 2))
     monkeypatch.setattr("train.backend.ddp.join", lambda *_: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     with pytest.raises(RuntimeError, match="1 ranks answered, WORLD_SIZE says 2"):

@@ -292,7 +292,8 @@ def test_a_run_that_has_begun_is_only_warned(
 
 
 def test_only_one_rank_asks(the_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     hub.check_push(config(tmp_path))
     assert the_hub.requests == []
 

@@ -10,9 +10,9 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
-    ["train.config"],
+    ["train.config", "train.launcher", "train.console"],
     ["train.untrusted"],
-    ["train.s3"],
+    ["train.s3", "train.launched"],
     [
         "train.storage",
         "train.machine",
@@ -56,6 +56,7 @@ ROWS = [
         "train.records",
         "train.predict",
     ],
+    ["train.attempt"],
     ["train.__main__"],
 ]
 ONLY_IN = {  # heavy or device libraries, and the files that may import them

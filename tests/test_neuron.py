@@ -112,7 +112,14 @@ def test_a_checkpoint_of_neuron_goes_on_under_ddp(versions, by_ddp, prepared, tm
 
 
 def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     opened = []
     monkeypatch.setattr(neuron, "join", lambda names, _: opened.append(names))

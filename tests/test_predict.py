@@ -336,7 +336,8 @@ def test_flags_are_checked_before_any_work(given, line, tmp_path, capsys, monkey
 
 
 def test_it_is_one_process(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert "start it without torchrun" in refused(capsys, "model", "--text", "x")
 
 

@@ -22,7 +22,7 @@ from train.lease import Lease
 from train.outcome import Outcome
 from train.run_folder import RunFolder
 from train.storage import LocalFolder
-from train.watchdog import LEFT, Orders, Watchdog, die_with_launcher, open_slots, private_folder, read_process
+from train.watchdog import LEFT, Orders, Watchdog, open_slots, private_folder, read_process
 from train.watchdog_process import WatchdogProcess, count_oom_kills, find_oom_counter
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,8 @@ def test_a_stuck_rank_is_killed_and_says_where_it_hung(start: Start, log: Path, 
 
 def test_an_exit_file_is_like_that_of_a_run_folder(start: Start, log: Path, monkeypatch: pytest.MonkeyPatch):
     start("dog.phase('data', step=7)\nhang_in_data()").communicate(timeout=LIVES)
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     RunFolder(str(log.parent)).exit_file("done", 7)
     ours, own = word(log, 0), word(log, 1)
     assert ours.keys() == own.keys() and ours["step"] == own["step"]
@@ -481,42 +482,3 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(tmp_pa
     (tmp_path / "proc/self/cgroup").write_text(cgroup + "\n")
     found = find_oom_counter(cgroups=tmp_path / "cgroup", proc=tmp_path / "proc")
     assert found == tmp_path / place and count_oom_kills(found) == 7
-
-
-# ---- the launcher's end ----------------------------------------------------------------------------------------------
-
-CHILD = """
-import signal, time
-from train.watchdog import die_with_launcher
-signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), exit()))
-die_with_launcher()
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed():
-    launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
-    launcher = subprocess.Popen([sys.executable, "-c", launch], env=environment, text=True, stdout=subprocess.PIPE)
-    assert launcher.stdout.readline() == "ready\n"
-    launcher.kill()
-    assert launcher.communicate(timeout=LIVES)[0] == "asked to stop\n"
-
-
-@pytest.mark.parametrize(("parents", "asked"), [((9, 1), True), ((9, 8), True), ((1, 1), True), ((9, 9), False)])
-def test_a_launcher_that_ended_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch, parents, asked: bool):
-    answers, sent = iter(parents), []
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setattr(os, "getppid", lambda: next(answers))
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(watchdog.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
-    monkeypatch.setattr(watchdog, "is_python", lambda _: False)
-    die_with_launcher()
-    assert sent == ([(os.getpid(), signal.SIGTERM)] if asked else [])
-
-
-def test_without_a_launcher_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(watchdog.ctypes, "CDLL", None)
-    die_with_launcher()

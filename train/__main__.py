@@ -2,82 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import sys
-from collections.abc import Sequence
 
-from train import cli
-from train.config import InputError, TrainConfig, launched_rank, launched_world_size
-from train.outcome import Over, check_restart, is_restart
-from train.preempt import StopRequest
-from train.run_folder import RunFolder
-from train.watchdog import die_with_launcher
-
-logger = logging.getLogger("train")
+from train.console import use_console
+from train.launcher import die_with_launcher
 
 
-USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
-USED += ("global_batch_size", "micro_batch_size", "seq_len", "optim.lr", "log_every", "eval_every", "checkpoint.every")
-USED += ("checkpoint.keep", "model.pretrained", "model.init_from", "backend.device", "backend.precision")
-USED += ("data.num_workers", "export", "s3.endpoint")
+def main() -> int:
+    die_with_launcher()
+    use_console()
+    from train.attempt import attempt  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = cli.settings_parser(
-        "train",
-        TrainConfig,
-        "Train a model: one run, alone or as one rank of torchrun. The same command goes on where it stopped.",
-        examples=(
-            "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
-            "torchrun --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
-            "experiment=tweets_trainium data.path=tweets.csv model.init_from=runs/mine run_dir=runs/tweets",
-        ),
-        keys=USED,
-    )
-    return cli.run(TrainConfig, train_once, parser, arguments=arguments)
-
-
-def train_once(cfg: TrainConfig) -> int:
-    """Run to an end of whatever kind. Gives the exit code (see cli)."""
-    try:
-        if is_restart():
-            check_restart(RunFolder(cfg.run_dir, cfg.s3).last_outcome())
-    except Over as over:
-        if launched_rank() == 0:
-            print(over, file=sys.stderr)
-        if os.environ.get("LOCAL_RANK") == "0":
-            os.kill(os.getppid(), signal.SIGTERM)  # torchrun would start it again and again
-        return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over.outcome, cli.FAILED)
-
-    from train import loop  # torch takes seconds to import: what is refused is refused before
-    from train.life import ENDS
-
-    with StopRequest() as stop:
-        die_with_launcher()
-        try:
-            reason, step = loop.run(cfg, stop)
-        except InputError:
-            raise
-        except SystemExit as error:  # on a second signal: not even what is being saved is waited for
-            logging.shutdown()
-            os._exit(int(error.code or cli.FAILED))
-        except loop.TOGETHER as error:  # all ranks have left in order
-            logger.error("failed: %s", error)
-            return cli.FAILED
-        except BaseException as error:
-            logger.exception("failed: %s", error)
-            if launched_world_size() > 1:
-                # Waiting for the other ranks, or for gloo's threads, could hang; torchrun ends the others.
-                logging.shutdown()
-                os._exit(cli.FAILED)
-            return cli.FAILED
-    if reason in ENDS:
-        logger.info("%s at step %d: python -m train.report %s", reason, step, cfg.run_dir)
-        return cli.DONE
-    logger.info("stopped on %s at step %d with a checkpoint; the same command goes on", reason, step)
-    return cli.STOPPED
+    return attempt()
 
 
 if __name__ == "__main__":

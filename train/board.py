@@ -14,7 +14,11 @@ class Board:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step)
+        self.writer: SummaryWriter | None = None
+        try:
+            self.writer = SummaryWriter(str(folder), purge_step=first_step)
+        except OSError as error:
+            self.give_up(error)
 
     def add(self, kind: str, values: dict[str, Any]) -> None:
         """The numbers of a line of the metrics."""

@@ -10,7 +10,6 @@ import copy
 import difflib
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,9 +43,10 @@ from train.config import (
     XLAConfig,
     check,
     check_values,
-    launched_rank,
 )
 from train.help import groups, settings_help
+from train.launched import launched
+from train.launcher import leave_it_to_the_first
 
 __all__ = ["DONE", "FAILED", "REFUSED", "STOPPED"]  # actions take them from here
 
@@ -114,8 +114,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     for override in given:
         check(
             re.search(r"\$\{[^}]*:", override) is None,
-            f"{override.partition('=')[0]}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep what "
-            'it comes to; let the shell do it: key="$NAME"',
+            f"{override.partition('=')[0]}: a setting is not looked up (${{oc.env:...}}), as config.yaml would keep "
+            'what it comes to; let the shell do it: key="$NAME"',
         )
     for override in overrides:
         check_override(schema, override)
@@ -285,6 +285,8 @@ def run(
 ) -> int:
     """Read the command line, check it, act; gives the exit code. `given`: overrides that it may override."""
 
+    local_rank = 0
+
     def act() -> int:
         options, unknown = parser.parse_known_intermixed_args(arguments)
         for flag in unknown:
@@ -297,14 +299,19 @@ def run(
         unsaid = [override for override in given if override.partition("=")[0] not in keys]
         overrides = unsaid + options.settings
         if options.cfg is None:
+            nonlocal local_rank
+            local_rank = launched().local_rank
             return action(load_config(schema, overrides))
         composed = compose_config(schema, overrides)
         check_what_is_set(composed, schema, overrides)
         print(OmegaConf.to_yaml(composed), end="")
         return DONE
 
-    speaks = launched_rank() == 0 or os.environ.get("LOCAL_RANK") == "0"  # one voice per machine
-    return guarded(act, speaks=speaks, interrupted=("interrupted; the same command goes on", STOPPED))
+    return guarded(
+        act,
+        before_error=lambda: leave_it_to_the_first(local_rank),  # one voice per machine
+        interrupted=("interrupted; the same command goes on", STOPPED),
+    )
 
 
 def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:

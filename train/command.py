@@ -88,10 +88,14 @@ def run_flags(
 
 
 def guarded(
-    act: Callable[[], int], *, speaks: bool = True, interrupted: tuple[str, int] = ("interrupted", INTERRUPTED)
+    act: Callable[[], int],
+    *,
+    before_error: Callable[[], None] = lambda: None,
+    interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
-    """Act and give the exit code. What goes wrong is one line on standard error, if this process `speaks`, and below a
-    traceback if it is a mistake of the program. `interrupted`: the line and exit code after Ctrl-C.
+    """Act and give the exit code. What goes wrong is one line on standard error, and below a traceback if it is a
+    mistake of the program. `before_error` is called before that line is printed. `interrupted`: the line and exit code
+    after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error; the C locale has ASCII alone
@@ -115,7 +119,8 @@ def guarded(
         traceback.print_exc()
         line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
         code = FAILED
-    if line and speaks:
+    if line:
+        before_error()
         with suppress(OSError, ValueError):  # standard error may be full, or closed
             print(printable(line), file=sys.stderr, flush=True)
     return code

@@ -8,7 +8,6 @@ reports can read a configuration on a machine without it. None means "off" or "w
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -782,42 +781,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def launched_world_size() -> int:
-    """Ranks that torchrun started (its WORLD_SIZE), 1 without it. Known before any device opens."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def check_launch(cfg: TrainConfig, environ: Mapping[str, str]) -> None:
-    """Raises InputError for a number of ranks that the instance cannot run, and for tasks that torchrun did not start.
-
-    Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are refused by the runtime.
-    """
-    world, local = int(environ.get("WORLD_SIZE", "1")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    check(
-        "RANK" in environ or tasks == 1,
-        f"Slurm started {tasks} tasks without torchrun: each would train alone; run one torchrun a machine",
-    )
-    instance = cfg.instance
-    if instance.rank_counts is None:
-        return
-    valid = instance.rank_counts
-    check(
-        local in valid,
-        f"{local} ranks on one machine: {instance.name} runs {' or '.join(map(str, valid))}; "
-        f"start torchrun with --nproc-per-node={max(valid)}",
-    )
-    check(
-        world == local or local == max(valid),
-        f"{local} ranks on each of {world // local} machines: several {instance.name} work together with all "
-        f"{max(valid)} each; start torchrun with --nproc-per-node={max(valid)}",
-    )
-
-
-def launched_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 @dataclass(frozen=True)

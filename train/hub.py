@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from train import card, cli, machine
 from train.command import EXITS, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
-from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check, launched_rank
+from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
 from train.goodput import read
+from train.launched import launched
 from train.run_folder import RunFolder
 from train.storage import is_s3, local_path, make_folder
 from train.untrusted import is_inside, is_path
@@ -47,7 +48,7 @@ def check_push(cfg: TrainConfig) -> None:
     A run that has begun goes on all the same: its end may be days ahead, and then nothing is lost either.
     """
     to = cfg.hub.push_to
-    if to is None or launched_rank() != 0:
+    if to is None or launched().rank != 0:
         return
     check_name("hub.push_to=", to)
     try:

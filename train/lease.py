@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError
+from train.launched import launched
 from train.machine import read_process
 from train.ownership import LeaseLost, describe, name_of, newest, numbers, parse
 from train.storage import Folder, canonical_json
@@ -190,7 +191,8 @@ class Lease:
 
 def identity() -> dict[str, Any]:
     """Which process of which job this is, as far as the system tells."""
-    run_id, status = os.environ.get("TORCHELASTIC_RUN_ID"), process_status(os.getpid())
+    launch, status = launched(), process_status(os.getpid())
+    run_id = launch.run_id if launch.run_id != "none" else None  # torchrun's default
     boot_id: str | None = None
     pid_namespace: str | None = None
     try:
@@ -204,9 +206,9 @@ def identity() -> dict[str, Any]:
         "process_start": status[1] if status else None,
         "boot_id": boot_id,
         "pid_namespace": pid_namespace,
-        "job": os.environ.get("SLURM_JOB_ID") or (run_id if run_id != "none" else None),  # "none": torchrun's default
-        "torchrun": run_id and [run_id, os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")],
-        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "job": os.environ.get("SLURM_JOB_ID") or run_id,
+        "torchrun": launch.torchrun if launch.is_under_torchrun else None,
+        "restart": launch.restart_count,
     }
 
 

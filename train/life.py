@@ -15,13 +15,14 @@ from train import machine
 from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
-from train.config import InputError, Plan, TrainConfig, Unreachable, launched_rank
+from train.config import InputError, Plan, TrainConfig, Unreachable
 from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.launched import launched
 from train.lease import Lease
 from train.notices import Notices
-from train.outcome import OUT_OF_MEMORY, Outcome, launch, may_go_on
+from train.outcome import OUT_OF_MEMORY, Outcome, may_go_on
 from train.ownership import LeaseLost, check_owner, find_identity
-from train.preempt import StopRequest
+from train.preempt import StoppedEarly, StopRequest
 from train.run_folder import RunFolder, set_up_logging
 from train.storage import make_folder
 from train.tasks import Task
@@ -74,7 +75,7 @@ class Life:
 
 def started_ago_s() -> float:
     """Of the run's command: torchrun's, whose restarts are the same start."""
-    return machine.age_s(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
+    return machine.age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
 
 
 @contextmanager
@@ -82,14 +83,14 @@ def begin(life: Life) -> Iterator[Life]:
     """Take the run folder, watch over the run, and leave word at the end. Raises InputError if another job has the
     folder.
     """
-    cfg, folder = life.cfg, life.folder
-    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cfg, folder, launch = life.cfg, life.folder, launched()
     set_up_logging(None)
     folder.check_is_ours(life.identity, data_path=cfg.data.path, force=cfg.resume.force)
     make_folder(folder.path)
     with ExitStack() as stack:
-        if launched_rank() == 0:
-            life.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
+        if launch.rank == 0:
+            with life.stop.nothing_to_save():
+                life.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
             life.is_ours, folder.guard = True, life.lease.check
         try:
             folder.open()
@@ -97,16 +98,16 @@ def begin(life: Life) -> Iterator[Life]:
             life.watch = Watchdog(
                 cfg.watchdog,
                 folder.log,
-                rank=launched_rank(),
-                local_rank=local_rank,
-                local_world_size=local_world_size,
+                rank=launch.rank,
+                local_rank=launch.local_rank,
+                local_world_size=launch.local_world_size,
                 folder=folder.location,
                 s3=cfg.s3,
                 previous=folder.previous.get("kind", ""),
                 owner=life.owner,
             )
             stack.enter_context(life.watch)
-            if local_rank == 0:
+            if launch.local_rank == 0:
                 stop_file: Callable[[], bool] = lambda: folder.folder.size(STOP_FILE) is not None  # noqa: E731
                 life.notices = Notices(
                     cfg.preempt, life.stop, stop_file=stop_file, max_run_s=cfg.max_run_s, began_s=life.began_s
@@ -126,9 +127,8 @@ def refusals(cfg: TrainConfig) -> Iterator[None]:
     except InputError as error:
         folder = RunFolder(cfg.run_dir, cfg.s3)
         with suppress(InputError, Unreachable, OSError):  # the refusal matters more
-            if launched_rank() == 0 and find_identity(folder.storage) is not None and folder.last_outcome():
-                reason = f"refused: {error}"
-                outcome = Outcome("refused", "refused", reason, None, None, goes_on=False, launch=launch())
+            if launched().rank == 0 and find_identity(folder.storage) is not None and folder.last_outcome():
+                outcome = Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False)
                 folder.outcome(outcome, is_of_all=True)
         raise
 
@@ -138,10 +138,10 @@ def leave_word(life: Life, reason: str, step: int) -> None:
     folder = life.folder
     folder.check_owner()
     folder.exit_file(reason, step)
-    if launched_rank() == 0:
+    if launched().rank == 0:
         ended = "done" if reason in ENDS else "stopped"
         asked, goes_on = life.asked or reason, ended == "stopped"
-        word = Outcome(ended, reason, asked, step, life.checkpoint, goes_on=goes_on, launch=launch())
+        word = Outcome(ended, reason, asked, step, life.checkpoint, goes_on=goes_on)
         folder.mirror()
         folder.outcome(word, is_of_all=True)
         if folder.folder.size(STOP_FILE) is not None:
@@ -150,7 +150,8 @@ def leave_word(life: Life, reason: str, step: int) -> None:
 
 def leave_word_of(error: BaseException, life: Life) -> None:
     """Of a run that failed. The first rank to do so is heard."""
-    kind, reason = kind_of(error), f"{type(error).__name__}: {error}"
+    kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
+    reason = f"{type(error).__name__}: {error}"
     life.folder.is_lost |= kind == "lease_lost"
     if not life.is_ours or life.folder.is_lost:  # the folder is another job's
         return
@@ -158,13 +159,15 @@ def leave_word_of(error: BaseException, life: Life) -> None:
         reason = out_of_memory(kind, error)
     if kind == "refused":
         outcome, reason = "refused", f"refused: {error}"
+    elif isinstance(error, StoppedEarly):
+        outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
         outcome, reason = "stopped", f"left at once on a second signal ({life.stop.signal} came first)"
     else:
         outcome, reason = "failed", f"failed: {reason}"
     goes_on = may_go_on(kind, life.folder.previous.get("kind", ""))
     life.folder.exit_file(reason, None)
-    life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on, launch=launch()))
+    life.folder.outcome(Outcome(outcome, kind, reason, None, life.checkpoint, goes_on=goes_on))
 
 
 def kind_of(error: BaseException) -> str:

@@ -22,13 +22,12 @@ from train.config import (
     TrainConfig,
     Unreachable,
     check,
-    check_launch,
-    launched_world_size,
     make_plan,
 )
 from train.data.batches import Batches, failure_of
 from train.feed import as_own_failure, check_same_data, eval_order, train_batches, train_order
 from train.hub import check_push, push
+from train.launched import check_launch, launched
 from train.life import ENDS, Life, begin, leave_word, refusals
 from train.metrics import Recorder
 from train.monitor import open_monitor
@@ -51,11 +50,11 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or what asked
     for it) and the step.
     """
-    with refusals(cfg):
-        check_launch(cfg, os.environ)
+    with stop.nothing_to_save(), refusals(cfg):
+        check_launch(cfg, launched())
         check_push(cfg)
         task = build_task(cfg)
-        plan = make_plan(cfg, world_size=launched_world_size(), rows=task.train_rows)
+        plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows)
         identity = identity_of(cfg, plan, task.data_id)
     with begin(Life(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop)) as life:
         reason, step = open_and_fit(life)
@@ -66,7 +65,8 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
 def open_and_fit(life: Life) -> tuple[str, int]:
     cfg = life.cfg
     life.watch.phase("join", is_start=True)
-    backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
+    with life.stop.nothing_to_save():
+        backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
     life.joined(*backend.share((life.folder.previous, life.owner))[0])  # rank 0 owns the folder, or it would not join
     refused: Exception | None = None
     try:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from train.launched import launched
 from train.storage import Folder, canonical_json
 
 NAME = "outcome.json"
-FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite")
+FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
 
 
@@ -24,7 +24,7 @@ class Outcome:
     step: int | None  # reached
     checkpoint: int | None  # the newest that is known to be committed: nothing up to there is lost
     goes_on: bool  # whether the same command has a chance to go on
-    launch: list[str]  # of which torchrun
+    launch: list[str] = field(default_factory=lambda: launched().torchrun)  # of which torchrun
     time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
 
 
@@ -72,19 +72,14 @@ class Over(RuntimeError):
 
 
 def is_restart() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return launched().restart_count > 0
 
 
 def check_restart(outcome: dict[str, Any]) -> None:
     """Raises Over if the last outcome, empty if there is none, is of this torchrun, and for good. Who gets a SIGTERM
     and is started again was ended by torchrun itself, for ranks elsewhere: had it been meant, torchrun would be gone.
     """
-    if not outcome or outcome["launch"] != launch() or outcome["kind"] == "SIGTERM":
+    if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
         return
     if not (outcome["goes_on"] and outcome["outcome"] == "failed"):
         raise Over(outcome)
-
-
-def launch() -> list[str]:
-    """What tells the restarts of one torchrun from another one."""
-    return [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]

@@ -32,7 +32,8 @@ from pathlib import Path
 
 from train import cli, machine
 from train.command import command_parser, guarded
-from train.config import Plan, RecordsConfig, TrainConfig, check, check_launch, make_plan
+from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan
+from train.launched import Launched, check_launch
 
 TOOL = "neuron_parallel_compile"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
@@ -112,7 +113,7 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
     world = ranks * nodes.count
-    check_launch(cfg, {"RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks)})  # as torchrun will say
+    check_launch(cfg, Launched(world_size=world, local_world_size=ranks, is_distributed=True))  # as torchrun will say
     lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)

@@ -39,8 +39,8 @@ from train.config import (
     TrainConfig,
     check,
     check_choice,
-    launched_world_size,
 )
+from train.launched import launched
 from train.storage import Folder, is_s3, local_path, open_folder, telling
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_flags(options: argparse.Namespace) -> Path | None:
     """Where to write to. InputError for flags that do not go together or mean nothing."""
-    check(launched_world_size() == 1, "train.predict is one process: start it without torchrun")
+    check(launched().world_size == 1, "train.predict is one process: start it without torchrun")
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
     check(options.text_pair is None or options.text is not None, "--text-pair goes with --text")

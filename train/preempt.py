@@ -8,10 +8,16 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 GRACE_S = 5.0  # from a second signal on, for the main thread to leave by itself
 REPEAT_S = 2.0  # torchrun passes on the Ctrl-C that the terminal sent already: the same request within this time
+
+
+class StoppedEarly(BaseException):
+    """A signal while there was nothing to save yet: the run is as it was, and the same command goes on."""
 
 
 class StopRequest:
@@ -30,6 +36,7 @@ class StopRequest:
         self.saves_soon: str | None = None  # save at the next step and go on
         self.signal: str | None = None  # the first one's name
         self.at_s = 0.0  # when it came
+        self.has_nothing_to_save = False
         self.lock = threading.RLock()  # not a Lock: a signal may interrupt this very thread while it holds it
 
     def __enter__(self) -> StopRequest:
@@ -48,6 +55,17 @@ class StopRequest:
         signal.set_wakeup_fd(self.fd_before)
         self.mouth.close()  # which ends the thread
 
+    @contextmanager
+    def nothing_to_save(self) -> Iterator[None]:
+        """Inside, the first signal leaves at once, by StoppedEarly; so does one that came before."""
+        self.has_nothing_to_save = True
+        try:
+            if self.signal is not None:
+                raise StoppedEarly(self.signal)
+            yield
+        finally:
+            self.has_nothing_to_save = False
+
     def listen(self) -> None:
         """The kernel's handler writes each signal's number, whatever the main thread does."""
         first_s: float | None = None
@@ -56,9 +74,10 @@ class StopRequest:
                 now_s = time.monotonic()
                 if found[0] not in self.before:
                     continue
-                if first_s is not None and now_s - first_s > REPEAT_S:
+                is_second = first_s is not None and now_s - first_s > REPEAT_S
+                if is_second or self.has_nothing_to_save:
                     time.sleep(GRACE_S)
-                    if self.mouth.fileno() >= 0:
+                    if (is_second or self.has_nothing_to_save) and self.mouth.fileno() >= 0:
                         os._exit(128 + found[0])
                 first_s = first_s or now_s
 
@@ -84,6 +103,8 @@ class StopRequest:
         if self.signal is None:
             self.signal, self.at_s = signal.Signals(number).name, now_s
             self.ask(self.signal)
+        if self.has_nothing_to_save:
+            raise StoppedEarly(self.signal)
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:

@@ -35,10 +35,10 @@ from train.config import (
     TrainConfig,
     Unreachable,
     check,
-    launched_rank,
     to_dict,
 )
 from train.environment import environment
+from train.launched import launched
 from train.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.ownership import LeaseLost, Owned, check_is_run_folder, check_location
 from train.run_clock import RunClock
@@ -123,7 +123,7 @@ class RunFolder:
         self.log.mkdir(exist_ok=True)
         if self.is_remote:
             self.exit_path.unlink(missing_ok=True)
-        if launched_rank() != 0:
+        if launched().rank != 0:
             return
         self.previous = self.last_outcome()
         for name in (NAME, *self.folder.names("log/exit_rank_")):
@@ -203,7 +203,7 @@ class RunFolder:
 
     @property
     def exit_path(self) -> Path:
-        return self.log / f"exit_rank_{launched_rank():04d}.json"
+        return self.log / f"exit_rank_{launched().rank:04d}.json"
 
     def exit_file(self, reason: str, step: int | None) -> None:
         """Leave word of how this rank ended."""
@@ -221,7 +221,7 @@ class RunFolder:
         if self.log.is_dir():
             with self.last_words():
                 write_outcome(self.folder, outcome, replaces_all=is_of_all)
-                if launched_rank() == 0:
+                if launched().rank == 0:
                     self.mirror()  # the log tells more
 
     @contextmanager
@@ -279,11 +279,11 @@ def set_up_logging(folder: Path | None, *, may_write: Callable[[], bool] = lambd
     root.setLevel(logging.INFO)
     root.propagate = False
     terminal = TerminalHandler(sys.stderr)
-    terminal.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
+    terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [terminal]
     if folder is not None:
-        file = LogFile(folder / f"rank_{launched_rank():04d}.txt")
+        file = LogFile(folder / f"rank_{launched().rank:04d}.txt")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())
         root.handlers = [file, terminal]

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import train
-from train.config import S3Config, WatchdogConfig, check, launched_world_size
+from train.config import S3Config, WatchdogConfig, check
+from train.launched import launched
 from train.machine import read_process
 
 ABSENT, ALIVE, LEFT = 0, 1, 2  # states of a rank
@@ -33,7 +34,6 @@ PHASE_BYTES, OWNER_BYTES = 64, 32
 MEMORY = Path("/dev/shm")
 LEFTOVER_S = 3600.0  # a folder that is younger may be of a run whose first rank has yet to come
 CLOSE_S = 1.0  # more than the watchdog takes to see that all ranks have left
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class Slot(ctypes.Structure):
@@ -157,8 +157,8 @@ class Watchdog:
             run_dir=self.folder,
             s3=asdict(self.s3),
             previous=self.previous,
-            has_launcher="TORCHELASTIC_RUN_ID" in os.environ,
-            has_other_machines=launched_world_size() > self.local_world_size,
+            has_launcher=launched().is_under_torchrun,
+            has_other_machines=launched().world_size > self.local_world_size,
             step_s=self.cfg.step_s,
             start_s=self.cfg.start_s,
         )
@@ -176,9 +176,9 @@ def private_folder(log: Path, local_world_size: int) -> Path:
 
     In memory: on a disk, a write to a mapped page can wait for what the disk is busy with.
     """
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    life = [os.environ.get(name) for name in names] if "TORCHELASTIC_RUN_ID" in os.environ else [os.getpid()]
-    key = hashlib.sha256(json.dumps([str(log), local_world_size, *life]).encode()).hexdigest()[:16]
+    launch = launched()
+    attempt = [*launch.torchrun, launch.restart_count] if launch.is_under_torchrun else [os.getpid()]
+    key = hashlib.sha256(json.dumps([str(log), local_world_size, *attempt]).encode()).hexdigest()[:16]
     parent = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     folder = parent / f"baretrain-{os.geteuid()}-{key}"
     with suppress(FileExistsError):  # of another rank, or of somebody who guessed the name
@@ -229,29 +229,3 @@ def stacks_path(folder: Path, local_rank: int) -> Path:
 def stacks_signal() -> int:
     """Nobody's, unlike those of `train.preempt`. Real-time signals are Linux's."""
     return signal.SIGRTMIN + 2
-
-
-def die_with_launcher() -> None:
-    """Under torchrun, ask the kernel for SIGTERM when torchrun ends: no orphan holds the device, and it can still save.
-
-    Call it early, inside `StopRequest`. The kernel means the end of the thread that started this process: torchrun's
-    main thread, which is its last one.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
-        return
-    before = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # It may have ended meanwhile. One that ended before this call is not always to be told from one that lives; but
-    # then its store is gone as well, and joining the other ranks fails.
-    if os.getppid() != before or (before == 1 and not is_python(before)):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def is_python(pid: int) -> bool:
-    """Whether a process runs this Python: torchrun may be process 1 of a container; any other process 1 adopts."""
-    try:
-        return Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
-    except (PermissionError, FileNotFoundError):  # another user's, which hidden /proc entries are as well
-        return False

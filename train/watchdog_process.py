@@ -22,9 +22,10 @@ from functools import cached_property
 from pathlib import Path
 
 from train.config import S3Config
+from train.console import use_console
 from train.host_memory import count_oom_kills, find_oom_counter, peak_memory
 from train.machine import Process, read_process
-from train.outcome import Outcome, launch, may_go_on, write_outcome
+from train.outcome import Outcome, may_go_on, write_outcome
 from train.ownership import LeaseLost, check_owner
 from train.preempt import leave_signals_to_the_parent
 from train.storage import Folder, LocalFolder, canonical_json, open_folder
@@ -256,7 +257,7 @@ class WatchdogProcess:
         if not self.owner:  # perhaps the run folder is another job's
             return
         goes_on = may_go_on(kind, self.orders.previous)
-        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on, launch=launch())
+        outcome = Outcome("failed", kind, reason, rank.step, None, goes_on=goes_on)
         write_outcome(self.run_folder, outcome, replaces=LOST_PEER)
 
     def write_exit(self, rank: Rank, reason: str) -> bool:
@@ -288,6 +289,7 @@ def gigabytes(rank: Rank) -> str:
 
 def main() -> None:
     leave_signals_to_the_parent(0)  # Slurm and systemd signal every process of a job; the ranks decide, this one stays
+    use_console()  # a full disk may not keep it from ending ranks
     orders = Orders(**json.loads(sys.argv[1]))
     remove_leftovers(Path(orders.folder).parent)
     WatchdogProcess(orders, oom_counter=find_oom_counter()).run()

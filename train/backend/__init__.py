@@ -7,7 +7,6 @@ step over the hosts (gloo), so that no decision of the loop has to wait for a de
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from train import machine
-from train.config import BackendConfig, InstanceConfig, check, launched_world_size
+from train.config import BackendConfig, InstanceConfig, check
+from train.launched import launched
 
 if TYPE_CHECKING:
     from train.backend.graphs import Graphs
@@ -171,7 +171,8 @@ def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool
     if name == "xla":
         from train.backend import xla_environment
 
-        nodes = launched_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        launch = launched()
+        nodes = launch.world_size // launch.local_world_size
         xla_environment.ready(cfg, nodes=nodes, collects=collects)
         from train.backend.xla import XLA  # only now: torch_xla reads the environment
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite
 from train.backend.graphs import Graphs
-from train.backend.hosts import RANK_STRIDE, Hosts, join
+from train.backend.hosts import RANK_STRIDE, Hosts
+from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 
 if TYPE_CHECKING:

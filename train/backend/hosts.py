@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +15,7 @@ from torch import nn
 
 from train.backend import guards
 from train.backend.nonfinite import Skips
-from train.config import launched_rank, launched_world_size
+from train.launched import launched
 
 if TYPE_CHECKING:
     from train.backend import State
@@ -25,16 +23,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 RANK_STRIDE = 1_000_003  # a prime: seeds of neighbouring runs and ranks do not meet
 LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
-
-
-def join(names: str, timeout_s: float) -> None:
-    """Meet the other ranks, each restart of a launcher at a place of its own in its store: torchrun keeps the store,
-    and ranks would call the ports of their predecessors. On several machines not: each torchrun counts for itself.
-    """
-    store, rank, world_size = next(dist.rendezvous("env://"))
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-        store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(names, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
 
 
 class Hosts:
@@ -45,10 +33,10 @@ class Hosts:
     group: dist.ProcessGroup | None = None  # None: the default one, which then speaks gloo for host tensors
 
     def __init__(self) -> None:
-        self.rank, self.world_size = launched_rank(), launched_world_size()
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.is_distributed = "RANK" in os.environ
+        launch = launched()
+        self.rank, self.world_size = launch.rank, launch.world_size
+        self.local_rank, self.local_world_size = launch.local_rank, launch.local_world_size
+        self.is_distributed = launch.is_distributed
         self.work_s = 0.0
 
     def sum(self, values: Sequence[float]) -> list[float]:

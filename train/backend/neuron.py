@@ -14,7 +14,8 @@ import torch.distributed as dist
 from train import machine
 from train.backend import guards
 from train.backend.ddp import DDP
-from train.backend.hosts import Hosts, join
+from train.backend.hosts import Hosts
+from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 
 DEVICE = "neuron"  # never "neuron:0": a process sees its own core only

@@ -27,9 +27,9 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
-from train.backend import guards, nonfinite, zero1
+from train.backend import guards, nonfinite, rendezvous, zero1
 from train.backend.graphs import GraphBudget, Graphs, Watched
-from train.backend.hosts import RANK_STRIDE, Hosts, join
+from train.backend.hosts import RANK_STRIDE, Hosts
 from train.backend.rounding import fp32_weights
 from train.backend.shared_layer import scanned
 from train.config import BackendConfig, XLAConfig, check
@@ -73,10 +73,10 @@ class XLA(Hosts):
         """Meet the other ranks, before anything asks the device runtime: its first answer to "how many" stays."""
         timeout = timedelta(seconds=self.cfg.timeout_s or (7200 if self.is_neuron else 600))
         if self.reduces_on_host:  # on CPUs, XLA processes are each a world of their own: gloo joins them
-            join("gloo", timeout.total_seconds())
+            rendezvous.join("gloo", timeout.total_seconds())
         elif self.is_distributed:
             dist.init_process_group("xla", init_method="xla://", timeout=timeout)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = rendezvous.group_of_hosts(timeout)
 
     def _check_world(self) -> None:
         """That the way which gradients will take joins all ranks."""

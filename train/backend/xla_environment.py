@@ -7,7 +7,8 @@ import os
 import sys
 
 from train import machine
-from train.config import BackendConfig, check, launched_world_size
+from train.config import BackendConfig, check
+from train.launched import launched
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -32,7 +33,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
         "another library (accelerate?) has imported torch_xla before its environment was set: pip uninstall accelerate",
     )
     check(
-        kind == "NEURON" or not getattr(cfg, "zero1", False) or launched_world_size() == 1,
+        kind == "NEURON" or not getattr(cfg, "zero1", False) or launched().world_size == 1,
         "backend.zero1 on several ranks needs Trainium: CPU processes have no collectives between their devices",
     )
     for knob in machine.bad_knobs(os.environ):

@@ -6,6 +6,8 @@ tokens under "tokens": so the global count is known on the host before the forwa
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
@@ -127,6 +129,7 @@ class Batches:
         self.groups, self.dataset = InGroups(order, together), Together(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
+            atexit.register(end_workers)  # runs before multiprocessing's own, which was registered before
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
@@ -150,6 +153,15 @@ class Batches:
             if "failure" in drawn:
                 yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}
                 return
+
+
+def end_workers() -> None:
+    """At exit multiprocessing ends its daemons by SIGTERM, which loader workers leave to their parent, and waits for
+    them: for ever, if an exception still holds the loader.
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 class InGroups:

@@ -25,9 +25,10 @@ from typing import IO, Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train import machine
-from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check, launched_world_size
+from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.order import Windows
 from train.data.shards import Manifest, Shard
+from train.launched import launched
 from train.storage import local_path, make_folder, read_json
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
@@ -48,7 +49,7 @@ def cache_dir(cfg: DataConfig) -> Path:
 
 def launch_name() -> str:
     """The same on all ranks that were launched together on this machine, and no other launch's."""
-    if launched_world_size() == 1:
+    if launched().world_size == 1:
         return uuid.uuid4().hex
     return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
 

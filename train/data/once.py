@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Failure, InputError, Unreachable
+from train.launched import launched
 from train.machine import read_process
 from train.storage import canonical_json, make_folder, read_json, write_atomic
 
@@ -32,11 +33,11 @@ def once_per_node(folder: Path, key: str, action: Callable[[], str]) -> str:
         InputError, Failure: as `action` did, on all ranks of the machine.
         Failure: on those that wait, if rank 0 is gone or does not come to an end.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == 1:
+    launch = launched()
+    if launch.local_world_size == 1:
         return action()
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    path = folder / f"{PREFIX}{owner_name(os.getppid())}-{restarts}-{key}"
-    if os.environ["LOCAL_RANK"] != "0":
+    path = folder / f"{PREFIX}{owner_name(os.getppid())}-{launch.restart_count}-{key}"
+    if launch.local_rank != 0:
         return wait(path)
     make_folder(folder)
     remove_old(folder)

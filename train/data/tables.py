@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
-from train.config import RecordsConfig, S3Config, TrainConfig, check, launched_rank
+from train.config import RecordsConfig, S3Config, TrainConfig, check
 from train.data import raw as raw_data
 from train.data import raw_identity
 from train.data.cache import cache_dir
@@ -54,6 +54,7 @@ from train.data.table_files import (
     seal,
     unfinished,
 )
+from train.launched import launched
 from train.storage import Folder, is_s3, local_path, open_folder, sha256_json, telling, write_atomic
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def provide(job: Job) -> Path:
         folder = find_saved(job, source, facts)
     else:
         folder = find_or_make(job)
-    if data.save_to is not None and launched_rank() == 0:
+    if data.save_to is not None and launched().rank == 0:
         save(folder, open_folder(data.save_to, job.cfg.s3))
     # What was tokenised in threads: loaders that are forked now must not try the same, nor warn of it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

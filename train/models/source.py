@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import train
-from train.config import InputError, ModelConfig, S3Config, check, launched_rank
+from train.config import InputError, ModelConfig, S3Config, check
 from train.exported import is_outdated, saved_steps
 from train.hub_access import asking_hub, hub_or_path, is_at_hub
+from train.launched import launched
 from train.models.pretrained import is_folder, quiet, reason_of
 from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder, sha256_json
 
@@ -72,7 +73,7 @@ def located(key: str, place: str, s3: S3Config, cache: Path, *, needs: str) -> s
     if "config.json" in exported and any(name.endswith(WEIGHTS) for name in exported):
         if not is_outdated(folder):
             return at_hand(folder, "export/", cache)
-        level = logging.WARNING if launched_rank() == 0 else logging.DEBUG
+        level = logging.WARNING if launched().rank == 0 else logging.DEBUG
         logger.log(level, "%s has gone on since it wrote its export: a checkpoint is taken instead", place)
     return exported_checkpoint(key, place, folder, s3, cache)
 

@@ -1,0 +1,417 @@
+"""A run and what started it: the launcher's variables, ranks that never come, torchrun's end, a console that fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from forks import free_port, launch, run_forked, start_forked
+from running import ROOT, eventually, lines, run, train_overrides
+
+from train import attempt, cli, launcher, loop
+from train.backend import rendezvous
+from train.backend.rendezvous import join
+from train.board import Board
+from train.config import Failure, InputError
+from train.launched import Launched, launched
+from train.launcher import die_with_launcher
+from train.preempt import StoppedEarly, StopRequest
+
+HANG_S = 60.0  # never waited for unless a test fails
+TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+TWO |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+
+
+# ---- the launcher's variables ----------------------------------------------------------------------------------------
+
+
+def test_what_torchrun_says_is_read_in_one_go():
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    found = launched({**TWO, **torchrun})
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 2, 1, 2)
+    assert (found.torchrun, found.restart_count, found.uses_agent_store) == (["x", "head", "29500"], 3, True)
+    assert found.is_distributed and found.is_under_torchrun and found.is_one_machine
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "", "WORLD_SIZE": ""},
+        {"MASTER_ADDR": "head", "MASTER_PORT": "29500"},  # a cluster's, for whoever needs it
+        {"WORLD_SIZE": "1"},
+    ],
+)
+def test_without_a_launcher_it_is_one_process(environ: dict[str, str]):
+    found = launched(environ)
+    assert (found.rank, found.world_size, found.is_distributed, found.is_under_torchrun) == (0, 1, False, False)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""},  # a process per machine
+        {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},  # after a machine of two
+    ],
+)
+def test_machines_may_be_unlike_each_other(more: dict[str, str]):
+    assert launched({**TWO, **more}).rank == int({**TWO, **more}["RANK"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"RANK": None}, "WORLD_SIZE=2 without RANK"),
+        ({"RANK": ""}, "WORLD_SIZE=2 without RANK"),
+        ({"RANK": "-1"}, "RANK=-1 must be a whole number of 0 or more"),
+        ({"RANK": "abc"}, "RANK=abc must be a whole number"),
+        ({"RANK": "1.0"}, "RANK=1.0 must be a whole number"),
+        ({"RANK": "²"}, "RANK=² must be a whole number"),
+        ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be a whole number of 1 or more"),
+        ({"WORLD_SIZE": None}, "RANK=1 without WORLD_SIZE"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 must be a whole number of 1 or more"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "RANK=1 of WORLD_SIZE=2 cannot be LOCAL_RANK=1 of LOCAL_WORLD_SIZE=4"),
+        ({"RANK": "0"}, "RANK=0 of WORLD_SIZE=2 cannot be LOCAL_RANK=1"),
+        ({"MASTER_ADDR": None}, "RANK=1 without MASTER_ADDR"),
+        ({"MASTER_PORT": None}, "RANK=1 without MASTER_PORT"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT=x"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str | None], named: str):
+    environ = {name: value for name, value in {**TWO, **change}.items() if value is not None}
+    with pytest.raises(InputError, match=f"^.*{named}") as refused:
+        launched(environ)
+    assert "\n" not in str(refused.value) and "start one torchrun a machine" in str(refused.value)
+
+
+def test_a_share_of_the_batch_is_not_trained_alone(monkeypatch, capsys, tmp_path, prepared):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
+    assert attempt.attempt() == cli.REFUSED
+    assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 without RANK: ")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- ranks that never come -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lonely(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """The environment of one rank of three whose others never come."""
+
+    def be(rank: int) -> None:
+        values = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return be
+
+
+@pytest.mark.parametrize(("rank", "absent"), [(0, "rank 1, 2 of 3"), (2, r"rank 0 of 3 \(Connection refused\)")])
+def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(lonely, monkeypatch, caplog, rank: int, absent: str):
+    lonely(rank)
+    monkeypatch.setattr(rendezvous, "SAY_EVERY_S", 0.3)
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+    with pytest.raises(Failure, match=f"^{absent} did not come to 127.0.0.1:.* within 1 s \\(backend.timeout_s\\)$"):
+        join("gloo", 1.0)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) >= 2 and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
+
+
+def test_ranks_are_named_once_by_rank_0(monkeypatch, caplog):
+    """Rank 0 has come, rank 2 has not: rank 1 leaves it to rank 0 to say so."""
+    monkeypatch.setattr(rendezvous, "SAY_EVERY_S", 0.2)
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+    port = free_port()
+    errors: list[str] = []
+
+    def attend(rank: int) -> None:
+        with pytest.raises(rendezvous.Absent) as absent:
+            rendezvous.Meeting(Launched(rank, 3, master_addr="127.0.0.1", master_port=port), 1.0).attend()
+        errors.append(str(absent.value))
+
+    ranks = [threading.Thread(target=attend, args=(rank,)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(HANG_S)
+    assert sorted(errors) == ["another rank", "rank 2 of 3"]
+    assert {record.getMessage().split(" at ")[0] for record in caplog.records} == {"waiting for rank 2 of 3"}
+
+
+def test_one_signal_ends_the_wait_for_other_ranks(lonely):
+    lonely(0)
+    with StopRequest() as stop:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        with pytest.raises(StoppedEarly, match="SIGTERM"), stop.nothing_to_save():
+            join("gloo", HANG_S)
+
+
+def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():
+    with StopRequest() as stop:
+        stop.ask("a notice")
+        with stop.nothing_to_save():  # the loop saves after its first step
+            pass
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedEarly), stop.nothing_to_save():
+            raise AssertionError("it went on")
+
+
+IN_TORCH = """
+from datetime import timedelta
+import torch.distributed as dist
+from train import preempt
+preempt.GRACE_S = 0.2
+with preempt.StopRequest() as stop, stop.nothing_to_save():
+    store = dist.HashStore()
+    print("waiting", flush=True)
+    store.wait(["never"], timedelta(seconds=600))
+"""
+
+
+def test_one_signal_ends_a_wait_in_torch_itself(tmp_path: Path):
+    out = tmp_path / "out"
+    process = start_forked(["-c", IN_TORCH], os.environ, out=out)
+    eventually(lambda: out.exists() and out.read_text() == "waiting\n", HANG_S)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(HANG_S)
+    assert process.exitcode == 128 + signal.SIGTERM
+
+
+def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, prepared):
+    def prepare(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(loop, "build_task", prepare)
+    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
+    assert attempt.attempt() == cli.STOPPED
+    said = "stopped on SIGINT before there was anything to save; the same command goes on\n"
+    assert capsys.readouterr().err == said
+    assert not (tmp_path / "run").exists()
+
+
+# ---- torchrun's end --------------------------------------------------------------------------------------------------
+
+CHILD = """
+import signal, time
+from train.launcher import die_with_launcher
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), exit()))
+die_with_launcher()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$0" "$@"; exit']], ids=["", "in a shell script"])
+def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str]):
+    words = [*wrapper, sys.executable, "-c", CHILD]
+    start = f"import subprocess; subprocess.run({words!r})"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
+    torchrun = subprocess.Popen([sys.executable, "-c", start], env=environ, text=True, stdout=subprocess.PIPE)
+    assert torchrun.stdout is not None and torchrun.stdout.readline() == "ready\n"
+    shells = psutil.Process(torchrun.pid).children() if wrapper else []
+    for process in [torchrun, *shells]:
+        process.kill()
+    assert torchrun.communicate(timeout=HANG_S)[0] == "asked to stop\n"
+
+
+@pytest.mark.parametrize(
+    ("parents", "is_launcher", "asked"),
+    [((9, 1), True, True), ((9, 9), True, False), ((1, 1), True, False), ((1, 1), False, True), ((9, 9), False, True)],
+    ids=["ended meanwhile", "lives", "is process 1", "ended before", "ended before, adopted by a supervisor"],
+)
+def test_a_launcher_that_has_ended_is_noticed(monkeypatch, parents, is_launcher: bool, asked: bool):
+    answers, sent = iter(parents), []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(os, "getppid", lambda: next(answers))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(launcher.ctypes, "CDLL", lambda *_, **__: type("", (), {"prctl": lambda *_: 0}))
+    monkeypatch.setattr(launcher, "find_launcher", lambda: 9 if is_launcher else None)
+    die_with_launcher()
+    assert sent == ([(os.getpid(), signal.SIGTERM)] if asked else [])
+
+
+def test_without_a_launcher_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(launcher.ctypes, "CDLL", None)
+    die_with_launcher()
+
+
+def runs(process: psutil.Process) -> bool:
+    """Not if it only waits for process 1 to take note of its end."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_no_rank_outlives_a_torchrun_that_is_killed_while_they_start(tmp_path, prepared):
+    """As soon as there are ranks, once the run folder is taken, and once the ranks log. A new start is not refused."""
+    run_dir = tmp_path / "run"
+    arguments = train_overrides(run_dir, prepared, "max_steps=100000", "max_epochs=99999")
+    moments: list[Callable[[psutil.Process], object]] = [
+        lambda torchrun: len(torchrun.children()) >= 2,
+        lambda _: (run_dir / "lease").exists(),
+        lambda _: (run_dir / "log").exists(),
+    ]
+    for moment in moments:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        process = start_forked(launch("train", arguments, ranks=2), os.environ)
+        torchrun = psutil.Process(process.pid)
+        eventually(lambda moment=moment, torchrun=torchrun: moment(torchrun), HANG_S)
+        family = torchrun.children(recursive=True)
+        torchrun.kill()
+        eventually(lambda family=family: not any(map(runs, family)), HANG_S)
+    found = run(train_overrides(run_dir, prepared), ranks=2)
+    assert found.returncode == 0, found.stderr
+    assert "[Gloo]" not in found.stdout + found.stderr
+
+
+# ---- what ends for good ----------------------------------------------------------------------------------------------
+
+ONE_RANK = """
+import os, sys
+from train import launcher, loop
+from train.config import InputError
+launcher.FIRST_SPEAKS_S = 0.5
+if os.environ["RANK"] == "1":
+    def refuse(*_):
+        raise InputError("this rank has no data")
+    loop.run = refuse
+from train.__main__ import main
+sys.exit(main())
+"""
+LOST = """
+import sys
+from train import loop
+from train.lease import LeaseLost
+def lose(*_):
+    raise LeaseLost("another job has it")
+loop.open_and_fit = lose
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "said"),
+    [
+        (None, "seed=-1", "error: seed=-1"),  # before the run folder is taken
+        (None, "backend.device=cuda", "error: backend.device=cuda, but this machine shows no"),  # after it
+        (ONE_RANK, "seed=1", "error: this rank has no data"),
+        (LOST, "seed=1", "failed: another job has it"),
+    ],
+    ids=["settings", "device", "one rank", "lease lost"],
+)
+def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | None, more: str, said: str):
+    (tmp_path / "script.py").write_text(script or "")
+    program = str(tmp_path / "script.py") if script else "train"
+    words = launch(program, train_overrides(tmp_path / "run", prepared, more), ranks=2, restarts=3)
+    found = run_forked(words, os.environ)
+    assert found.returncode == 1
+    spoken = [line for line in found.stderr.splitlines() if line.startswith(said)]
+    assert len(spoken) == (2 if script == LOST else 1), found.stderr
+    assert "not started again" not in found.stderr
+
+
+# ---- a console that fails --------------------------------------------------------------------------------------------
+
+SPEAKS = """
+import sys
+from train.console import use_console
+use_console()
+print("x" * 100_000)
+print("y", file=sys.stderr)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "closed pipe", "closed", "good"])
+def test_what_is_printed_changes_no_exit_code(tmp_path: Path, kind: str):
+    read, write = os.pipe()
+    os.close(read)
+    place = "/dev/full" if kind == "full" else str(tmp_path / "out")
+    redirection = {"closed pipe": "2>&1", "closed": ">&- 2>&-"}.get(kind, f">{place} 2>&1")
+    words = ["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, SPEAKS]
+    assert subprocess.run(words, cwd=ROOT, stdout=write, check=False).returncode == 75
+    os.close(write)
+    if kind == "good":
+        assert sorted((tmp_path / "out").read_text()) == ["\n", "\n", *"x" * 100_000, "y"]
+
+
+def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
+    full = Path("/dev/full")
+    process = start_forked(["train", *train_overrides(tmp_path / "run", prepared)], os.environ, out=full, err=full)
+    process.join(HANG_S)
+    assert process.exitcode == 0
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_curves_that_cannot_be_begun_are_left_out(tmp_path: Path):
+    (tmp_path / "tensorboard").write_text("a file where the folder would be")
+    board = Board(tmp_path / "tensorboard", first_step=1)
+    board.add("train", {"step": 1, "loss": 2.0})
+    board.close()
+
+
+def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, prepared):
+    said: list[str] = []
+
+    def train(*_: object) -> int:
+        eventually(lambda: said.append(capsys.readouterr().err) or "".join(said), HANG_S)
+        return cli.DONE
+
+    monkeypatch.setattr(attempt, "QUIET_S", 0.05)
+    monkeypatch.setattr(attempt, "train", train)
+    monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
+    assert attempt.attempt() == cli.DONE
+    assert "".join(said) == f"starting {tmp_path / 'run'}: 1 rank\n"
+
+
+# ---- processes that are left -----------------------------------------------------------------------------------------
+
+LOSES_DATA = """
+import sys
+from pathlib import Path
+from train import loop
+before = loop.validate
+def validate(life, *more, **named):
+    for path in Path(life.cfg.data.path).glob("validation-*"):
+        path.unlink()
+    return before(life, *more, **named)
+loop.validate = validate
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_run_with_loader_processes_ends_after_an_unexpected_error(tmp_path, prepared):
+    """A process of its own: forks leave without what Python does at exit."""
+    data = shutil.copytree(prepared, tmp_path / "data")
+    words = train_overrides(tmp_path / "run", data, "data.num_workers=1")
+    found = subprocess.run(
+        [sys.executable, "-c", LOSES_DATA, *words],
+        cwd=ROOT,
+        timeout=HANG_S,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 1
+    assert "FileNotFoundError" in found.stderr and "step 3/6" in found.stderr

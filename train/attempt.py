@@ -1,0 +1,116 @@
+"""One attempt to run: from the command line to the exit code (see cli), and what torchrun does about it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+from train import cli
+from train.config import InputError, TrainConfig
+from train.launched import Launched, launched
+from train.launcher import end_launcher, leave_it_to_the_first
+from train.outcome import Over, check_restart, is_restart, may_go_on
+from train.preempt import StoppedEarly, StopRequest
+from train.run_folder import RunFolder
+
+logger = logging.getLogger("train")
+QUIET_S = 1.0  # torch takes seconds to import, large data to open: by then the user hears that it has begun
+
+
+USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
+USED += ("global_batch_size", "micro_batch_size", "seq_len", "optim.lr", "log_every", "eval_every", "checkpoint.every")
+USED += ("checkpoint.keep", "model.pretrained", "model.init_from", "backend.device", "backend.precision")
+USED += ("data.num_workers", "export", "s3.endpoint")
+
+
+def attempt(arguments: Sequence[str] | None = None) -> int:
+    """Run as the command line says, and give the exit code."""
+    parser = cli.settings_parser(
+        "train",
+        TrainConfig,
+        "Train a model: one run, alone or as one rank of torchrun. The same command goes on where it stopped.",
+        examples=(
+            "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
+            "torchrun --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
+            "experiment=tweets_trainium data.path=tweets.csv model.init_from=runs/mine run_dir=runs/tweets",
+        ),
+        keys=USED,
+    )
+    code = cli.run(TrainConfig, train_once, parser, arguments=arguments)
+    if code == cli.REFUSED:
+        end_launcher()
+    return code
+
+
+def train_once(cfg: TrainConfig) -> int:
+    """Run to an end of whatever kind. Gives the exit code (see cli)."""
+    launch = launched()
+    try:
+        if is_restart():
+            check_restart(RunFolder(cfg.run_dir, cfg.s3).last_outcome())
+    except Over as over:
+        if launch.rank == 0:
+            print(over, file=sys.stderr)
+        end_launcher_if(True, launch)
+        return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over.outcome, cli.FAILED)
+    starting = f"starting {cfg.run_dir}: {of_ranks(launch.world_size)}"
+    first_words = threading.Timer(QUIET_S, print, [starting], {"file": sys.stderr})
+    first_words.daemon = True
+    if launch.rank == 0:
+        first_words.start()
+    try:
+        return train(cfg, launch)
+    finally:
+        first_words.cancel()
+
+
+def train(cfg: TrainConfig, launch: Launched) -> int:
+    from train import loop  # torch takes seconds to import: what is refused is refused before
+    from train.life import ENDS, kind_of
+
+    with StopRequest() as stop:
+        try:
+            reason, step = loop.run(cfg, stop)
+        except InputError:
+            raise
+        except StoppedEarly as signal:
+            if launch.rank == 0:  # the log may not be open yet
+                why = f"stopped on {signal} before there was anything to save"
+                print(f"{why}; the same command goes on", file=sys.stderr)
+            return cli.STOPPED
+        except SystemExit as error:  # on a second signal: not even what is being saved is waited for
+            logging.shutdown()
+            os._exit(int(error.code or cli.FAILED))
+        except loop.TOGETHER as error:  # all ranks have left in order
+            logger.error("failed: %s", error)
+            end_launcher_if(not may_go_on(kind_of(error), ""), launch)
+            return cli.FAILED
+        except BaseException as error:
+            logger.exception("failed: %s", error)
+            end_launcher_if(not may_go_on(kind_of(error), ""), launch)
+            if launch.world_size > 1:
+                # Waiting for the other ranks, or for gloo's threads, could hang; torchrun ends the others.
+                logging.shutdown()
+                os._exit(cli.FAILED)
+            return cli.FAILED
+    if reason in ENDS:
+        logger.info("%s at step %d: python -m train.report %s", reason, step, cfg.run_dir)
+        return cli.DONE
+    logger.info("stopped on %s at step %d with a checkpoint; the same command goes on", reason, step)
+    if launch.is_under_torchrun:
+        logger.info("torchrun reports exit code %d as a failure; the run stopped as asked", cli.STOPPED)
+    return cli.STOPPED
+
+
+def end_launcher_if(is_for_good: bool, launch: Launched) -> None:
+    """Other ranks than a machine's first have torchrun end only if that one does not."""
+    if is_for_good:
+        leave_it_to_the_first(launch.local_rank)
+        end_launcher()
+
+
+def of_ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
