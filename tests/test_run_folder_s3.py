@@ -16,7 +16,7 @@ from forks import start_forked
 from running import eventually, lines, run, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
-from train import __main__, lease, loop
+from train import attempt, lease, loop
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
@@ -337,9 +337,9 @@ def test_an_s3_that_cannot_be_used_is_said_in_one_line(bucket, prepared, monkeyp
     bucket.proxy.set(fault)
     arguments = train_overrides(bucket.location("run"), prepared, *bucket.overrides())
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    monkeypatch.setattr(__main__.logger, "handlers", [])
-    monkeypatch.setattr(__main__.logger, "propagate", False)  # as in a process that has not begun
-    assert __main__.main() == code
+    monkeypatch.setattr(attempt.logger, "handlers", [])
+    monkeypatch.setattr(attempt.logger, "propagate", False)  # as in a process that has not begun
+    assert attempt.attempt() == code
     told = capsys.readouterr().err
     assert re.fullmatch(f"{words}[^\n]*\n", told), told
     assert bucket.keys() == []

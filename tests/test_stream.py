@@ -12,7 +12,7 @@ from running import lines, prepare_config, run, train_config, train_overrides
 from services.fault_proxy import Fault
 from streaming import SHARD, assert_same, losses, num_shards, overrides, train_from, upload
 
-from train import __main__, loop, prepare
+from train import attempt, loop, prepare
 from train.config import InputError, ShardsConfig, Unreachable
 from train.data import fetch
 from train.data.cache import Cache
@@ -353,7 +353,7 @@ def refused(bucket, monkeypatch, tmp_path, capsys):
     def message(data, *more):
         settings = overrides(bucket, tmp_path / "refused", data, *more)
         monkeypatch.setattr("sys.argv", ["train", *map(str, settings)])
-        code = __main__.main()
+        code = attempt.attempt()
         err = capsys.readouterr().err.strip().splitlines()
         assert code == 2 and err[-1].startswith("error: ") and not any("Traceback" in line for line in err), err
         return err[-1]
