@@ -14,7 +14,7 @@ import pytest
 from running import ROOT, eventually
 from services.fault_proxy import Fault, line_of
 
-from train import lease, s3
+from train import lease
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid
 from train.checkpoints.retention import Retention
@@ -168,10 +168,10 @@ def start(bucket, tmp_path, prefixes):
     ],
     ids=lambda fault: f"{fault.do} {fault.match}",
 )
-def test_a_disturbed_save_is_committed_once(bucket, tmp_path, monkeypatch, fault):
+def test_a_disturbed_save_is_committed_once(bucket, tmp_path, fault):
     """The answer to the manifest's creation is lost too: what is found then is not taken for another job's."""
-    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.3)
-    store = store_of(bucket, tmp_path)
+    folder = open_folder(bucket.location("run"), bucket.config(timeout_s=1.8))  # 0.3 s for an attempt
+    store = S3Store(folder, tmp_path / "staging")
     bucket.proxy.set(fault)
     save(store, 6)
     assert sum(seen.fault == fault.do for seen in bucket.proxy.requests()) == fault.times

@@ -287,11 +287,12 @@ def test_an_outage_fails_saves_and_ends_with_them(bucket, prepared, on_disk, tmp
 
 
 def test_training_does_not_wait_for_an_s3_that_hangs(bucket, prepared, on_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.s3.READ_TIMEOUT_S", 3.0)  # then asked again: four steps have seven times as long
     at_step(monkeypatch, 1, lambda _: bucket.proxy.set(Fault("delay")))
     at_step(monkeypatch, 5, lambda _: bucket.proxy.set())
     more = ["checkpoint.max_failures=9", "checkpoint.max_wait_s=0", "eval_every=null", "export=false"]
-    train(bucket, prepared, "checkpoint.every=2", *more)
+    train(
+        bucket, prepared, "checkpoint.every=2", "s3.timeout_s=18", *more
+    )  # 3 s for an attempt: longer than four steps
     assert store_of(bucket, tmp_path).steps() == [2, 6]
     (alarm,) = told(bucket, "fault")
     assert "checkpoint of step 4: left out: the one before" in alarm["reason"]

@@ -149,8 +149,10 @@ class S3Config:
     region: str | None = None
     profile: str | None = None  # of ~/.aws: whose credentials
     path_style: bool = False  # bucket in the path instead of the host name; most S3-compatible servers want it
+    timeout_s: float = 60.0  # a request ends after so long without an answer, all its attempts included
 
     def __post_init__(self) -> None:
+        check_positive("s3.", self, "timeout_s")
         ok = self.endpoint is None or self.endpoint.startswith(("http://", "https://"))
         check(ok, f"s3.endpoint={self.endpoint} must begin with http:// or https://")
 
