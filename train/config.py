@@ -18,8 +18,11 @@ from omegaconf import MISSING, OmegaConf
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
 
 
-class InputError(ValueError):
-    """A setting or an input that the user has to mend. The message is one line: what, the value seen, what is right."""
+class InputError(Exception):
+    """A setting or an input that the user has to fix. The message is one line: what, the value seen, what is right.
+
+    It is no ValueError: whoever catches those around a parser must not take a refusal by S3 for a damaged file.
+    """
 
 
 class Failure(RuntimeError):
