@@ -22,10 +22,10 @@ from train.checkpoints.manifest import (
 )
 from train.checkpoints.store import check_room
 from train.s3 import S3Folder
+from train.storage import READS
 
 PREFIX = "checkpoints/"
 PLAIN = re.compile(r"\w[\w.-]*")  # names that lead nowhere else on this machine's disk
-READS = 3  # of what does not match its checksum, before it counts as damaged: a bit may have changed on the way only
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from train.config import InputError, check
 from train.data.packing import Rows
-from train.storage import Folder, LocalFolder, sha256_file, sha256_json
+from train.storage import Folder, LocalFolder, Mismatch, read_again, sha256_file, sha256_json, wait_for_file
 
 FORMAT = 1  # raised when a reader of today could not read the files of tomorrow
 SPLITS = ("train", "validation")
@@ -70,25 +70,18 @@ def read_manifest(where: Folder | Path) -> Manifest:
     """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
     folder = LocalFolder(where) if isinstance(where, Path) else where
     place = folder.location
-    if isinstance(folder, LocalFolder) and not folder.path.is_dir():
-        raise InputError(f"data.path={place} does not exist; python -m train.prepare output={place} writes it")
-    path = f"{place}/manifest.json"
+    if isinstance(folder, LocalFolder):
+        advice = "give the folder that python -m train.prepare output=... wrote"
+        check(not folder.path.is_file(), f"data.path={place} is a file, not a folder; {advice}")
+        missing = f"data.path={place} does not exist; python -m train.prepare output={place} writes it"
+        check(folder.path.is_dir(), missing)
     try:
-        content = json.loads(folder.read("manifest.json"))
-        body = {key: value for key, value in content.items() if key != "id"}
-        written, seen = content["id"], sha256_json(body)
+        written, body = read_body(folder)
     except FileNotFoundError:
         raise InputError(
             f"{place} holds no manifest.json: nothing was prepared there (python -m train.prepare output={place}), or "
             "the preparation did not finish"
         ) from None
-    except (ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is not a manifest: {error}; prepare the data again") from error
-    check(content.get("format") == FORMAT, f"{path}: format {content.get('format')} is not {FORMAT}; prepare again")
-    check(
-        written == seen,
-        f"{path} was changed after it was written (checksum {seen[:12]}, recorded {written[:12]}); prepare again",
-    )
     return Manifest(
         id=written,
         seq_len=body["seq_len"],
@@ -98,6 +91,26 @@ def read_manifest(where: Folder | Path) -> Manifest:
         counts=body["counts"],
         config=body["config"],
     )
+
+
+@read_again
+def read_body(folder: Folder) -> tuple[str, dict[str, Any]]:
+    """Checksum and content of a manifest that match each other. Mismatch if they do not; FileNotFoundError."""
+    path = f"{folder.location}/manifest.json"
+    content = wait_for_file(folder, "manifest.json", folder.read)
+    try:
+        found = json.loads(content)
+        body = {key: value for key, value in found.items() if key != "id"}
+        written, seen, version = str(found["id"]), sha256_json(body), body.get("format")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise Mismatch(f"{path} is not a manifest: {error}; prepare the data again") from error
+    if version != FORMAT:
+        raise Mismatch(f"{path}: format {version} is not {FORMAT}; prepare again")
+    if written != seen:
+        raise Mismatch(
+            f"{path} was changed after it was written (checksum {seen[:12]}, recorded {written[:12]}); prepare again"
+        )
+    return written, body
 
 
 def fault_of(shard: Shard, place: str, size: int | None, sha256: Callable[[], str] | None) -> str | None:

@@ -15,18 +15,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from train.config import RecordsConfig, check, flatten
+from train.config import InputError, RecordsConfig, check, flatten
 from train.data.once import is_gone, owner_name
 from train.storage import (
     Folder,
     LocalFolder,
+    Mismatch,
     canonical_json,
     make_folder,
+    read_again,
     sha256_bytes,
     sha256_file,
     sync_file,
     sync_folder,
     telling,
+    wait_for_file,
     write_atomic,
 )
 
@@ -98,6 +101,7 @@ def put_aside(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+@read_again
 def find_facts(folder: Folder) -> dict[str, Any] | None:
     """tables.json of a folder, None if it has none. InputError if it is not of this version."""
     if folder.size(NAME) is None:
@@ -107,10 +111,8 @@ def find_facts(folder: Folder) -> dict[str, Any] | None:
         facts: dict[str, Any] = json.loads(folder.read(NAME))
     except ValueError:
         facts = {}
-    check(
-        isinstance(facts, dict) and facts.get("format") == FORMAT,
-        f"{place} is damaged or of another version of this program; prepare the data again",
-    )
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise Mismatch(f"{place} is damaged or of another version of this program; prepare the data again")
     names = [PurePosixPath(name) for name in facts["files"]]
     ok = set(facts["id"]) <= HEX and not any(name.is_absolute() or ".." in name.parts for name in names)
     check(ok, f"{place} is damaged: names of files that cannot be; prepare the data again")
@@ -214,14 +216,18 @@ def check_same(facts: dict[str, Any], data: RecordsConfig, featurizer: Featurize
 def bring(source: Folder, facts: dict[str, Any], folder: Path) -> None:
     """Copy the files of prepared tables to `folder`, without tables.json. InputError for one that is not right."""
     for name, wanted in facts["files"].items():
-        try:
-            content = source.read(name)
-        except FileNotFoundError:
-            content = b""
-        check(
-            sha256_bytes(content) == wanted["sha256"],
-            f"{source.location}/{name} is missing or damaged: its sha256 is not that of {NAME}; save the data again",
-        )
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        path.write_bytes(read_verified(source, name, wanted["sha256"]))
+
+
+@read_again
+def read_verified(source: Folder, name: str, sha256: str) -> bytes:
+    place = f"{source.location}/{name}"
+    try:
+        content = wait_for_file(source, name, source.read)
+    except FileNotFoundError:
+        raise InputError(f"{place} is missing, {NAME} names it; save the data again") from None
+    if sha256_bytes(content) != sha256:
+        raise Mismatch(f"{place} is damaged: its sha256 is not that of {NAME}; save the data again")
+    return content
