@@ -164,13 +164,13 @@ def start(bucket, tmp_path, prefixes):
         Fault("status", match="^PUT .*manifest.json", times=5),
         Fault("lose", match="^PUT .*model.pt", times=2),
         Fault("lose", match="^PUT .*manifest.json", times=2),
-        Fault("delay", match="^PUT .*(model.pt|manifest.json)", times=2),
+        Fault("delay", match="^PUT .*(model.pt|manifest.json)", times=1),
     ],
     ids=lambda fault: f"{fault.do} {fault.match}",
 )
 def test_a_disturbed_save_is_committed_once(bucket, tmp_path, fault):
     """The answer to the manifest's creation is lost too: what is found then is not taken for another job's."""
-    folder = open_folder(bucket.location("run"), bucket.config(timeout_s=1.8))  # 0.3 s for an attempt
+    folder = open_folder(bucket.location("run"), bucket.config(timeout_s=6.0))  # 1 s for an attempt
     store = S3Store(folder, tmp_path / "staging")
     bucket.proxy.set(fault)
     save(store, 6)

@@ -384,12 +384,14 @@ class CheckpointConfig:
     best: bool = False  # save also whenever an evaluation is better than all before
     max_wait_s: float = 10.0  # a save due while the last one is being written waits that long, then is skipped
     max_failures: int = 3  # saves in a row that failed, before the run stops
+    patience_s: float = 300.0  # the last save is tried again for so long, or until max_run_s is over, while S3 is away
     max_loss_s: float = 1800.0  # of work that a fault may cost: bounds the interval that the summary suggests
 
     def __post_init__(self) -> None:
         check_positive("checkpoint.", self, "every", "max_failures", "max_loss_s")
         check(self.keep == 0 or self.keep >= 2, f"checkpoint.keep={self.keep} must be 0 (all) or at least 2")
-        check(self.max_wait_s >= 0, f"checkpoint.max_wait_s={self.max_wait_s:g} must be 0 or more")
+        for name in ("max_wait_s", "patience_s"):
+            check(getattr(self, name) >= 0, f"checkpoint.{name}={getattr(self, name):g} must be 0 or more")
 
 
 @dataclass(kw_only=True)

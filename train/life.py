@@ -14,6 +14,7 @@ from train import machine
 from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
+from train.checkpoints.unsent import STAGING, adopt
 from train.config import InputError, Plan, TrainConfig, launched_rank
 from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.lease import Lease, LeaseLost
@@ -72,6 +73,7 @@ def begin(life: Life) -> Iterator[Life]:
     with ExitStack() as stack:
         if launched_rank() == 0:
             life.lease = stack.enter_context(Lease(folder.folder, cfg.lease.ttl_s))
+            adopt(folder.path / STAGING, life.lease)
             life.is_ours = True
         try:
             folder.open()

@@ -89,7 +89,8 @@ class Patience:
             return None
         if not is_last:
             pause_s = min(random.random() * 2 ** (attempts - 1), max(0.0, until_s - now_s))
-            self.speak(caught_exception or f"{status} {code} for {request_dict['url']}", began_s, until_s, pause_s)
+            reason = caught_exception or f"{status} {code} for {request_dict['url'].split('?')[0]}"
+            self.speak(reason, began_s, until_s, pause_s)
             return pause_s
         if caught_exception is not None:
             seconds = now_s - began_s

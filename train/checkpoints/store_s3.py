@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import uuid
@@ -11,6 +12,7 @@ from pathlib import Path
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from train import lease
+from train.checkpoints import unsent
 from train.checkpoints.manifest import (
     FILE,
     Damaged,
@@ -24,6 +26,7 @@ from train.checkpoints.store import check_room
 from train.s3 import S3Folder
 from train.storage import READS
 
+logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
 PLAIN = re.compile(r"\w[\w.-]*")  # names that lead nowhere else on this machine's disk
 
@@ -106,14 +109,33 @@ class S3Store:
             shutil.rmtree(self.local / name)
 
     def scratch(self, step: int, num_bytes: int) -> Path:
-        folder = self.local / "saving" / uuid.uuid4().hex
+        folder = self.local / unsent.SAVING / uuid.uuid4().hex
         folder.mkdir(parents=True)
-        check_room(folder, num_bytes)
+        try:
+            check_room(folder, num_bytes)
+        except OSError:
+            self.clear(unsent.SAVING)  # what could not be uploaded makes room for what is newer
+            folder.mkdir(parents=True)
+            check_room(folder, num_bytes)
         return folder
+
+    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
+        manifest = self.with_folder(manifest)  # the same at each attempt: what was uploaded before is written over
+        unsent.keep(scratch, manifest)
+        return manifest
+
+    def with_folder(self, manifest: Manifest) -> Manifest:
+        return replace(manifest, folder=f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
+
+    def send_kept(self, fence: int) -> None:
+        for folder, manifest in unsent.to_send(self.local, fence):
+            if manifest.step > max(self.steps(), default=0):
+                logger.info("uploading the save of step %d, which was kept in %s", manifest.step, folder)
+                self.commit(folder, self.with_folder(manifest))
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, with nothing committed, if the run folder was taken over while the files went up."""
-        manifest = replace(manifest, folder=f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
+        manifest = manifest if manifest.folder else self.with_folder(manifest)
         for name in manifest.files:
             self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
         self.check_fence(manifest.fence)
@@ -144,7 +166,7 @@ class S3Store:
 
     def collect_garbage(self) -> None:
         """Files that no manifest names. Where something was put aside all stays, its manifest may not be readable."""
-        self.clear("saving")
+        self.clear(unsent.SAVING)
         self.clear("fetched")
         found = self.names()
         for step in {step for step, _ in found}:
