@@ -52,7 +52,8 @@ from train.backend.ddp import DDP
 from train.checkpoints import loader
 from train.checkpoints.manifest import step_name
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Facts, Saver, num_bytes_of
+from train.checkpoints.saver import Facts, Saver
+from train.checkpoints.staging import num_bytes_of
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
 from train.models.encoder import build_masked_lm

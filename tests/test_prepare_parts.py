@@ -404,7 +404,7 @@ def test_another_preparation_in_the_same_place_of_s3_is_refused(bucket, corpus, 
 
 
 def test_an_endpoint_that_does_not_answer_is_one_line(corpus, ready, monkeypatch):
-    monkeypatch.setattr("train.s3.ATTEMPTS", 1)
+    monkeypatch.setattr("train.s3_patience.ATTEMPTS", 1)
     nowhere = ["s3.endpoint=http://127.0.0.1:9", "s3.region=us-east-1"]
     with pytest.raises(Unreachable) as error:
         prepare.prepare(prepare_config("s3://bucket/out", corpus, ready, *nowhere))

@@ -287,14 +287,35 @@ def test_an_outage_fails_saves_and_ends_with_them(bucket, prepared, on_disk, tmp
 
 
 def test_training_does_not_wait_for_an_s3_that_hangs(bucket, prepared, on_disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.s3.READ_TIMEOUT_S", 3.0)  # then asked again: four steps have seven times as long
     at_step(monkeypatch, 1, lambda _: bucket.proxy.set(Fault("delay")))
     at_step(monkeypatch, 5, lambda _: bucket.proxy.set())
     more = ["checkpoint.max_failures=9", "checkpoint.max_wait_s=0", "eval_every=null", "export=false"]
-    train(bucket, prepared, "checkpoint.every=2", *more)
+    train(
+        bucket, prepared, "checkpoint.every=2", "s3.timeout_s=18", *more
+    )  # 3 s for an attempt: longer than four steps
     assert store_of(bucket, tmp_path).steps() == [2, 6]
     (alarm,) = told(bucket, "fault")
     assert "checkpoint of step 4: left out: the one before" in alarm["reason"]
+    assert losses(told(bucket, "train")) == losses(lines(on_disk, "train"))
+
+
+def test_a_last_save_that_s3_does_not_take_is_uploaded_next_time(bucket, prepared, on_disk, tmp_path, monkeypatch):
+    """No step is done twice."""
+
+    def leave(recovery):
+        recovery.saver.wait()
+        bucket.proxy.set(Fault("status", match="PUT .*/checkpoints/"))
+
+    at_step(monkeypatch, 5, leave)
+    words = r"saving step 6: Unreachable: .*; the newest checkpoint is of step 3 .*; step 6 is whole in .*: the next"
+    with pytest.raises(SavesFail, match=words):
+        train(bucket, prepared, "checkpoint.patience_s=0")
+    outcome = json.loads(bucket.get("run/outcome.json"))
+    assert outcome["goes_on"] and "step 6 is whole in" in outcome["reason"]
+    bucket.proxy.set()
+    assert train(bucket, prepared) == ("done", 6)
+    assert store_of(bucket, tmp_path).steps() == [3, 6]
+    assert [line["step"] for line in told(bucket, "train")] == [1, 2, 3, 4, 5, 6]
     assert losses(told(bucket, "train")) == losses(lines(on_disk, "train"))
 
 
@@ -341,7 +362,7 @@ def test_an_s3_that_cannot_be_used_is_said_in_one_line(bucket, prepared, monkeyp
     monkeypatch.setattr(attempt.logger, "propagate", False)  # as in a process that has not begun
     assert attempt.attempt() == code
     told = capsys.readouterr().err
-    assert re.fullmatch(f"{words}[^\n]*\n", told), told
+    assert re.fullmatch(f"(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", told), told
     assert bucket.keys() == []
 
 

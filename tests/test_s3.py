@@ -6,10 +6,12 @@ import base64
 import errno
 import os
 import random
+import re
 import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import botocore.endpoint
@@ -17,7 +19,7 @@ import pytest
 from services.fault_proxy import Fault
 from services.process import free_port
 
-from train import s3, storage
+from train import s3, s3_patience, storage
 from train.config import InputError, Unreachable
 from train.storage import open_folder
 
@@ -303,6 +305,8 @@ def test_what_stays_is_unreachable_after_all_tries(bucket):
     folder = in_s3(bucket)
     for fault in (Fault("status"), Fault("status", code=429, error="TooManyRequests")):
         for _verb, act in everything(folder):
+            bucket.proxy.set()
+            folder.names()  # the outage before is over
             bucket.proxy.set(fault)
             with pytest.raises(Unreachable, match=rf"^s3://.*/[ab]: S3 answers {fault.code} .*, {s3.ATTEMPTS} times$"):
                 act()
@@ -314,10 +318,12 @@ def test_what_stays_is_unreachable_after_all_tries(bucket):
 )
 def test_half_a_minute_is_waited_each_time(bucket, monkeypatch, pauses, fault):
     """Also by a client that has seen many errors."""
-    monkeypatch.setattr(random, "random", lambda: 0.5)  # boto3's jitter
+    monkeypatch.setattr(random, "random", lambda: 0.5)  # the jitter
     folder = in_s3(bucket)
-    bucket.proxy.set(fault)
     for _ in range(10):
+        bucket.proxy.set()
+        folder.names()
+        bucket.proxy.set(fault)
         pauses.clear()
         with pytest.raises(Unreachable):
             folder.read("a")
@@ -345,9 +351,8 @@ def test_what_no_try_mends_is_asked_once(bucket):
 
 @pytest.mark.parametrize("fault", [Fault("reset", after=MIB), Fault("stall", after=MIB)], ids=["reset", "stall"])
 def test_a_body_that_breaks_off_is_read_again(bucket, monkeypatch, fault):
-    monkeypatch.setattr(s3, "READ_TIMEOUT_S", 0.5)  # of 20
     monkeypatch.setattr(s3, "ATTEMPTS", 3)
-    folder, content = in_s3(bucket), os.urandom(3 * MIB)
+    folder, content = in_s3(bucket, timeout_s=3.0), os.urandom(3 * MIB)  # 0.5 s for an attempt
     bucket.put("runs/data/a", content)
     fault.times = 2
     bucket.proxy.set(fault)
@@ -400,7 +405,7 @@ def test_a_server_that_is_not_there_is_named(bucket, pauses):
     for _verb, act in everything(folder):
         with pytest.raises(Unreachable, match=rf"/[ab]: no whole answer from {nobody}: Could not connect .*{nobody}"):
             act()
-    assert len(pauses) == len(everything(folder)) * (s3.ATTEMPTS - 1)
+    assert len(pauses) == s3.ATTEMPTS - 1  # known to be away, the others ask once
 
 
 # ---- what the user has to mend --------------------------------------------------------------------------------------
@@ -519,3 +524,87 @@ def test_a_profile_that_does_not_exist_is_named(bucket, monkeypatch):
 def test_settings_that_cannot_be_are_said(bucket, changes):
     with pytest.raises(InputError, match=r"^S3 cannot be used with these settings: [^\n]+$"):
         in_s3(bucket, **changes)
+
+
+# ---- how long S3 is waited for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("verb", "do"),
+    [("read", "delay"), ("read", "stall"), ("download", "delay"), ("download", "stall"), ("size", "delay")],
+)
+def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tmp_path, verb, do):
+    """Two layers that ask again, of boto3 and of its transfers or ours, do not multiply."""
+    bucket.put("runs/data/a", b"x" * 1000)
+    folder = in_s3(bucket, timeout_s=1.2)
+    arguments = {"download": ["a", tmp_path / "a"]}.get(verb, ["a"])
+    bucket.proxy.set(Fault(do, match="^GET" if verb != "size" else ""))
+    words = rf"^s3://.*/runs/data/a: no whole answer from {bucket.service.endpoint}: "
+    with pytest.raises(Unreachable, match=words):
+        getattr(folder, verb)(*arguments)
+    assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_patience.SILENT_ATTEMPTS + 1
+
+
+def test_an_s3_that_was_given_up_is_asked_once_until_it_answers(bucket):
+    """The last words of a run that S3 has failed come soon."""
+    folder = in_s3(bucket)
+    bucket.put("runs/data/a", b"x")
+    counts = []
+    for fault in (Fault("status"), Fault("status"), None, Fault("status")):
+        bucket.proxy.set(*[fault] if fault else [])
+        with pytest.raises(Unreachable) if fault else nullcontext():
+            folder.read("a")
+        counts.append(len(bucket.proxy.requests()))
+    assert counts == [s3.ATTEMPTS, 1, 1, s3.ATTEMPTS]
+
+
+def test_what_is_waited_for_is_said_and_not_too_often(bucket, monkeypatch, caplog):
+    monkeypatch.setattr(s3_patience, "FIRST_WORD_S", 0.0)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    folder = in_s3(bucket, endpoint=nobody)
+    with caplog.at_level("WARNING", "train"), pytest.raises(Unreachable):
+        folder.read("a")
+    (line,) = caplog.messages
+    assert (
+        line.startswith(f'waiting for S3: Could not connect to the endpoint URL: "{nobody}/') and "runs/data/a" in line
+    )
+    assert re.search(r"; asked again for up to \d+ s$", line)
+
+
+def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket):
+    bucket.put("runs/data/a", b"x")
+    refusal = Fault("status", code=403, error="AccessDenied", times=3)
+    for act, wanted in ((lambda each: each.read("a"), b"x"), (lambda each: each.size("a"), 1)):
+        bucket.proxy.set(refusal)
+        assert act(in_s3(bucket)) == wanted
+        assert len(bucket.proxy.requests()) == 4
+
+
+def test_who_had_permission_before_is_told_of_a_refusal_at_once(bucket):
+    bucket.put("runs/data/a", b"x")
+    folder = in_s3(bucket)
+    folder.read("a")
+    bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
+    with pytest.raises(InputError, match="no permission to read it"):
+        folder.read("a")
+    assert len(bucket.proxy.requests()) == 1
+
+
+def test_a_refusal_is_not_waited_for_longer_than_a_while(bucket, monkeypatch):
+    """For all requests of a client together."""
+    monkeypatch.setattr(s3_patience, "REFUSED_S", 0.0)
+    bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
+    with pytest.raises(InputError, match="no permission to read it"):
+        in_s3(bucket).size("a")
+    assert [seen.method for seen in bucket.proxy.requests()] == ["HEAD", "GET"]
+
+
+def test_a_missing_bucket_costs_no_second_attempt(bucket):
+    with pytest.raises(InputError, match="there is no bucket no-such-bucket"):
+        open_folder("s3://no-such-bucket/runs", bucket.config()).read("a")
+    assert len(bucket.proxy.requests()) == 1
+
+
+def test_a_timeout_that_cannot_be_is_refused():
+    with pytest.raises(InputError, match="s3.timeout_s=0 must be above 0"):
+        s3.S3Config(timeout_s=0)

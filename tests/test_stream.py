@@ -12,7 +12,7 @@ from running import lines, prepare_config, run, train_config, train_overrides
 from services.fault_proxy import Fault
 from streaming import SHARD, assert_same, losses, num_shards, overrides, train_from, upload
 
-from train import attempt, loop, prepare
+from train import attempt, loop, prepare, s3_patience, storage
 from train.config import InputError, ShardsConfig, Unreachable
 from train.data import fetch
 from train.data.cache import Cache
@@ -106,8 +106,16 @@ def test_a_server_that_dies_and_comes_back_changes_nothing(bucket, shards, from_
     ("fault", "expected", "message"),
     [
         (Fault("flip", r"train-00003", after=900), InputError, "sha256 is .*, the manifest says .* 3 times"),
-        (Fault("status", r"train-00003", code=404, error="NoSuchKey"), InputError, "it is not in the bucket"),
-        (Fault("status", r"train-00003", code=403, error="AccessDenied"), InputError, "S3 refuses access to it"),
+        (
+            Fault("status", r"train-00003", code=404, error="NoSuchKey"),
+            Unreachable,
+            "it is not in the bucket.*after 4 s",
+        ),
+        (
+            Fault("status", r"train-00003", code=403, error="AccessDenied"),
+            Unreachable,
+            "S3 refuses access to it.*after 4 s",
+        ),
         (Fault("stall", r"train-00003"), Unreachable, r"not whole within 2 s.*given up after 4 s"),
         (Fault("status", r"train-00003"), Unreachable, r"given up after 4 s"),
     ],
@@ -348,7 +356,10 @@ def plain_folder(bucket, location):
 
 @pytest.fixture
 def refused(bucket, monkeypatch, tmp_path, capsys):
-    """What a run says that is refused: one line."""
+    """What a run says that is refused: one line, after no patience."""
+    monkeypatch.setattr(storage, "MISSING_S", 0.0)
+    monkeypatch.setattr("train.data.prepared.MISSING_S", 0.0)
+    monkeypatch.setattr(s3_patience, "REFUSED_S", 0.0)
 
     def message(data, *more):
         settings = overrides(bucket, tmp_path / "refused", data, *more)

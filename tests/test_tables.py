@@ -576,7 +576,7 @@ def test_prepared_data_goes_to_s3_and_comes_back(cfg, source, bucket, tmp_path):
     bucket.put(key, content[:-1] + b"x")
     assert open_tables(there, Words()) == found  # from the cache
     shutil.rmtree(found.folder)
-    with pytest.raises(InputError, match=f"{key} is missing or damaged"):
+    with pytest.raises(InputError, match=f"{key} is damaged: its sha256"):
         open_tables(there, Words())
     assert list(found.folder.parent.iterdir()) == []
 

@@ -28,8 +28,11 @@ MAX_CACHE_GB = 1e6  # a petabyte: no machine has such a disk, and infinity has n
 MAX_PREPARING_PROCESSES = 1024  # of a machine: as many as the largest have processors, and each holds a tokenizer
 
 
-class InputError(ValueError):
-    """A setting or an input that the user has to mend. The message is one line: what, the value seen, what is right."""
+class InputError(Exception):
+    """A setting or an input that the user has to fix. The message is one line: what, the value seen, what is right.
+
+    It is no ValueError: whoever catches those around a parser must not take a refusal by S3 for a damaged file.
+    """
 
 
 class Unset(InputError):
@@ -204,8 +207,10 @@ class S3Config:
     region: str | None = None
     profile: str | None = None  # of ~/.aws: whose credentials
     path_style: bool = False  # bucket in the path instead of the host name; most S3-compatible servers want it
+    timeout_s: float = 60.0  # a request ends after so long without an answer, all its attempts included
 
     def __post_init__(self) -> None:
+        check_positive("s3.", self, "timeout_s")
         if self.endpoint is not None:
             check_endpoint("s3.endpoint", self.endpoint)
 
@@ -460,12 +465,14 @@ class CheckpointConfig:
     best: bool = False  # save also whenever an evaluation is better than all before
     max_wait_s: float = 10.0  # a save due while the last one is being written waits that long, then is skipped
     max_failures: int = 3  # saves in a row that failed, before the run stops
+    patience_s: float = 300.0  # the last save is tried again for so long, or until max_run_s is over, while S3 is away
     max_loss_s: float = 1800.0  # of work that a fault may cost: bounds the interval that the summary suggests
 
     def __post_init__(self) -> None:
         check_positive("checkpoint.", self, "every", "max_failures", "max_loss_s")
         check(self.keep == 0 or self.keep >= 2, f"checkpoint.keep={self.keep} must be 0 (all) or at least 2")
-        check(self.max_wait_s >= 0, f"checkpoint.max_wait_s={self.max_wait_s:g} must be 0 or more")
+        for name in ("max_wait_s", "patience_s"):
+            check(getattr(self, name) >= 0, f"checkpoint.{name}={getattr(self, name):g} must be 0 or more")
 
 
 @dataclass(kw_only=True)

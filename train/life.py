@@ -15,6 +15,7 @@ from train import machine
 from train.backend.memory import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
+from train.checkpoints.unsent import STAGING, adopt
 from train.config import InputError, Plan, TrainConfig, Unreachable
 from train.host_memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.launched import launched
@@ -91,6 +92,7 @@ def begin(life: Life) -> Iterator[Life]:
         if launch.rank == 0:
             with life.stop.nothing_to_save():
                 life.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
+            adopt(folder.path / STAGING, life.lease)
             life.is_ours, folder.guard = True, life.lease.check
         try:
             folder.open()

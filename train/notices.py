@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from train.config import PreemptConfig, Unreachable, check
+from train.config import InputError, PreemptConfig, Unreachable, check
 from train.preempt import StopRequest
 
 ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
@@ -145,7 +145,7 @@ class Notices:
             try:
                 look()
                 fails = False
-            except (OSError, HTTPException, ValueError, Unreachable) as error:  # InputError is a ValueError
+            except (OSError, HTTPException, ValueError, InputError, Unreachable) as error:
                 if not fails:
                     logger.warning("%s: %s; asked again every %g s", name, error, self.cfg.poll_s)
                 fails = True

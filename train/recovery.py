@@ -19,10 +19,11 @@ from train.checkpoints.progress import Progress
 from train.checkpoints.retention import best
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import open_store
-from train.config import InputError, Unreachable, flat
+from train.checkpoints.unsent import STAGING
+from train.config import InputError, TrainConfig, Unreachable, flat
 from train.environment import environment
 from train.metrics import Recorder, Window
-from train.together import together
+from train.together import meanwhile, together
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -41,7 +42,7 @@ class Recovery:
         self.life, self.backend, self.model, self.engine, self.optimizer = life, backend, model, engine, optimizer
         self.built = optimizer  # the backend may split it over the ranks, and own another one
         self.cfg, self.settings = life.cfg, flat(life.cfg)
-        self.store = open_store(life.folder.storage, life.folder.path / "staging")
+        self.store = open_store(life.folder.storage, life.folder.path / STAGING)
         lease = life.lease
         self.unmirrored: Exception | None = None  # why the metrics could not go up before the last commit
         self.saver = Saver(
@@ -59,13 +60,18 @@ class Recovery:
 
     def load(self) -> Progress:
         """Put back the newest valid checkpoint, if there is one."""
-        lease = self.life.lease  # rank 0's
-        together(self.backend, lambda: self.store.collect_garbage(ended_below=lease.ended_below) if lease else None)
+        meanwhile(self.backend, self._tidy, self.life.watch.beat)
         self.loaded = self._load()
         is_new = self.backend.rank == 0 and not self.loaded.ranks
         together(self.backend, self._check_nothing_vanished if is_new else lambda: None)
         self.saver.newest = self.life.checkpoint = self.loaded.progress.step if self.loaded.ranks else None
         return self.loaded.progress
+
+    def _tidy(self) -> None:
+        lease = self.life.lease
+        if lease is not None:
+            self.store.send_kept(lease.number)
+            self.store.collect_garbage(ended_below=lease.ended_below)
 
     def _check_nothing_vanished(self) -> None:
         step = goodput.newest_saved(self.life.folder.metrics)
@@ -195,7 +201,9 @@ class Recovery:
             "work_s": window.work_s,
         }
         beat, must = self.life.watch.beat, is_last or (self.cfg.best.export and progress.best_step == progress.step)
-        self.saver.save(progress, self.model, self.optimizer, own, metric=metric, must=must, beat=beat)
+        left_s = last_save_patience_s(self.cfg, self.life.began_s) if is_last else 0.0
+        state = (progress, self.model, self.optimizer, own)
+        self.saver.save(*state, metric=metric, must=must, patience_s=left_s, beat=beat)
 
     def roll_back(self) -> Progress:
         """Weights, optimizer and step as the newest checkpoint has them; the data goes on where it is, so that what
@@ -306,3 +314,9 @@ class Recovery:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """What is being saved is worth waiting for, unless the run is to leave at once."""
         self.saver.close(waits=kind is not SystemExit)
+
+
+def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
+    """How long the last save is tried again: no longer than this start of the run may take."""
+    left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
+    return max(0.0, min(cfg.checkpoint.patience_s, left_s))

@@ -1,12 +1,12 @@
 """S3 through boto3: small files, uploads, credentials. Shards are read by `train.data.fetch`, with the connector.
 
-Temporary faults (throttling, 5xx, lost connections) are tried again by boto3; what stays is told in one line.
+Temporary faults (throttling, 5xx, lost connections) are tried again by boto3, for as long as `train.s3_patience` says;
+what stays is told in one line.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import os
 import re
@@ -29,15 +29,17 @@ from botocore.exceptions import (
     IncompleteReadError,
     NoCredentialsError,
     ProfileNotFound,
+    ReadTimeoutError,
+    ResponseStreamingError,
 )
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
 
 from train.config import InputError, S3Config, Unreachable, check, check_endpoint
+from train.s3_patience import ATTEMPTS, NotAnswered, Patience, is_temporary
 from train.untrusted import is_path, shown
 
 logger = logging.getLogger("train")
 
-CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 20
-ATTEMPTS = 7  # of a request, by boto3, with pauses of some 30 s in all; of a body that breaks off, by S3Folder.read
 METADATA_ATTEMPTS = 5
 CONNECTIONS = 32  # kept open
 PART_BYTES = 16 * 2**20  # of a multipart upload
@@ -49,13 +51,13 @@ TRANSFER = TransferConfig(
     preferred_transfer_client="classic",  # AWS's other one has errors of its own
 )
 TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # of files; ten by itself
-BROKEN_OFF = (ConnectionError, HTTPClientError, IncompleteReadError, FlexibleChecksumError, RetriesExceededError)
+BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
+BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
 MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no words
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
 UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
-TEMPORARY = (429, 500, 502, 503, 504)
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 WRITER = "writer"  # metadata of a created object: which call it was
 DEFAULT_REGION = "us-east-1"  # where S3 sends those who do not say, and what compatible servers take
@@ -85,10 +87,10 @@ def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
         raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
 
 
-def open_client(session: Any, s3: S3Config) -> Any:
+def open_client(session: Any, s3: S3Config, patience: Patience) -> Any:
     config = Config(
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=READ_TIMEOUT_S,
+        connect_timeout=patience.attempt_s / 2,
+        read_timeout=patience.attempt_s,
         max_pool_connections=CONNECTIONS,
         # The newer modes pause for 3 s in all, and retry no more once the client has met a few dozen errors.
         retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
@@ -100,6 +102,7 @@ def open_client(session: Any, s3: S3Config) -> Any:
     except (BotoCoreError, ValueError) as error:
         reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
+    patience.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", refuse_another_region)
     return client
 
@@ -126,7 +129,8 @@ class S3Folder:
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
         self.has_warned = False  # of names
-        self.client = open_client(self.session, s3)
+        self.patience = Patience(s3.timeout_s)
+        self.client = open_client(self.session, s3, self.patience)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
@@ -138,15 +142,13 @@ class S3Folder:
         return {"Bucket": self.bucket, "Key": self.key(name)}
 
     def read(self, name: str) -> bytes:
-        with self.telling("read", name):
-            for attempt in itertools.count(1):
-                answer = self.client.get_object(**self.place(name))
-                try:
-                    return bytes(answer["Body"].read())
-                except BROKEN_OFF:  # boto3 tries requests again, but not what comes after them
-                    if attempt == ATTEMPTS:
-                        raise
-        raise AssertionError  # `telling` lets no error pass
+        with self.telling("read", name), self.patience.one_deadline():
+            # boto3 tries requests again, but not what comes after them.
+            stop = stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s)
+            return Retrying(retry=retry_if_exception_type(BODY_BROKEN), stop=stop, reraise=True)(self._get, name)
+
+    def _get(self, name: str) -> bytes:
+        return bytes(self.client.get_object(**self.place(name))["Body"].read())
 
     def write(self, name: str, content: bytes) -> None:
         """In parts, sent side by side, if it is large; readers see the whole or nothing."""
@@ -192,11 +194,11 @@ class S3Folder:
     def head(self, name: str) -> Any:
         """boto3's answer about a file; None if there is none."""
         try:
-            with self.telling("read", name):
+            with self.telling("read", name), self.patience.one_deadline():
                 try:
                     return self.client.head_object(**self.place(name))
                 except ClientError as error:
-                    if error.response["ResponseMetadata"]["HTTPStatusCode"] in TEMPORARY:
+                    if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
                         raise
                     answer = self.client.get_object(**self.place(name))  # unlike HEAD's, its errors have a reason
                     answer["Body"].close()
@@ -273,6 +275,6 @@ class S3Folder:
             return InputError(
                 f"{place}: this machine's clock is wrong, S3 does not accept its signature; set it (chrony)"
             )
-        if status in TEMPORARY or code == "RequestTimeout":
+        if is_temporary(status, code):
             return Unreachable(f"{place}: S3 answers {status} {code}, {answer.get('RetryAttempts', 0) + 1} times")
         return InputError(f"{place}: S3 answers {status} {code}: {one_line(told.get('Message', ''))}")

@@ -8,20 +8,36 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from train.config import InputError, S3Config
+from train.launched import launched
 from train.untrusted import RelativePath
 
+logger = logging.getLogger("train")
+Answer = TypeVar("Answer")
 CHUNK_BYTES = 2**20  # read at once to be hashed
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4096  # of Linux: NAME_MAX, PATH_MAX
+READS = 3  # of what does not match its checksum, before it counts as damaged: a bit may have changed on the way only
+MISSING_S, MISSING_PAUSE_S = 10.0, 2.0  # a file that must be in S3 is asked for again: a copy may be on its way
 TEMPORARY_GLOB = ".*.tmp-*"  # files that are not whole yet
+
+
+class Mismatch(InputError):
+    """What was read is not what its checksum promises."""
+
+
+read_again = retry(retry=retry_if_exception_type(Mismatch), stop=stop_after_attempt(READS), reraise=True)
 
 
 class Folder(Protocol):
@@ -64,6 +80,28 @@ def open_folder(location: str, s3: S3Config) -> Folder:
 
         return S3Folder(location, s3)
     return LocalFolder(local_path(location))
+
+
+def wait_for_file(folder: Folder, name: str, ask: Callable[[str], Answer], *, until_s: float | None = None) -> Answer:
+    """What `ask` gives for a file that must be there. If it raises FileNotFoundError for one in S3 it is called again,
+    until MISSING_S have passed, or until a time of time.monotonic().
+    """
+    if isinstance(folder, LocalFolder):
+        return ask(name)
+    until_s = time.monotonic() + MISSING_S if until_s is None else until_s
+
+    def say(state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            level = logging.WARNING if launched().rank == 0 else logging.DEBUG
+            logger.log(level, "%s/%s is missing; asked again for %g s", folder.location, name, MISSING_S)
+
+    return Retrying(
+        retry=retry_if_exception_type(FileNotFoundError),
+        stop=lambda _: time.monotonic() >= until_s,
+        wait=wait_fixed(MISSING_PAUSE_S),
+        before_sleep=say,
+        reraise=True,
+    )(ask, name)
 
 
 class LocalFolder:

@@ -11,23 +11,23 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 from torch import nn
 
-from train.checkpoints.manifest import Manifest
+from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.progress import Progress
 from train.checkpoints.retention import Retention
-from train.checkpoints.staging import Staging, State, first_not_finite
+from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of, state_of
 from train.checkpoints.store import Store
-from train.config import CheckpointConfig, Failure
+from train.config import CheckpointConfig, Failure, InputError, Unreachable
 from train.untrusted import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 POLL_S = 0.05  # between looks at the last save, while all ranks wait for it
+UNSENT = (InputError, Unreachable)  # a service that is away or refuses: what it did not take may be given to it later
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts to commit: random, doubling
 
 
 class SavesFail(Failure):
@@ -85,6 +87,7 @@ class Saver:
         self.results: list[Saved] = []  # not yet asked for
         self.failures_in_a_row = 0
         self.newest: int | None = None  # committed
+        self.kept: tuple[int, Path] | None = None  # step and copy of a save that could not be committed
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # that the last one took
         self.warming = self.pool.submit(lambda: None)
@@ -100,12 +103,13 @@ class Saver:
         *,
         metric: float | None,
         must: bool = False,
+        patience_s: float = 0.0,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to save this step. `own` is what each rank has for itself: small, plain or tensors on the host.
 
         One that comes while the last is being written waits for checkpoint.max_wait_s and is then left out; one that
-        must be waits as long as it takes.
+        must be waits as long as it takes. Its commit is tried again for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -133,7 +137,8 @@ class Saver:
         self.flight_began_s = time.monotonic()
         stall_s = self.flight_began_s - began_s
         self.stalls_s.append(stall_s)
-        self.flight = self.pool.submit(self._write, {**state, "ranks": {"ranks": ranks}}, manifest, stall_s, began_s)
+        state = {**state, "ranks": {"ranks": ranks}}
+        self.flight = self.pool.submit(self._write, state, manifest, stall_s, began_s, patience_s)
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
         """Until the last save is committed or has failed."""
@@ -191,32 +196,63 @@ class Saver:
     @property
     def newest_text(self) -> str:
         newest = "there is no checkpoint" if self.newest is None else f"the newest checkpoint is of step {self.newest}"
-        return f"{newest} ({self.store.location})"
+        return f"{newest} ({self.store.location}){self.kept_text}"
 
-    def _write(self, state: State, manifest: Manifest, stall_s: float, began_s: float) -> Saved:
+    @property
+    def kept_text(self) -> str:
+        if self.kept is None or not (self.kept[1] / FILE).is_file():  # it may have made room for a newer one
+            return ""
+        step, folder = self.kept
+        return f"; step {step} is whole in {folder}: the next start on this machine uploads it"
+
+    def _write(self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float) -> Saved:
         """In the thread. What fails is not hidden: it is an alarm, and several in a row end the run."""
         num_bytes, failure = 0, None
         try:
-            num_bytes = self._publish(state, manifest)
+            num_bytes = self._publish(state, manifest, patience_s)
             self.after_commit()
             self.retention.prune()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"
-            logger.error("saving step %d: %s", manifest.step, failure)
+            logger.error("saving step %d: %s%s", manifest.step, failure, self.kept_text)
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
-    def _publish(self, state: State, manifest: Manifest) -> int:
+    def _publish(self, state: State, manifest: Manifest, patience_s: float) -> int:
         name = first_not_finite({"weights": state["model"], "moments": state["optimizer"]})
         if name is not None:
             raise FloatingPointError(f"{name} is no longer finite; such a state is not saved")
         scratch = self.store.scratch(manifest.step, num_bytes_of(state))
-        with removed_on_failure(scratch):
+        try:
             names = {part: FileName(f"{part}.pt") for part in state}
             files = {name: self._write_file(state[part], scratch / name) for part, name in names.items()}
-            manifest = replace(manifest, files=files)
-            self.may_commit()
-            self.store.commit(scratch, manifest)
+            manifest = self.store.keep(scratch, replace(manifest, files=files))
+            self._commit(scratch, manifest, patience_s)
+        except BaseException as error:
+            if isinstance(error, UNSENT) and (scratch / FILE).is_file():
+                self.kept = manifest.step, scratch
+            elif scratch.is_dir():
+                shutil.rmtree(scratch)
+            raise
+        self.kept = None
         return manifest.num_bytes
+
+    def _commit(self, scratch: Path, manifest: Manifest, patience_s: float) -> None:
+        """Again and again while there is time: `patience_s`."""
+
+        def say(state: RetryCallState) -> None:
+            error, left_s = state.outcome and state.outcome.exception(), patience_s - (state.seconds_since_start or 0)
+            logger.warning("saving step %d: %s; tried again for up to %.0f s", manifest.step, error, left_s)
+
+        for attempt in Retrying(
+            retry=retry_if_exception_type(UNSENT),
+            stop=stop_after_delay(patience_s),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            before_sleep=say,
+            reraise=True,
+        ):
+            with attempt:
+                self.may_commit()
+                self.store.commit(scratch, manifest)
 
     def _write_file(self, content: State, path: Path) -> FileEntry:
         with path.open("wb") as raw:
@@ -257,25 +293,3 @@ class Hashing:
 
     def flush(self) -> None:
         self.file.flush()
-
-
-def num_bytes_of(state: Any) -> int:
-    if isinstance(state, torch.Tensor):
-        return state.nbytes
-    items = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
-    return sum(num_bytes_of(item) for item in items)
-
-
-def state_of(model: nn.Module, moments: State) -> State:
-    # The parameters themselves: of those that are tied, both names have the same.
-    return {"model": model.state_dict(keep_vars=True), "optimizer": moments}
-
-
-@contextmanager
-def removed_on_failure(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        raise

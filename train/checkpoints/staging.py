@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -96,3 +96,15 @@ def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
         return [(prefix, value)]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [found for key, item in items for found in named(item, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def num_bytes_of(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    items = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(num_bytes_of(item) for item in items)
+
+
+def state_of(model: nn.Module, moments: State) -> State:
+    # The parameters themselves: of those that are tied, both names have the same.
+    return {"model": model.state_dict(keep_vars=True), "optimizer": moments}

@@ -56,6 +56,14 @@ class Store(Protocol):
     def scratch(self, step: int, num_bytes: int) -> Path:
         """An empty folder of this machine to write a step's files to. OSError if there is no room for so much."""
 
+    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
+        """What `commit` is to be given; in S3, where it may fail for long, `scratch` outlasts this process from here
+        on.
+        """
+
+    def send_kept(self, fence: int) -> None:
+        """Commit what earlier starts kept and could not, if it is newer than all that is there."""
+
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Make the step of the files written to `scratch`. It is there when this returns; before, it is not."""
 
@@ -112,6 +120,11 @@ class LocalStore:
         folder.mkdir()
         check_room(folder, num_bytes)
         return folder
+
+    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
+        return manifest
+
+    def send_kept(self, fence: int) -> None: ...
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced

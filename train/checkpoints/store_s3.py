@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
+from train.checkpoints import unsent
 from train.checkpoints.manifest import (
     FILE,
     Damaged,
@@ -26,7 +27,7 @@ from train.checkpoints.store import check_room
 from train.config import Failure, InputError
 from train.ownership import LeaseLost, name_of, numbers
 from train.s3 import S3Folder
-from train.storage import canonical_json
+from train.storage import READS, canonical_json
 from train.untrusted import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
@@ -34,7 +35,6 @@ PREFIX = "checkpoints/"
 UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a writer
 WRITTEN = re.compile(r"\d{8,}-[0-9a-f]{8}/.*")  # what is in such a folder
 MOST_NAMED = 3  # steps in a message
-READS = 3  # of what does not match its checksum, before it counts as damaged: a bit may have changed on the way only
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
@@ -120,14 +120,33 @@ class S3Store:
             shutil.rmtree(self.local / name)
 
     def scratch(self, step: int, num_bytes: int) -> Path:
-        folder = self.local / "saving" / uuid.uuid4().hex
+        folder = self.local / unsent.SAVING / uuid.uuid4().hex
         folder.mkdir(parents=True)
-        check_room(folder, num_bytes)
+        try:
+            check_room(folder, num_bytes)
+        except OSError:
+            self.clear(unsent.SAVING)  # what could not be uploaded makes room for what is newer
+            folder.mkdir(parents=True)
+            check_room(folder, num_bytes)
         return folder
+
+    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
+        manifest = self.with_folder(manifest)  # the same at each attempt: what was uploaded before is written over
+        unsent.keep(scratch, manifest)
+        return manifest
+
+    def with_folder(self, manifest: Manifest) -> Manifest:
+        return replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
+
+    def send_kept(self, fence: int) -> None:
+        for folder, manifest in unsent.to_send(self.local, fence):
+            if manifest.step > max(self.steps(), default=0):
+                logger.info("uploading the save of step %d, which was kept in %s", manifest.step, folder)
+                self.commit(folder, self.with_folder(manifest))
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, with nothing committed, if the run folder was taken over while the files went up."""
-        manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
+        manifest = manifest if manifest.folder else self.with_folder(manifest)
         with self.unfinished(manifest):
             for name in manifest.files:
                 self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
@@ -170,7 +189,7 @@ class S3Store:
         """Files that a mark names and no manifest does. What a lease that may not have ended has marked stays: its
         owner may be about to commit. Where something was put aside all stays, its manifest may not be readable.
         """
-        self.clear("saving")
+        self.clear(unsent.SAVING)
         self.clear("fetched")
         found = self.names()
         unmarked = []

@@ -22,10 +22,12 @@ PIECE_S = 1.0  # what a piece should take: one that takes less is followed by a 
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, and what it may keep in memory for a part
 CONNECTOR_ATTEMPTS = 3
 ASK_EVERY_S = 30.0  # for renewed credentials
-REFUSALS = {  # words of the connector's errors that many more tries will not change, and what to say
-    "key does not exist": "it is not in the bucket",
+REFUSALS = {  # words of the connector's errors that many more attempts will not change, and what to say
     "bucket does not exist": "there is no such bucket",
     "No signing credentials": "there are no AWS credentials on this machine",
+}
+DENIALS = {  # that time may change: roles and policies take a while to be known everywhere, a copy may be on its way
+    "key does not exist": "it is not in the bucket",
     "Forbidden": "S3 refuses access to it",
     "AccessDenied": "S3 refuses access to it",
     "InvalidRange": "it is shorter than the manifest says",
@@ -146,7 +148,7 @@ def explain(error: Exception) -> Exception:
     text = " ".join(str(error).split())
     if any(word in text for word in TEMPORARY):
         return Unreachable(text)
-    for words, meaning in REFUSALS.items():
+    for words, meaning in (REFUSALS | DENIALS).items():
         if words in text:
-            return Doubtful(f"{meaning} ({text})")
+            return (Doubtful if words in REFUSALS else Unreachable)(f"{meaning} ({text})")
     return Unreachable(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from train.config import InputError, S3Config, ShardsConfig, check
+from train.config import InputError, S3Config, ShardsConfig
 from train.data.cache import Room, limit_bytes, open_cache
 from train.data.order import ShardSampler, Windows
 from train.data.shards import (
@@ -20,7 +22,19 @@ from train.data.shards import (
     fault_of_file,
     read_manifest,
 )
-from train.storage import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file, write_atomic
+from train.storage import (
+    MISSING_S,
+    Folder,
+    Mismatch,
+    is_s3,
+    local_path,
+    open_folder,
+    read_again,
+    sha256_bytes,
+    sha256_file,
+    wait_for_file,
+    write_atomic,
+)
 
 if TYPE_CHECKING:
     from train.s3 import S3Folder
@@ -128,24 +142,38 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
         path, is_known = folder / name, name == TOKENIZER_FILE  # by its checksum; the other one is read each time
-        if is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256:
-            continue
-        try:
-            content = source.read(name)
-        except FileNotFoundError:
-            raise InputError(f"{source.location}/{name} is missing; prepare the data again") from None
-        check(
-            not is_known or sha256_bytes(content) == manifest.tokenizer.sha256,
-            f"{source.location}/{name} is not the tokenizer that made the shards; put it back or prepare again",
+        if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
+            write_atomic(path, read_tokenizer(source, name, manifest))
+
+
+@read_again
+def read_tokenizer(source: Folder, name: str, manifest: Manifest) -> bytes:
+    try:
+        content = wait_for_file(source, name, source.read)
+    except FileNotFoundError:
+        raise InputError(f"{source.location}/{name} is missing; prepare the data again") from None
+    if name == TOKENIZER_FILE and sha256_bytes(content) != manifest.tokenizer.sha256:
+        raise Mismatch(
+            f"{source.location}/{name} is not the tokenizer that made the shards; put it back or prepare again"
         )
-        write_atomic(path, content)
+    return content
 
 
 def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
     """What is wrong with the presence and length of shards in S3."""
+    until_s = time.monotonic() + MISSING_S  # for all of them together
+
+    def size_of(name: str) -> int:
+        size = source.size(name)
+        if size is None:
+            raise FileNotFoundError(name)
+        return size
 
     def examine(shard: Shard) -> str | None:
-        return fault_of(shard, f"{source.location}/{shard.file}", source.size(shard.file), None)
+        size: int | None = None
+        with suppress(FileNotFoundError):
+            size = wait_for_file(source, shard.file, size_of, until_s=until_s)
+        return fault_of(shard, f"{source.location}/{shard.file}", size, None)
 
     with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
         yield from filter(None, pool.map(examine, manifest.shards))

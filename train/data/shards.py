@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from train.config import InputError, check
 from train.data.packing import Rows
-from train.storage import Folder, LocalFolder, sha256_file, sha256_json
+from train.storage import Folder, LocalFolder, Mismatch, read_again, sha256_file, sha256_json, wait_for_file
 from train.untrusted import BadContent, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # raised when a reader of today could not read the files of tomorrow
@@ -75,18 +75,28 @@ def read_manifest(where: Folder | Path) -> Manifest:
     """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
     folder = LocalFolder(where) if isinstance(where, Path) else where
     place = folder.location
-    if isinstance(folder, LocalFolder) and not folder.path.is_dir():
-        raise InputError(f"data.path={place} does not exist; python -m train.prepare output={place} writes it")
-    path = f"{place}/manifest.json"
+    if isinstance(folder, LocalFolder):
+        advice = "give the folder that python -m train.prepare output=... wrote"
+        check(not folder.path.is_file(), f"data.path={place} is a file, not a folder; {advice}")
+        missing = f"data.path={place} does not exist; python -m train.prepare output={place} writes it"
+        check(folder.path.is_dir(), missing)
     try:
-        return parse_manifest(folder.read("manifest.json"))
+        return read_whole_manifest(folder)
     except FileNotFoundError:
         raise InputError(
             f"{place} holds no manifest.json: nothing was prepared there (python -m train.prepare output={place}), or "
             "the preparation did not finish"
         ) from None
+
+
+@read_again
+def read_whole_manifest(folder: Folder) -> Manifest:
+    """Raises Mismatch if it is not what it says of itself, FileNotFoundError if there is none."""
+    content = wait_for_file(folder, "manifest.json", folder.read)
+    try:
+        return parse_manifest(content)
     except BadContent as error:
-        raise InputError(f"{path} is not a manifest: {error}; prepare the data again") from error
+        raise Mismatch(f"{folder.location}/manifest.json is not a manifest: {error}; prepare the data again") from error
 
 
 def parse_manifest(content: bytes) -> Manifest:

@@ -20,13 +20,16 @@ from train.data.once import is_gone, owner_name
 from train.storage import (
     Folder,
     LocalFolder,
+    Mismatch,
     canonical_json,
     make_folder,
+    read_again,
     sha256_bytes,
     sha256_file,
     sync_file,
     sync_folder,
     telling,
+    wait_for_file,
     write_atomic,
 )
 from train.untrusted import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
@@ -139,6 +142,7 @@ def put_aside(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+@read_again
 def find_facts(folder: Folder) -> Facts | None:
     """tables.json of a folder, None if it has none. InputError if it is not of this version, or cannot be."""
     if folder.size(NAME) is None:
@@ -146,7 +150,7 @@ def find_facts(folder: Folder) -> Facts | None:
     try:
         return parse_facts(folder.read(NAME))
     except BadContent as error:
-        raise InputError(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
+        raise Mismatch(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
 
 
 def fault_of(folder: Path, facts: Facts, *, checksums: bool) -> str | None:
@@ -246,14 +250,18 @@ def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokeni
 def bring(source: Folder, facts: Facts, folder: Path) -> None:
     """Copy the files of prepared tables to `folder`, without tables.json. InputError for one that is not right."""
     for name, wanted in facts["files"].items():
-        try:
-            content = source.read(name)
-        except FileNotFoundError:
-            content = b""
-        check(
-            sha256_bytes(content) == wanted["sha256"],
-            f"{source.location}/{name} is missing or damaged: its sha256 is not that of {NAME}; save the data again",
-        )
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        path.write_bytes(read_verified(source, name, wanted["sha256"]))
+
+
+@read_again
+def read_verified(source: Folder, name: str, sha256: str) -> bytes:
+    place = f"{source.location}/{name}"
+    try:
+        content = wait_for_file(source, name, source.read)
+    except FileNotFoundError:
+        raise InputError(f"{place} is missing, {NAME} names it; save the data again") from None
+    if sha256_bytes(content) != sha256:
+        raise Mismatch(f"{place} is damaged: its sha256 is not that of {NAME}; save the data again")
+    return content

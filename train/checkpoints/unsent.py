@@ -1,0 +1,63 @@
+"""Saves that are whole on this machine and never reached S3: the next start of the run here uploads them.
+
+    staging/saving/5f0c.../manifest.json     written after the files it names; a folder without one is not whole
+
+The lease proves that nobody went on from an older checkpoint meanwhile: the manifest has the number of the lease under
+which it was saved, and a start that takes the very next one, from this machine, puts its own number there at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from train.checkpoints.manifest import FILE, Damaged, Manifest, check_files
+from train.lease import Lease
+from train.storage import write_atomic
+
+logger = logging.getLogger("train")
+STAGING, SAVING = "staging", "saving"  # in the folder that this machine has for a run, and in there
+
+
+def keep(scratch: Path, manifest: Manifest) -> None:
+    """Make what was written to `scratch` last beyond this process, in place of what was kept before."""
+    write_atomic(scratch / FILE, manifest.to_json())
+    for older in scratch.parent.iterdir():
+        if older != scratch:
+            shutil.rmtree(older)
+
+
+def adopt(staging: Path, lease: Lease) -> None:
+    """Take over what the last start kept here. Called right after the run folder was taken."""
+    before = lease.previous
+    if before is None or before["number"] != lease.number - 1 or before["host"] != lease.claim["host"]:
+        return
+    for folder, manifest in kept(staging):
+        if manifest.fence == before["number"]:
+            write_atomic(folder / FILE, replace(manifest, fence=lease.number).to_json())
+
+
+def to_send(staging: Path, fence: int) -> Iterator[tuple[Path, Manifest]]:
+    """What was kept and adopted by this start, verified. A line says why something else is left out."""
+    for folder, manifest in kept(staging):
+        if manifest.fence != fence:
+            text = "the save of step %d in %s is not uploaded: the run was on another machine since"
+            logger.warning(text, manifest.step, folder)
+            continue
+        try:
+            check_files(folder, manifest)
+        except Damaged as error:
+            logger.warning("the save of step %d in %s is not uploaded: %s", manifest.step, folder, error)
+            continue
+        yield folder, manifest
+
+
+def kept(staging: Path) -> Iterator[tuple[Path, Manifest]]:
+    for path in sorted((staging / SAVING).glob(f"*/{FILE}")):
+        try:
+            yield path.parent, Manifest.from_json(path.read_bytes())
+        except Damaged as error:
+            logger.warning("%s: %s", path, error)
