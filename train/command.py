@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import signal
 import sys
 import traceback
@@ -109,12 +110,12 @@ def guarded(
         line, code = f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}", FAILED
     except KeyboardInterrupt:
         line, code = interrupted
-    except BrokenPipeError:  # as of `| head`, which has read all that it wants
-        with suppress(OSError, ValueError):  # what is left is flushed at exit, to nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = UNREAD
     except OSError as error:
-        line, code = f"error: {explained(error)}", FAILED
+        if isinstance(error, BrokenPipeError) and is_unread():  # as of `| head`, which has read all that it wants
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+            code = code or UNREAD  # what the command has seen counts more: `checkpoints verify | head`
+        else:
+            line, code = f"error: {explained(error)}", FAILED
     except Exception as error:
         traceback.print_exc()
         line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
@@ -124,6 +125,14 @@ def guarded(
         with suppress(OSError, ValueError):  # standard error may be full, or closed
             print(printable(line), file=sys.stderr, flush=True)
     return code
+
+
+def is_unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    with suppress(OSError, ValueError):  # it is no file
+        poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def printable(text: str) -> str:
