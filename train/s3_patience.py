@@ -15,7 +15,6 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
-from train.config import 
 from train.launched import launched
 
 logger = logging.getLogger("train")
