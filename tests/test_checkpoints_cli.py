@@ -111,9 +111,10 @@ def test_list_tells_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
     assert content(run_dir) == before
 
 
-@pytest.mark.parametrize(
-    "hint", ["step_\u00b2", "step_" + "9" * 5000, "../..", "\0", ""], ids=lambda hint: ascii(hint)[:9]
-)
+HINTS = ["step_\u00b2", "step_" + "9" * 5000, "../..", "\0", ""]
+
+
+@pytest.mark.parametrize("hint", HINTS, ids=lambda hint: ascii(hint)[:20])
 def test_a_hint_that_names_no_step_is_left_aside(run_dir, capsys, hint):
     (run_dir / "checkpoints/LATEST").write_text(hint)
     code, told = said(capsys, run_dir)

@@ -402,3 +402,11 @@ def test_the_command_line_says_it_in_one_line_and_exits_with_2(tmp_path):
     assert found.returncode == 2
     assert found.stderr.startswith("error: ")
     assert len(found.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": 5}', '{"settings": {"parts": "x"}}'])
+def test_a_claim_of_another_making_is_one_line(tmp_path, corpus, content):
+    (tmp_path / "source.json").write_text(content)
+    with pytest.raises(InputError, match="source.json is damaged: ") as refused:
+        prepare.prepare(prepare_config(tmp_path, corpus))
+    assert "\n" not in str(refused.value)

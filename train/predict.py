@@ -98,8 +98,8 @@ def find_run(place: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
 def precision_of(cfg: TrainConfig, folder: Folder) -> str:
     """What a run computed in, so that answers are those of its evaluation."""
     try:
-        used = json.loads(folder.read("environment.json"))["precision"]
-    except (FileNotFoundError, ValueError, LookupError):
+        used = str(json.loads(folder.read("environment.json"))["precision"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         used = cfg.backend.precision
     return "fp32" if used == "fp32" else "bf16" if used.startswith("bf16") else "auto"
 
@@ -113,13 +113,12 @@ def threshold_of(origin: Origin, given: float | None) -> float | None:
     if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
         return cfg.task.null_threshold
     try:
-        found = json.loads(folder.read("evaluation.json"))["splits"]["validation"]["threshold"]
-    except (FileNotFoundError, ValueError, LookupError, TypeError) as error:
+        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["threshold"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(
             f"{folder.location}/evaluation.json names no threshold for no answer ({type(error).__name__}); give one: "
             "--null-threshold 0"
         ) from error
-    return float(found)
 
 
 def make_predictor(trained: Trained, origin: Origin, backend: DDP, options: argparse.Namespace) -> Predictor:

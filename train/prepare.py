@@ -31,6 +31,7 @@ from train.data.preparation import STATE_NAMES, Report, digest, prepare_part
 from train.data.processes import PartStopped, prepare_in_processes
 from train.data.shards import FORMAT, SPLITS, Manifest, read_manifest
 from train.storage import Folder, canonical_json, open_folder, sha256_json
+from train.untrusted import BadContent, of_type, read_object
 
 SAMPLED_PLACES = 64  # of a corpus that is larger than what the tokenizer is trained on
 
@@ -154,7 +155,7 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
         hint = "choose another folder"
         check(not names, f"output={folder.location} is not empty and not a preparation ({names[:3]}); {hint}")
         folder.create("source.json", canonical_json(wanted))
-    found = json.loads(folder.read("source.json"))
+    found = claimed(folder)
     if found != json.loads(canonical_json(wanted)):
         raise InputError(
             f"output={folder.location} holds a preparation with other settings ({difference(found, wanted)}); "
@@ -162,9 +163,19 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
         )
 
 
+def claimed(folder: Folder) -> dict[str, Any]:
+    """source.json of a preparation; FileNotFoundError if there is none, InputError for one of another making."""
+    try:
+        found = read_object(folder.read("source.json"))
+        of_type(int, of_type(dict[str, Any], found.get("settings"), "settings").get("parts"), "settings.parts")
+    except BadContent as error:
+        raise InputError(f"{folder.location}/source.json is damaged: {error}; choose another output") from error
+    return found
+
+
 def claimed_parts(folder: Folder) -> int:
     try:
-        return int(json.loads(folder.read("source.json"))["settings"]["parts"])
+        return int(claimed(folder)["settings"]["parts"])
     except FileNotFoundError:
         raise InputError(f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them") from None
 
