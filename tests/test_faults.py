@@ -214,6 +214,7 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)
     assert (ended["outcome"], ended["kind"]) == ("stopped", "the file STOP in the run folder"), output
+    assert output.count("torchrun reports exit code 75 as a failure; the run stopped as asked") == 1
     assert output.count("not started again: it stopped") == 1
     assert not (run_dir / "STOP").exists()  # obeyed
     assert json.loads((run_dir / "lease/00000001.json").read_text())["released"]
