@@ -11,13 +11,14 @@ from running import lines, train_config
 from train import loop
 from train.backend.ddp import DDP
 from train.checkpoints import manifest as manifests
+from train.checkpoints import store as store_module
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import Retention
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, InputError
 from train.preempt import StopRequest
-from train.storage import sha256_file
+from train.storage import sha256_file, write_atomic
 
 
 def train(run_dir, data, *overrides):
@@ -288,6 +289,38 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path, prepared):
     with pytest.raises(InputError, match="holds files that are not a run's"):
         train(tmp_path, prepared)
     assert (tmp_path / "config.yaml").read_text() == "mine"
+
+
+def test_only_our_own_temporary_files_are_garbage(finished, tmp_path):
+    store = LocalStore(shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints"))
+    ours = [f".step_00000009.tmp-{'0a' * 16}", f".step_00000009.tmp-{'0b' * 16}"]
+    for name in (*ours, ".notes.tmp-1", ".step_00000009.tmp-mine", "step_00000009"):
+        (store.path / name).mkdir()
+        (store.path / name / "model.pt").write_text("x")
+    (store.path / f".LATEST.tmp-{'0c' * 16}").touch()
+    before = {path.name for path in store.path.iterdir()}
+    store.collect_garbage(ended_below=2)
+    gone = before - {path.name for path in store.path.iterdir()}
+    assert gone == {*ours, f".LATEST.tmp-{'0c' * 16}"}
+
+
+def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that_one_saved(tmp_path, monkeypatch):
+    """It had looked at the lease and written all: the rename was still to come."""
+    store = LocalStore(tmp_path)
+    ours, theirs = (Manifest(6, fence, {}, {}, {}, 1, "ddp", None) for fence in (1, 2))
+    sync_and_write = write_atomic
+
+    def wake_up_late(path, content):
+        sync_and_write(path, content)
+        if path.parent == scratch:
+            store.collect_garbage(ended_below=1)
+            store.commit(store.scratch(6, 0), theirs)
+
+    scratch = store.scratch(6, 0)
+    monkeypatch.setattr(store_module, "write_atomic", wake_up_late)
+    with pytest.raises(FileNotFoundError):
+        store.commit(scratch, ours)
+    assert store.manifest(6) == theirs and store.aside() == []
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):

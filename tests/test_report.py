@@ -579,7 +579,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(
 ) -> None:
     run = write_run(tmp_path / "run", whole_run())
     (run / "report").mkdir()
-    (run / "report" / "report.html").write_text("old")
+    (run / "report" / "report.html").write_text("<title>Training report: old")
 
     def no_space(self: Path, content: bytes) -> int:
         with self.open("wb") as file:
@@ -588,7 +588,17 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(
 
     monkeypatch.setattr(Path, "write_bytes", no_space)
     assert "No space left" in refused(capsys, run)
-    assert [path.read_text() for path in (run / "report").iterdir()] == ["old"]
+    assert [path.read_text() for path in (run / "report").iterdir()] == ["<title>Training report: old"]
+
+
+def test_files_of_somebody_else_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    (tmp_path / "mine").mkdir()
+    for name in ("loss.png", "report.html"):
+        (tmp_path / "mine" / name).write_text("mine")
+    told = refused(capsys, run, "--output", tmp_path / "mine")
+    assert "mine holds loss.png, report.html of no report; --output names another folder" in told
+    assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -319,6 +319,23 @@ def test_a_last_save_that_s3_does_not_take_is_uploaded_next_time(bucket, prepare
     assert losses(told(bucket, "train")) == losses(lines(on_disk, "train"))
 
 
+def test_the_metrics_that_a_checkpoint_has_seen_are_in_s3_before_it_is_committed(bucket, prepared, monkeypatch):
+    """Whatever kills the run then, they are not lost with its machine."""
+    create, seen = S3Folder.create, {}
+
+    def look_and_create(self, name, content):
+        if name.endswith("manifest.json"):
+            step = json.loads(content)["step"]
+            seen[step] = [max((line["step"] for line in told(bucket, kind)), default=0) for kind in ("train", "eval")]
+        return create(self, name, content)
+
+    monkeypatch.setattr(S3Folder, "create", look_and_create)
+    train(bucket, prepared, "checkpoint.every=2", "eval_every=2", "export=false")
+    assert list(seen) == [2, 4, 6]
+    for step, reached in seen.items():
+        assert min(reached) >= step
+
+
 def test_a_checkpoint_counts_although_the_metrics_could_not_follow(bucket, prepared):
     bucket.proxy.set(Fault("status", match="^PUT .*/metrics.jsonl", times=1, code=403, error="AccessDenied"))
     train(bucket, prepared)

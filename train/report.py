@@ -34,6 +34,8 @@ from train.report_run import Line, Run, number, read_run, summarise
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
+TITLES = ("Training report: ", "Comparison of ")  # of report.html.j2
+
 
 def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
@@ -201,11 +203,18 @@ def render(runs: list[Run], output: Path) -> Path:
     files["report.html"] = html.encode()
     try:
         output.mkdir(parents=True, exist_ok=True)
+        foreign = [name for name in files if (output / name).exists() and not is_report(output / "report.html")]
+        check(not foreign, f"{output} holds {', '.join(foreign[:3])} of no report; --output names another folder")
         for name, content in files.items():
             write_whole(output / name, content)
     except OSError as error:
         raise InputError(f"cannot write the report to {output}: {error.strerror}") from error
     return output / "report.html"
+
+
+def is_report(path: Path) -> bool:
+    """Whether `render` wrote this file, of whatever version."""
+    return path.is_file() and any(f"<title>{title}".encode() in path.read_bytes() for title in TITLES)
 
 
 def write_whole(path: Path, content: bytes) -> None:
