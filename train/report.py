@@ -31,6 +31,7 @@ from train.report_data import (
 )
 from train.report_figures import MAX_POINTS, PANELS, data_figures, draw, eval_panels, labels, look, printable, x_axis
 from train.report_run import Line, Run, number, read_run, summarise
+from train.storage import local_path
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         "Write an HTML report on training runs: curves, a table, settings; several runs are compared.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder: the run_dir of a training run")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run")
     parser.add_argument(
         "--output",
         metavar="DIR",
@@ -246,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
 def report(options: argparse.Namespace) -> int:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in options.runs)]
+    runs = [read_run(path) for path in dict.fromkeys(local_path(run).resolve() for run in options.runs)]
     first = runs[0].path
     html = render(runs, options.output or (first if len(runs) == 1 else first.parent) / "report")
     print_table(runs)

@@ -121,6 +121,8 @@ def local_path(location: str) -> Path:
     """The path of a folder given by the user, where only local ones will do."""
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
+    if not location.removeprefix("file://"):
+        raise InputError("a path is empty (a variable that is not set?); name a file or folder")
     path = Path(location.removeprefix("file://"))
     long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts)
     if long or len(os.fsencode(path)) >= MAX_PATH_BYTES:
