@@ -150,7 +150,7 @@ def check_override(schema: type, override: str) -> None:
     listed = groups(config_name(schema))
     top = key.split(".")[0].split("/")[0]
     is_known = top in listed or any(top == item.name for item in fields(schema))
-    check(is_known, f"{key} is not a setting; {close_to(top, known_keys(schema))}")
+    check(is_known, f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
     default, options = listed.get(key, (None, []))
     chosen = parsed.value()
     if options and not isinstance(chosen, dict):

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING, OmegaConf
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
+TO_BE_GIVEN = "(to be given)"  # model.pretrained, by conf/model/pretrained.yaml
 LARGEST = 2**63  # numbers stay below: NumPy, torch and safetensors count in 64 bits
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take some more, but not every float
 # Limits far above what is of use: a larger value is a slip, and would cost memory, processes or a hang.
@@ -188,6 +189,10 @@ class ModelConfig:
         check_positive("model.", self, "vocab_size", "max_positions", *sizes)
         if self.init_from is not None:
             self.pretrained = None
+        if self.pretrained == TO_BE_GIVEN:
+            raise Unset(
+                "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from"
+            )
         check(self.freeze_layers >= 0, f"model.freeze_layers={self.freeze_layers} must be 0 or more")
         for name in ("hidden_dropout", "attention_dropout"):
             value = getattr(self, name)

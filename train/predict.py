@@ -4,8 +4,6 @@ what a trained model says of new texts or questions.
 MODEL is a run (its export, or else its best checkpoint), whose config.yaml says which columns to read and how, or a
 folder of transformers or Hub id with a head for labels or answers. One row comes out for each that goes in, in order:
 JSON lines, or CSV. It is one process on the CPU or a CUDA device; XLA and Trainium devices are for training.
-
-Exit code 0: done, 1: S3 did not answer, 2: wrong arguments or input; then there is no output file.
 """
 
 from __future__ import annotations
@@ -236,9 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train.predict",
         "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub.",
         examples=(
-            'runs/tweets --text "what a day"',
-            "runs/tweets --input new.csv --output predictions.jsonl",
-            'runs/squad --question "Who wrote it?" --context "It was written by Jane."',
+            'RUN --text "what a day"',
+            "RUN --input new.csv --output predictions.jsonl",
+            'RUN --question "Who?" --context "She did."',
         ),
         exits={**EXITS, REFUSED: "arguments or input refused; then there is no output file"},
     )

@@ -31,6 +31,7 @@ from train.report_data import (
 )
 from train.report_figures import MAX_POINTS, PANELS, data_figures, draw, eval_panels, labels, look, printable, x_axis
 from train.report_run import Line, Run, number, read_run, summarise
+from train.storage import local_path
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
 def report(options: argparse.Namespace) -> int:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in options.runs)]
+    runs = [read_run(path) for path in dict.fromkeys(local_path(run).resolve() for run in options.runs)]
     first = runs[0].path
     html = render(runs, options.output or (first if len(runs) == 1 else first.parent) / "report")
     print_table(runs)

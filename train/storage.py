@@ -170,6 +170,8 @@ def local_path(location: str) -> Path:
     """The path of a folder given by the user, where only local ones will do; "~" is home, in quotes too."""
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
+    if not location.removeprefix("file://"):
+        raise InputError("a path is empty (a variable that is not set?); name a file or folder")
     try:
         path = Path(location.removeprefix("file://")).expanduser()
     except RuntimeError as error:  # no such user, or one without a home

@@ -1,0 +1,502 @@
+"""What users type wrongly: every command answers with exit code 2 and one line that names it, and writes nothing.
+
+Rows are commands that are called in this process; none opens a device. Most rows are made from the settings themselves:
+for each of them values that it cannot have.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import shlex
+import shutil
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import finished_run
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from train import __main__ as training
+from train import cli, convert, hub, loop, precompile, predict, prepare, records, report, shards
+from train.checkpoints import __main__ as checkpoints
+from train.config import InputError, PrepareConfig, TrainConfig
+from train.doctor import __main__ as doctor
+
+MAINS = {
+    "train": training.main,
+    "prepare": prepare.main,
+    "records": records.main,
+    "report": report.main,
+    "doctor": doctor.main,
+    "shards": shards.main,
+    "checkpoints": checkpoints.main,
+    "convert": convert.main,
+    "predict": predict.main,
+    "hub": hub.main,
+    "precompile": precompile.main,
+}
+LONG = "x" * 300
+TRAIN = [
+    "run_dir=new",
+    "max_steps=6",
+    "global_batch_size=8",
+    "data.num_workers=0",
+    "model=albert_tiny",
+    "data.path=DATA",
+]
+PREPARE = ["output=new", "corpus=text", "corpus.path=TEXT", "seq_len=32", "tokenizer.vocab_size=120"]
+RECORDS = ["task=classify", "data=csv", "data.path=CSV", "model.tokenizer=DATA/tokenizer", "seq_len=32"]
+
+# What is typed after TRAIN, and what the one line holds.
+SETTINGS = [
+    # ---- not key=value
+    ("=5", "=5 is not key=value"),
+    ("=", "= is not key=value"),
+    ("==", "is not key=value"),
+    ("", "is not key=value"),
+    ("  ", "is not key=value"),
+    ("@=1", "is not key=value"),
+    ("seed", "seed is not key=value"),
+    ("run_dir=a=b", """write 'run_dir="a=b"'"""),
+    ("run_dir=ü", """write 'run_dir="ü"'"""),
+    ("run_dir=a (1)", """write 'run_dir="a (1)"'"""),
+    ("max_steps=1=2", "max_steps=1=2"),
+    ("é=1", "é=1"),
+    ("optim=adamw optim.lr=1", "is not key=value"),
+    ("model@x=albert_tiny", "model@x"),
+    ("+new=1", "settings cannot be added"),
+    ("++seed=1", "settings cannot be added"),
+    ("~max_steps", "settings cannot be removed"),
+    ("~task", "settings cannot be removed"),
+    # ---- names
+    ("max_step=3", "did you mean max_steps?"),
+    ("optm.lr=1", "did you mean optim?"),
+    ("optim.learning_rate=1", "optim.learning_rate is not a setting"),
+    ("key=", "key is not a setting"),
+    ("a=${a}", "a is not a setting"),
+    ("a.b.c.d=1", "a is not a setting"),
+    ("optim.lr.x=1", "optim.lr must be a number"),
+    ("max_steps.a=1", "max_steps.a=1"),
+    ("model/foo=bar", "model/foo is not a setting"),
+    ("hydra.run.dir=x", "hydra is not a setting"),
+    ("hydra/launcher=joblib", "hydra/launcher is not a setting"),
+    ("hydra=x", "hydra is not a setting"),
+    ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
+    ("backend.zero1=true", "backend.zero1 is not a setting of the backend chosen here"),
+    # ---- options of groups
+    *(
+        (f"{group}={value}", f"{group}={value}: there is no such {group}")
+        for group in ("task", "data", "model", "optim", "backend", "parallel", "instance")
+        for value in ("5", "null", "", "nosuch", "true", "1.5", "../x", "/etc/passwd", "[a]")
+    ),
+    *((f"experiment={value}", f"experiment={value}") for value in ("5", "nosuch", "", "../experiment/demo", "[demo]")),
+    ("task=mlm_schema", "there is no such task"),
+    ("data=shards_schema", "there is no such data"),
+    ("backend=xla_schema", "there is no such backend"),
+    ("experiment={}", "experiment"),
+    # ---- more than one value, and lookups
+    ("max_steps=1,2", "sweeps are not supported"),
+    ("max_steps=choice(1,2)", "sweeps are not supported"),
+    ("max_steps=range(1,3)", "sweeps are not supported"),
+    ("optim=adamw,lamb", "sweeps are not supported"),
+    ("run_dir=${a}", "run_dir=${a}"),
+    ("run_dir=${run_dir}", "run_dir=${run_dir}"),
+    ("seed=${seed}", "seed=${seed}"),
+    ("seed=${optim.lr}", "seed"),
+    # ---- values that only other values rule out
+    ("max_steps=null", "the run has no length"),
+    ("global_batch_size=null", "the batch has no size"),
+    (["global_batch_size=7", "micro_batch_size=2"], "micro_batch_size=2"),
+    ("global_batch_size=1000000", "fewer than one batch of 1000000"),
+    ("optim.warmup_steps=7", "optim.warmup_steps=7"),
+    ("task=classify", "task=classify learns from records"),
+    ("task.kind=classify", "task.kind=classify"),
+    ("task.kind=nosuch", "task.kind=nosuch"),
+    ("optim.lr_scaling=linear", "optim.reference_batch_size"),
+    ("optim.head_lr=1", "optim.head_lr=1"),
+    ("best.export=true", "checkpoint.best=true"),
+    ("best.metric=f2", "best.metric=f2"),
+    ("seq_len=64", "seq_len=64"),
+    ("task.max_predictions=32", "task.max_predictions=32"),
+    ("checkpoint.max_wait_s=700", "checkpoint.max_wait_s=700"),
+    ("data.attempt_s=301", "data.attempt_s=301"),
+    ("hub.push_to=jane", "hub.push_to=jane"),
+    ("hub.push_to=a/b/c", "hub.push_to=a/b/c"),
+    ("model.num_heads=3", "model.num_heads=3"),
+    # ---- models
+    ("model.hidden_size=4611686018427387904", "hidden_size 4611686018427387904"),
+    ("model.hidden_size=1000000", "weights alone take about"),
+    ("model.vocab_size=9223372036854775807", "vocab_size 9223372036854775807"),
+    ("model.vocab_size=20000000000", "weights alone take about"),
+    ("model.vocab_size=4", "model.vocab_size=4 is smaller than the tokenizer's"),
+    ("model.max_positions=9223372036854775807", "max_positions 9223372036854775807"),
+    ("model.max_positions=8", "longer than the model's 8 positions"),
+    ("model.intermediate_size=9223372036854775807", "intermediate_size 9223372036854775807"),
+    ("model.embedding_size=9223372036854775807", "embedding_size 9223372036854775807"),
+    (["model=any", "model.architecture=bert", "model.num_layers=1000000000"], "num_layers 1000000000"),
+    ("model.architecture=nosuch", "model.architecture=nosuch"),
+    (["model=any", "model.architecture=clip"], "clip"),
+    (["model=any", "model.architecture=gpt2", "model.embedding_size=8"], "model.embedding_size=8"),
+    ("model.init_from=/nosuch", "model.init_from=/nosuch"),
+    ("model.init_from=EMPTY", "there is nothing in that folder"),
+    ("model.init_from=DATA", "neither a run"),
+    (["model=pretrained"], "model.pretrained is not set"),
+    # ---- places
+    (f"run_dir={LONG}", "too long for a path"),
+    (f"run_dir={'a/' * 2100}b", "too long for a path"),
+    (f"data.path={LONG}", "too long for a path"),
+    (f"model.init_from={LONG}", "too long for a path"),
+    ("run_dir=TEXT/run", "TEXT/run"),
+    ("run_dir=http://x/y", "http://x/y"),
+    ("data.path=nosuch", "nosuch"),
+    ("data.path=EMPTY", "EMPTY"),
+    ("data.path=http://x/y", "http://x/y"),
+    ("s3.endpoint=localhost", "s3.endpoint=localhost"),
+    ("preempt.block_end=tomorrow", "preempt.block_end=tomorrow"),
+]
+
+FLAGS = [
+    ("train", "--max_steps=5", "settings have no dashes: max_steps=5"),
+    ("train", "--max_steps 5", "settings have no dashes: max_steps=..."),
+    ("train", "--frob", "--frob is not a flag"),
+    ("train", "-x", "-x is not a flag"),
+    ("train", "--cfg", "--cfg"),
+    ("train", "--cfg all", "invalid choice: 'all'"),
+    ("train", "--cfg job optim.lr=-1", "optim.lr=-1"),
+    ("train", "--cfg job optim.lr=nan", "optim.lr=nan"),
+    ("train", "--cfg job max_steps=ten", "max_steps=ten"),
+    ("train", "--cfg job model=nosuch", "model=nosuch"),
+    ("train", "-m max_steps=1", "sweeps are not supported"),
+    ("train", "--multirun max_steps=1,2", "sweeps are not supported"),
+    ("train", "", "is not set"),
+    ("train", "run_dir=r", "data.path is not set"),
+    ("train", "--help=5", "--help"),
+    ("prepare", "--output=x", "settings have no dashes: output=x"),
+    ("prepare", "", "output is not set"),
+    ("prepare", "--cfg job validation_fraction=2", "validation_fraction=2"),
+    ("records", "--frob", "--frob is not a flag"),
+    ("records", "data.path=DATA", "python -m train.shards"),
+    ("records", "task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer", "nosuch.csv"),
+    ("records", "task=classify data=csv data.path=CSV", "model.tokenizer is not set"),
+    ("records", "task=classify data=csv data.path=CSV model.tokenizer=/nosuch", "model.tokenizer=/nosuch"),
+    ("report", "", "required"),
+    ("report", "nosuch", "nosuch is not a folder"),
+    ("report", "TEXT", "is not a folder"),
+    ("report", "EMPTY", "holds no metrics.jsonl"),
+    ("report", "''", "a path is empty"),
+    ("report", LONG, "too long for a path"),
+    ("report", "RUN --output", "--output"),
+    ("report", "RUN --output TEXT/x", "TEXT/x"),
+    ("report", "RUN --frob", "--frob"),
+    ("doctor", "--instance trn9", "trn9"),
+    ("doctor", "--machines 0", "--machines: 0"),
+    ("doctor", "--machines x", "--machines: x"),
+    ("doctor", "--ranks-per-machine -1", "--ranks-per-machine"),
+    ("doctor", "--bucket mine", "--bucket: mine"),
+    ("doctor", "--bucket s3://", "--bucket: s3://"),
+    ("doctor", "nosuch", "nosuch"),
+    ("doctor", "explain", "text"),
+    ("shards", "", "command"),
+    ("shards", "ls", "place"),
+    ("shards", "frob DATA", "'frob'"),
+    ("shards", "ls nosuch", "nosuch"),
+    ("shards", "ls EMPTY", "EMPTY"),
+    ("shards", "ls ''", "a path is empty"),
+    ("shards", "verify TEXT", "TEXT"),
+    ("shards", f"ls {LONG}", "too long for a path"),
+    ("shards", "head DATA -n 0", "-n 0"),
+    ("shards", "head DATA -n x", "'x'"),
+    ("shards", "head DATA -n 1.5", "'1.5'"),
+    ("shards", "head DATA --split test", "'test'"),
+    ("shards", "stats DATA --spl train", "--spl"),
+    ("shards", "ls DATA --endpoint localhost", "s3.endpoint=localhost"),
+    ("shards", "ls http://x/y", "http://x/y"),
+    ("checkpoints", "", "required"),
+    ("checkpoints", "nosuch", "nosuch is no run folder"),
+    ("checkpoints", "EMPTY", "is no run folder"),
+    ("checkpoints", "TEXT", "is no run folder"),
+    ("checkpoints", "''", "a path is empty"),
+    ("checkpoints", LONG, "too long for a path"),
+    ("checkpoints", "RUN frob", "'frob'"),
+    ("checkpoints", "RUN verify --step x", "'x'"),
+    ("checkpoints", "RUN verify --step 7", "there is no step 7"),
+    ("checkpoints", "RUN verify --step -1", "there is no step -1"),
+    ("checkpoints", "RUN prune", "--keep"),
+    ("checkpoints", "RUN prune --keep 0", "--keep 0"),
+    ("checkpoints", "RUN prune --keep x", "'x'"),
+    ("checkpoints", "RUN export", "FOLDER"),
+    ("checkpoints", "RUN export TEXT", "is a file or not empty"),
+    ("checkpoints", "RUN export DATA", "is a file or not empty"),
+    ("checkpoints", "RUN export ''", "a path is empty"),
+    ("checkpoints", f"RUN export {LONG}", "too long for a path"),
+    ("checkpoints", "RUN diff 1", "STEP"),
+    ("checkpoints", "RUN diff 1 2", "there is no step 1"),
+    ("checkpoints", "RUN diff a b", "'a'"),
+    ("convert", "", "direction"),
+    ("convert", "sideways a b", "'sideways'"),
+    ("convert", "to-arrow nosuch new", "nosuch"),
+    ("convert", "to-arrow DATA TEXT", "is a file or not empty"),
+    ("convert", "to-arrow DATA DATA", "is a file or not empty"),
+    ("convert", "from-arrow nosuch new", "--tokenizer"),
+    ("convert", "from-arrow nosuch new --tokenizer DATA/tokenizer", "nosuch"),
+    ("convert", "from-arrow TEXT new --tokenizer DATA/tokenizer", "TEXT"),
+    ("convert", "from-arrow EMPTY new --tokenizer DATA/tokenizer", "EMPTY"),
+    ("predict", "", "MODEL"),
+    ("predict", "RUN", "--text"),
+    ("predict", "RUN --text a --input b", "--input"),
+    ("predict", "RUN --text a --batch-size 0", "--batch-size 0"),
+    ("predict", "RUN --text a --batch-size x", "'x'"),
+    ("predict", "RUN --text a --seq-len 0", "--seq-len 0"),
+    ("predict", "RUN --text a --device neuron", "--device neuron"),
+    ("predict", "RUN --question a", "--question and --context"),
+    ("predict", "RUN --text a --context b", "--question and --context"),
+    ("predict", "RUN --question a --context b --text-pair c", "--text-pair"),
+    ("predict", "RUN --text a --output x.txt", "x.txt"),
+    ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
+    ("predict", "RUN --text a --output s3://b/x.csv", "s3://b/x.csv"),
+    ("predict", f"RUN --text a --output {LONG}.csv", "too long for a path"),
+    ("predict", "RUN --text a --format xml", "xml"),
+    ("predict", "/nosuch --text a", "/nosuch"),
+    ("predict", "EMPTY --text a", "EMPTY"),
+    ("predict", f"{LONG} --text a", "too long for a path"),
+    ("predict", "RUN --text a --null-threshold x", "'x'"),
+    ("hub", "", "required"),
+    ("hub", "RUN", "--to"),
+    ("hub", "RUN --to jane", "--to jane"),
+    ("hub", "RUN --to a/b/c", "--to a/b/c"),
+    ("hub", "RUN --to 'a/ '", "--to a/"),
+    ("hub", "RUN --to a/b --public --private", "--private"),
+    ("hub", "nosuch --to a/b", "nosuch is no run folder"),
+    ("hub", "EMPTY --to a/b", "is no run folder"),
+    ("hub", "RUN --to a/b --dry-run", "no exported model"),
+    ("precompile", "", "not set"),
+    ("precompile", "--frob", "--frob"),
+    ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8", "--nproc-per-node"),
+    (
+        "precompile",
+        "run_dir=r data.path=d max_steps=1 micro_batch_size=1 --nproc-per-node 0",
+        "ranks of this machine: 0",
+    ),
+    ("precompile", "--nproc-per-node x", "'x'"),
+    ("precompile", "--retries -1", "--retries=-1"),
+    ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8 --nnodes 0", "--nnodes=0"),
+    ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8 --nnodes 2 --node-rank 2", "--node-rank"),
+    ("precompile", "run_dir=r data.path=d max_steps=1 micro_batch_size=8 --node-rank 1", "--node-rank=1"),
+]
+
+PREPARATIONS = [
+    ("corpus=nosuch", "corpus=nosuch"),
+    ("corpus=null", "corpus=null"),
+    ("corpus=5", "corpus=5"),
+    ("corpus=files_schema", "corpus=files_schema"),
+    ("corpus.path=nosuch", "nosuch"),
+    ("corpus.path=EMPTY", "EMPTY"),
+    ("corpus.errors=ignore", "corpus.errors=ignore"),
+    ("corpus.encoding=nosuch", "nosuch"),
+    ("corpus.separator='('", "("),
+    ("seq_len=7", "seq_len=7"),
+    ("seq_len=65536", "seq_len=65536"),
+    ("validation_fraction=0", "validation_fraction=0"),
+    ("validation_fraction=1", "validation_fraction=1"),
+    ("validation_fraction=nan", "validation_fraction=nan"),
+    ("tokenizer.vocab_size=15", "tokenizer.vocab_size=15"),
+    ("tokenizer.vocab_size=2147483649", "tokenizer.vocab_size=2147483649"),
+    ("tokenizer.pretrained=/nosuch", "tokenizer /nosuch"),
+    ("processes=0", "processes=0"),
+    ("processes=100000", "processes=100000"),
+    ("merge=true", "no parts to merge"),
+    (["merge=true", "processes=2"], "merge=true"),
+    *((f"part={part}", f"part={part}") for part in ("0/3", "4/3", "a/b", "3", "1/0", "-1/3", "1.5/3", "1/")),
+    (f"output={LONG}", "too long for a path"),
+    ("output=DATA", "DATA"),
+    ("output=TEXT/x", "TEXT/x"),
+    ("output=http://x/y", "http://x/y"),
+]
+
+TABLES = [
+    ("data.format=xml", "data.format=xml"),
+    ("data.delimiter=ab", "data.delimiter=ab"),
+    ("data.quote=ab", "data.quote=ab"),
+    ("data.encoding=nosuch", "nosuch"),
+    ("data.columns.text=nosuch", "nosuch"),
+    ("data.columns.label=nosuch", "nosuch"),
+    ("data.labels=[0,0]", "twice"),
+    ("data.labels=[a,b]", "the labels are a, b"),
+    ("data.lengths=[32,16]", "data.lengths=[32, 16]"),
+    ("data.lengths=[0]", "data.lengths=[0]"),
+    ("data.lengths=[64]", "data.lengths ends with 64"),
+    ("data.more_validation={train: a.csv}", "data.more_validation"),
+    ("data.label_map=negative", "data.label_map is a table"),
+    ("data.train=nosuch.csv", "nosuch.csv"),
+    ("data.validation=nosuch.csv", "nosuch.csv"),
+    ("data.max_bad_rows=-1", "data.max_bad_rows=-1"),
+    ("data.validation_fraction=1", "data.validation_fraction=1"),
+    ("seq_len=1", "seq_len=1"),
+    ("seq_len=100000", "seq_len=100000"),
+    ("task.class_weights=[1]", "class_weights"),
+    ("task.class_weights=[1,-1]", "task.class_weights"),
+    ("task.label_smoothing=1", "task.label_smoothing=1"),
+    ("model.tokenizer=EMPTY", "there is nothing in that folder"),
+    ("task=qa", "context"),
+]
+
+# ---- values made from the settings themselves ----------------------------------------------------------------------
+
+NO_NUMBER = ("text", "[]", "{a: 1}", "''", "nan", "inf", "-inf", "1e300", "-1")
+BAD: dict[object, tuple[str, ...]] = {
+    int: (*NO_NUMBER, "1.5", "true", "9223372036854775808", "-9223372036854775809"),
+    float: NO_NUMBER,
+    bool: ("text", "[]", "{a: 1}", "''", "1.5"),
+    str: ("[]", "[a]", "{a: 1}", "''"),
+    list: ("text", "1", "''", "{a: 1}"),
+    tuple: ("text", "1", "''", "{a: 1}", "[1]", "[a,b]", "[nan,nan]"),
+    dict: ("text", "1", "[]", "[a]"),
+    type: ("text", "1", "null", "[]", "{nosuch: 1}"),  # a section
+}
+ANY_NUMBER = ("task.null_threshold",)  # may be negative
+VARIANTS = {
+    "train": [TRAIN, [*TRAIN, "backend=xla"], [*TRAIN, *RECORDS], [*TRAIN, *RECORDS, "task=qa"]],
+    "prepare": [PREPARE],
+}
+
+
+def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, object, bool]]:
+    """Each setting and section: its name, its type, and whether it may be null."""
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
+        if dataclasses.is_dataclass(value):
+            if item.name not in GROUPS:
+                yield key, type, False
+            yield from settings_of(value, f"{key}.")
+            continue
+        options = [each for each in typing.get_args(hint) if each is not type(None)]
+        optional = type(None) in typing.get_args(hint)
+        plain = options[0] if optional else hint
+        yield key, typing.get_origin(plain) or plain, optional
+
+
+GROUPS = ("task", "data", "model", "optim", "backend", "parallel", "instance", "corpus")
+
+
+def made_rows(command: str, given: list[str], known: set[tuple[str, object]]) -> Iterator[str]:
+    config = cli.load_config(TrainConfig if command == "train" else PrepareConfig, given)
+    for key, kind, optional in settings_of(config):
+        if (key, kind) not in known:
+            known.add((key, kind))
+            bad = [*BAD[kind], *([] if optional or kind is type else ["null"])]
+            yield from (f"{key}={value}" for value in bad if not (key in ANY_NUMBER and value == "-1"))
+
+
+# ---- running them --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def places(prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the capital words of the rows stand for. The current folder is an empty one."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
+    finished_run.write(tmp_path / "run")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(loop, "open_backend", opened_a_device)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "cache"))
+    names = {"EMPTY": "empty", "CSV": "table.csv", "RUN": "run"}
+    return {"DATA": str(prepared), "TEXT": str(corpus)} | {word: str(tmp_path / name) for word, name in names.items()}
+
+
+def opened_a_device(*_: object, **__: object) -> None:
+    raise AssertionError("a device was opened")
+
+
+def filled(text: str, places: dict[str, str]) -> str:
+    return re.sub(r"\b(DATA|TEXT|EMPTY|CSV|RUN)\b", lambda found: places[found[0]], text)
+
+
+def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> str | None:
+    """What is wrong with the answer to a bad command line; None if nothing is."""
+    capsys.readouterr()
+    code = MAINS[command](arguments)
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if not line.startswith("[transformers]")]
+    ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
+    ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
+    ok = ok and not any(path.is_file() for path in Path.cwd().rglob("*"))
+    for left in Path.cwd().iterdir():
+        shutil.rmtree(left)
+    return None if ok else f"{command} {arguments}: {code}, not a line with {says!r}: {captured.err or captured.out}"
+
+
+def check_rows(rows: Iterable[tuple[str, list[str], str]], capsys: pytest.CaptureFixture[str]) -> None:
+    faults = [wrong for row in rows if (wrong := fault(*row, capsys)) is not None]
+    assert not faults, f"{len(faults)} of them:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "rows"),
+    [
+        ("train", TRAIN, SETTINGS),
+        ("records", RECORDS, TABLES),
+        ("prepare", PREPARE, PREPARATIONS),
+    ],
+    ids=["train", "records", "prepare"],
+)
+def test_a_wrong_setting_is_refused_in_one_line(command, given, rows, places, capsys):
+    check_rows(
+        (
+            (
+                command,
+                [filled(word, places) for word in (*given, *([typed] if isinstance(typed, str) else typed))],
+                filled(says, places),
+            )
+            for typed, says in rows
+        ),
+        capsys,
+    )
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_wrong_arguments_are_refused_in_one_line(command, places, capsys):
+    rows = [(name, shlex.split(filled(typed, places)), filled(says, places)) for name, typed, says in FLAGS]
+    assert {name for name, _, _ in rows} == set(MAINS)
+    check_rows([row for row in rows if row[0] == command], capsys)
+
+
+@pytest.mark.parametrize("command", VARIANTS)
+def test_no_setting_takes_what_its_type_rules_out(command, places):
+    """Every setting of every section: another type, negative, not finite, too large for 64 bits, null, empty."""
+    schema = TrainConfig if command == "train" else PrepareConfig
+    known: set[tuple[str, object]] = set()
+    wrong, count = [], 0
+    for given in VARIANTS[command]:
+        base = cli.compose_config(schema, given)
+        for row in made_rows(command, given, known):
+            count += 1
+            said = refusal(base, schema, row) or "it is taken"
+            if row.partition("=")[0] not in said or "\n" in said or "Config" in said:
+                wrong.append(f"{row}: {said}")
+    assert not wrong, "\n".join(wrong)
+    assert count > {"train": 800, "prepare": 100}[command]
+
+
+def refusal(base: DictConfig, schema: type, row: str) -> str | None:
+    """What is said of one more override of settings that are composed already: composing takes most of the time."""
+    key = row.partition("=")[0]
+    old = copy.deepcopy(OmegaConf.select(base, key))
+    try:
+        OmegaConf.update(base, key, OverridesParser.create().parse_override(row).value(), merge=False)
+        cli.checked(base, schema, [row])
+    except InputError as error:
+        return str(error)
+    except OmegaConfBaseException as error:
+        return cli.explain(error, schema, [row])
+    finally:
+        OmegaConf.update(base, key, old, merge=False)
+    return None
