@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 
@@ -12,6 +13,7 @@ from train.config import InputError, TrainConfig, launched_rank, launched_world_
 from train.outcome import Over, check_restart, is_restart
 from train.preempt import StopRequest
 from train.run_folder import RunFolder
+from train.storage import is_s3
 from train.watchdog import die_with_launcher
 
 logger = logging.getLogger("train")
@@ -56,7 +58,8 @@ def train_once(cfg: TrainConfig) -> int:
                 os._exit(cli.FAILED)
             return cli.FAILED
     if reason in ENDS:
-        logger.info("%s at step %d: python -m train.report %s", reason, step, cfg.run_dir)
+        flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
+        logger.info("%s at step %d: python -m train.report %s", reason, step, shlex.join([cfg.run_dir, *flags]))
         return cli.DONE
     logger.info("stopped on %s at step %d with a checkpoint; the same command goes on", reason, step)
     return cli.STOPPED

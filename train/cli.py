@@ -212,28 +212,33 @@ def refuse_flags(_: object) -> None:
 # ---- commands with flags, which are about data and not about a run ---------------------------------------------------
 
 
-def add_s3_flags(parser: argparse.ArgumentParser) -> None:
+def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
     parser.add_argument("--endpoint", help="URL of an S3-compatible server")
     parser.add_argument("--region", help="of the bucket")
     parser.add_argument("--profile", help="of ~/.aws: whose credentials")
     parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
-    parser.add_argument("--cache-dir", help="where shards from S3 are kept (data.cache_dir)")
+    if caches:
+        parser.add_argument("--cache-dir", help="where shards from S3 are kept (data.cache_dir)")
 
 
 def run_flags(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, action: Flagged) -> int:
     """Read flags, act, give the exit code; bad input is one line."""
     options = parser.parse_args(arguments)
     try:
-        s3 = S3Config(
-            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
-        )
-        return action(options, s3)
+        return action(options, s3_of(options))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except Failure as error:
         print(f"error: {error}{hint_of(error)}", file=sys.stderr)
         return FAILED
+
+
+def s3_of(options: argparse.Namespace) -> S3Config:
+    """What the flags of add_s3_flags say."""
+    return S3Config(
+        endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+    )
 
 
 def hint_of(error: Failure) -> str:

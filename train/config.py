@@ -159,6 +159,12 @@ class S3Config:
         ok = self.endpoint is None or self.endpoint.startswith(("http://", "https://"))
         check(ok, f"s3.endpoint={self.endpoint} must begin with http:// or https://")
 
+    def flags(self) -> list[str]:
+        """The same for the commands that take flags."""
+        given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
+        words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        return [*words, "--path-style"] if self.path_style else words
+
 
 @dataclass(kw_only=True)
 class DataConfig:

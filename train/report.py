@@ -1,6 +1,7 @@
 """Turns run folders into one HTML file to read, keep and send: `python -m train.report RUN [RUN ...] [--output DIR]`.
 
 One run: RUN/report/report.html. Several: report/report.html beside the first run, so runs/report for the usual layout.
+Of a run in S3 it is written to this machine: NAME-report/report.html in the current folder, or report/ for several.
 No torch here: a laptop that holds nothing but the copied run folders can write the report.
 """
 
@@ -17,7 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check
+from train.cli import DONE, FAILED, REFUSED, add_s3_flags, s3_of
+from train.config import Failure, InputError, check
 from train.report_data import (
     Records,
     bad_rows,
@@ -29,7 +31,8 @@ from train.report_data import (
     splits_table,
 )
 from train.report_figures import MAX_POINTS, PANELS, data_figures, draw, eval_panels, labels, look, printable, x_axis
-from train.report_run import Line, Run, number, read_run, summarise
+from train.report_places import open_run, plain, scratch_folder
+from train.report_run import Line, Run, number, summarise
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ def describe(run: Run, records: Records | None, label: str, place: int) -> dict[
     summary = summarise(run)
     return {
         "label": label,
-        "path": printable(run.path),
+        "path": printable(run.location or run.path),
         "stroke": look(place),
         "summary": summary,
         "why": {
@@ -236,26 +239,35 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train.report", description="Write an HTML report on training runs."
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run folder: the run_dir of a training run")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
     parser.add_argument(
         "--output",
         metavar="DIR",
         type=Path,
-        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for more",
+        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for "
+        "more; for runs in S3: NAME-report or report, here",
     )
+    add_s3_flags(parser, caches=False)
     args = parser.parse_args(argv)
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     try:
         check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-        runs = [read_run(path) for path in dict.fromkeys(path.resolve() for path in args.runs)]
-        first = runs[0].path
-        html = render(runs, args.output or (first if len(runs) == 1 else first.parent) / "report")
-    except InputError as error:
+        with scratch_folder() as scratch:
+            runs = [open_run(place, s3_of(args), scratch) for place in dict.fromkeys(map(plain, args.runs))]
+            html = render(runs, (args.output or default_output(runs)).resolve())
+    except (InputError, Failure) as error:
         print("error:", printable(" ".join(str(error).split())), file=sys.stderr)
-        return 2
+        return REFUSED if isinstance(error, InputError) else FAILED
     print_table(runs)
     show(f"\nreport: {html}")
-    return 0
+    return DONE
+
+
+def default_output(runs: list[Run]) -> Path:
+    first = runs[0]
+    if first.location:
+        return Path(f"{first.path.name}-report" if len(runs) == 1 else "report")
+    return (first.path if len(runs) == 1 else first.path.parent) / "report"
 
 
 if __name__ == "__main__":
