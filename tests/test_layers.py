@@ -41,7 +41,7 @@ ROWS = [
     ["train.data", "train.models", "train.optim", "train.backend", "train.metrics"],
     ["train.tasks", "train.parallel", "train.report_run"],
     ["train.checkpoints"],
-    ["train.report_data"],
+    ["train.report_data", "train.report_places"],
     ["train.report_figures"],
     ["train.card"],
     ["train.hub"],

@@ -6,13 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import finished_run
 import pytest
+from s3_fixtures import Bucket
+from services.fault_proxy import Fault
 
-from train import report, report_data, report_figures
+from train import report, report_data, report_figures, report_run
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -82,7 +85,7 @@ def write_run(
 
 
 def summarise(folder: Path, lines: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return report.summarise(report.read_run(write_run(folder, lines, **more)))
+    return report.summarise(report_run.read_run(write_run(folder, lines, **more)))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -127,7 +130,7 @@ def test_several_runs_are_compared_beside_the_first(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", whole_run())
     other = {"optim": {"name": "lamb", "lr": 0.001}, "run_dir": "runs/b", "extra": 1}
     second = write_run(tmp_path / "b", whole_run(), config=other)
-    runs = [report.read_run(first), report.read_run(second)]
+    runs = [report_run.read_run(first), report_run.read_run(second)]
     assert report.config_differences(runs) == [["extra", "-", "1"], ["optim.name", "adamw", "lamb"]]
     assert report.main([str(first), str(second)]) == 0
     html = (tmp_path / "report" / "report.html").read_text()
@@ -137,13 +140,13 @@ def test_several_runs_are_compared_beside_the_first(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [report.read_run(write_run(tmp_path / name / "run", whole_run())) for name in "ab"]
+    runs = [report_run.read_run(write_run(tmp_path / name / "run", whole_run())) for name in "ab"]
     assert report.labels(runs) == [str(Path("a/run")), str(Path("b/run"))]
 
 
 def test_curves_of_different_batches_go_by_sequences(tmp_path: Path) -> None:
-    first = report.read_run(write_run(tmp_path / "a", whole_run()))
-    second = report.read_run(write_run(tmp_path / "b", whole_run(), config={"global_batch_size": 2 * BATCH}))
+    first = report_run.read_run(write_run(tmp_path / "a", whole_run()))
+    second = report_run.read_run(write_run(tmp_path / "b", whole_run(), config={"global_batch_size": 2 * BATCH}))
     assert (report_figures.x_axis([first]), report_figures.x_axis([first, second])) == ("step", "examples")
 
 
@@ -163,7 +166,7 @@ def test_hostile_names_and_values_are_escaped(tmp_path: Path) -> None:
 
 def test_a_report_on_100000_lines_stays_below_a_megabyte(tmp_path: Path) -> None:
     lines = [train_line(step, loss=9 - step % 97 / 50, data_wait_s=step % 89 / 999) for step in range(1, 100_001)]
-    run = report.read_run(write_run(tmp_path / "run", lines))
+    run = report_run.read_run(write_run(tmp_path / "run", lines))
     html = report.render([run], tmp_path / "out")
     assert html.stat().st_size < 1_000_000
 
@@ -186,7 +189,7 @@ def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(
 
     named: list[str] = []
     monkeypatch.setattr(Figure, "legend", lambda self, **_: named.extend(self.axes[0].get_legend_handles_labels()[1]))
-    runs = [report.read_run(write_run(tmp_path / name, whole_run())) for name in ("_a", "b")]
+    runs = [report_run.read_run(write_run(tmp_path / name, whole_run())) for name in ("_a", "b")]
     report_figures.draw(report_figures.PANELS[1], runs, "step")
     assert [name.strip() for name in named] == ["_a", "b"]
 
@@ -206,7 +209,7 @@ def test_the_report_never_imports_torch(tmp_path: Path) -> None:
 def test_lines_that_a_resume_redid_are_dropped(tmp_path: Path) -> None:
     lines = [train_line(10), train_line(20, loss=99.0), eval_line(20, loss=99.0), train_line(30, loss=99.0)]
     lines += [train_line(20), eval_line(20), train_line(30)]
-    run = report.read_run(write_run(tmp_path / "run", lines))
+    run = report_run.read_run(write_run(tmp_path / "run", lines))
     assert [(line["step"], line["loss"]) for line in run.lines["train"]] == [(10, 8.0), (20, 7.0), (30, 6.0)]
     assert [(line["step"], line["loss"]) for line in run.lines["eval"]] == [(20, 7.0)]
 
@@ -233,7 +236,7 @@ def test_a_killed_life_counts_by_its_train_lines(tmp_path: Path, saved: int, red
 
 def test_the_share_of_waiting_is_of_the_time_since_the_line_before(tmp_path: Path) -> None:
     lines = [train_line(10), train_line(30), {"kind": "checkpoint", "step": 25}, train_line(26)]
-    run = report.read_run(write_run(tmp_path / "run", lines))
+    run = report_run.read_run(write_run(tmp_path / "run", lines))
     shares = [report_figures.waiting_share(line) for life in run.lives for line in life if line["kind"] == "train"]
     assert shares == [0.5 / (10 * STEP_S), 0.5 / (20 * STEP_S), 0.5 / (1 * STEP_S)]
 
@@ -258,7 +261,7 @@ def test_known_mfu_and_cost_are_shown(tmp_path: Path) -> None:
 
 
 def test_validation_loss_is_set_against_the_unigram_entropy(tmp_path: Path) -> None:
-    run = report.read_run(write_run(tmp_path / "run", whole_run()))
+    run = report_run.read_run(write_run(tmp_path / "run", whole_run()))
     words = " ".join(re.sub(r"<[^>]+>", "", report.render([run], tmp_path / "out").read_text()).split())
     assert "Validation loss 5.000, unigram entropy of the corpus 7.500, i.e. 2.500 nats better" in words
 
@@ -300,7 +303,7 @@ def cost_line(resumed: int, steps_lost: int, recover_s: float) -> dict[str, Any]
 
 def steps_of(folder: Path, lines: list[dict[str, Any]]) -> list[list[tuple[int, int, int]]]:
     """Step, own steps and steps of the window of each train line, by lives."""
-    lives = report.read_run(write_run(folder, lines)).lives
+    lives = report_run.read_run(write_run(folder, lines)).lives
     return [
         [(line["step"], line["own_steps"], line["window_steps"]) for line in life if line["kind"] == "train"]
         for life in lives
@@ -354,7 +357,7 @@ def test_a_rollback_redoes_steps_within_a_life(tmp_path: Path) -> None:
     assert (found["examples"], found["skipped_steps"], found["rollbacks"]) == (55 * BATCH, 3, 1)
     killed = summarise(tmp_path / "c", [*before, after[0]])
     assert (killed["lives"], killed["steps"], killed["train_s"]) == (1, 20, 35 * STEP_S)
-    run = report.read_run(tmp_path / "b")
+    run = report_run.read_run(tmp_path / "b")
     assert [line["step"] for line in run.lines["train"]] == [10, 20, 30, 40]
     assert report_figures.points(run.lines["train"], report_figures.waiting_share, "step")[1] == [0.1] * 4
 
@@ -365,7 +368,7 @@ def test_what_faults_and_saves_cost_is_in_the_table(tmp_path: Path) -> None:
     lines += [new_line(20), cost_line(20, 3, 12.5), new_line(30)]
     ended = summary_line(30, 10, goodput=0.875, skipped_steps=2, rollbacks=0, faults=2, **told)
     run = write_run(tmp_path / "run", [*lines, ended], config={"checkpoint": {"every": 500}})
-    texts = dict(report.table([report.summarise(report.read_run(run))]))
+    texts = dict(report.table([report.summarise(report_run.read_run(run))]))
     assert texts["Goodput"] == "87.5%"
     assert (texts["Faults survived"], texts["Steps lost to them"]) == ("2", "15")
     assert texts["Time to recover from them (s)"] == "42.5"
@@ -377,7 +380,7 @@ def test_what_faults_and_saves_cost_is_in_the_table(tmp_path: Path) -> None:
     assert (texts["Checkpoint stall (s a save)"], texts["Checkpoint size (MB)"]) == ("0.500", "3.0")
     assert (texts["checkpoint.every (steps)"], texts["Suggested checkpoint.every (steps)"]) == ("500", "85")
     assert texts["Suggested time between saves (s)"] == "42.4"
-    html = report.render([report.read_run(run)], tmp_path / "out").read_text()
+    html = report.render([report_run.read_run(run)], tmp_path / "out").read_text()
     assert "Goodput is the share" in html and "the square root of 2" in html
     assert (tmp_path / "out" / "goodput.png").is_file()
 
@@ -488,12 +491,12 @@ def test_runs_are_compared_label_by_label(tmp_path: Path) -> None:
 
 
 def test_a_run_without_such_files_is_shown_as_before(tmp_path: Path) -> None:
-    run = report.read_run(write_run(tmp_path / "run", whole_run()))
+    run = report_run.read_run(write_run(tmp_path / "run", whole_run()))
     words = shown(report.render([run], tmp_path / "out").read_text())
     assert report_data.read_records(run.path) is None
     for word in ("Data", "Best evaluation", "Labels", "Bad rows"):
         assert f" {word} " not in words
-    two = [run, report.read_run(write_run(tmp_path / "other", whole_run()))]
+    two = [run, report_run.read_run(write_run(tmp_path / "other", whole_run()))]
     assert "F1" not in shown(report.render(two, tmp_path / "both").read_text())
 
 
@@ -539,7 +542,7 @@ def test_damaged_words_on_the_data_are_refused_by_name(
 
 def test_a_half_written_last_line_is_ignored(tmp_path: Path) -> None:
     lines = [train_line(10), train_line(20)]
-    run = report.read_run(write_run(tmp_path / "run", lines, tail='{"kind": "train", "step": 30, "lo'))
+    run = report_run.read_run(write_run(tmp_path / "run", lines, tail='{"kind": "train", "step": 30, "lo'))
     assert [line["step"] for line in run.lines["train"]] == [10, 20]
 
 
@@ -616,3 +619,68 @@ def test_a_missing_package_is_named_with_its_cure(
     monkeypatch.setitem(sys.modules, name, None)
     said = refused(capsys, run)
     assert name in said and "pip install 'baretrain[report]'" in said
+
+
+# ---- runs in S3 ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_s3(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Writes a run there, with the current folder elsewhere; gives its place and the flags."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def put(name: str, **files: str) -> list[str]:
+        run = write_run(tmp_path / name, whole_run())
+        for path, content in files.items():
+            (run / f"{path}.json").write_text(content)
+        for path in run.iterdir():
+            bucket.put(f"runs/{name}/{path.name}", path.read_bytes())
+        return [bucket.location(f"runs/{name}"), *bucket.config().flags()]
+
+    return put
+
+
+def test_a_run_in_s3_is_reported_here(
+    bucket: Bucket, in_s3: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, *flags = in_s3("albert")
+    before = bucket.keys()
+    assert report.main([f"{place}/", *flags]) == 0
+    html = tmp_path / "here/albert-report/report.html"
+    assert f"report: {html}" in capsys.readouterr().out
+    assert f"from {place}" in shown(html.read_text())
+    assert bucket.keys() == before
+    assert report.main([place, *flags, "--output", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/report.html").is_file()
+
+
+def test_runs_in_s3_and_on_disk_are_compared(in_s3: Callable[..., list[str]], tmp_path: Path) -> None:
+    place, *flags = in_s3("one")
+    other, *_ = in_s3("two")
+    local = write_run(tmp_path / "three", whole_run())
+    assert report.main([place, other, str(local), *flags]) == 0
+    words = shown((tmp_path / "here/report/report.html").read_text())
+    assert all(name in words for name in ("one", "two", "three"))
+
+
+def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(
+    bucket: Bucket, in_s3: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, *flags = in_s3("bad", data="[1]")
+    assert f"error: {place}/data.json is damaged: expected a mapping" in refused(capsys, place, *flags)
+    nothing = bucket.location("nothing")
+    assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in refused(capsys, nothing, *flags)
+    assert "is not a folder in S3" in refused(capsys, f"{place}/../../x", *flags)
+    assert "there is no bucket nowhere" in refused(capsys, "s3://nowhere/run", *flags)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_silent_s3_is_a_failure_and_no_refusal(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.s3_patience.ATTEMPTS", 1)
+    bucket.proxy.set(Fault("status"))
+    assert report.main([bucket.location("run"), *bucket.config().flags()]) == 1
+    assert re.fullmatch(r"error: s3://.*: S3 answers 503 SlowDown, 1 times\n", capsys.readouterr().err)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from train.launcher import end_launcher, leave_it_to_the_first
 from train.outcome import Over, check_restart, is_restart, may_go_on
 from train.preempt import StoppedEarly, StopRequest
 from train.run_folder import RunFolder
+from train.storage import is_s3
 
 logger = logging.getLogger("train")
 QUIET_S = 1.0  # torch takes seconds to import, large data to open: by then the user hears that it has begun
@@ -97,7 +99,8 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
                 os._exit(cli.FAILED)
             return cli.FAILED
     if reason in ENDS:
-        logger.info("%s at step %d: python -m train.report %s", reason, step, cfg.run_dir)
+        flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
+        logger.info("%s at step %d: python -m train.report %s", reason, step, shlex.join([cfg.run_dir, *flags]))
         return cli.DONE
     logger.info("stopped on %s at step %d with a checkpoint; the same command goes on", reason, step)
     if launch.is_under_torchrun:

@@ -65,12 +65,20 @@ def command_parser(
     return parser
 
 
-def add_s3_flags(parser: argparse.ArgumentParser) -> None:
+def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:
     parser.add_argument("--endpoint", metavar="URL", help="of an S3-compatible server")
     parser.add_argument("--region", help="of the bucket")
     parser.add_argument("--profile", help="of ~/.aws: the credentials to use")
     parser.add_argument("--path-style", action="store_true", help="bucket in the path instead of the host name")
-    parser.add_argument("--cache-dir", metavar="FOLDER", help="where what comes from S3 is kept (data.cache_dir)")
+    if caches:
+        parser.add_argument("--cache-dir", metavar="FOLDER", help="where what comes from S3 is kept (data.cache_dir)")
+
+
+def s3_of(options: argparse.Namespace) -> S3Config:
+    """What the flags of add_s3_flags say."""
+    return S3Config(
+        endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
+    )
 
 
 def run_flags(
@@ -80,10 +88,7 @@ def run_flags(
 
     def act() -> int:
         options = parser.parse_args(arguments)
-        s3 = S3Config(
-            endpoint=options.endpoint, region=options.region, profile=options.profile, path_style=options.path_style
-        )
-        return action(options, s3)
+        return action(options, s3_of(options))
 
     return guarded(act)
 

@@ -219,6 +219,12 @@ class S3Config:
         if self.endpoint is not None:
             check_endpoint("s3.endpoint", self.endpoint)
 
+    def flags(self) -> list[str]:
+        """The same for the commands that take flags."""
+        given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
+        words = [word for flag, value in given.items() if value is not None for word in (flag, value)]
+        return [*words, "--path-style"] if self.path_style else words
+
 
 def check_endpoint(key: str, url: str) -> None:
     """InputError, without repeating it, for a URL that holds more than a server's address: run folders keep it."""

@@ -78,11 +78,7 @@ def push(folder: RunFolder, to: str, *, private: bool) -> str:
 def command(location: str, to: str, s3: S3Config, *, private: bool) -> str:
     """The line that pushes a run later."""
     words = ["python", "-m", "train.hub", location, "--to", to, *([] if private else ["--public"])]
-    if is_s3(location):
-        given = {"--endpoint": s3.endpoint, "--region": s3.region, "--profile": s3.profile}
-        words += [word for flag, value in given.items() if value is not None for word in (flag, value)]
-        words += ["--path-style"] if s3.path_style else []
-    return shlex.join(words)
+    return shlex.join([*words, *(s3.flags() if is_s3(location) else [])])
 
 
 def name_of(folder: RunFolder) -> str:

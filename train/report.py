@@ -1,6 +1,7 @@
 """Turns run folders into one HTML file to read, keep and send: `python -m train.report RUN [RUN ...] [--output DIR]`.
 
 One run: RUN/report/report.html. Several: report/report.html beside the first run, so runs/report for the usual layout.
+Of a run in S3 it is written to this machine: NAME-report/report.html in the current folder, or report/ for several.
 No torch here: a laptop that holds nothing but the copied run folders can write the report.
 """
 
@@ -17,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from train.command import DONE, command_parser, guarded
+from train.command import DONE, add_s3_flags, command_parser, guarded, s3_of
 from train.config import InputError, check
 from train.report_data import (
     Records,
@@ -30,7 +31,8 @@ from train.report_data import (
     splits_table,
 )
 from train.report_figures import MAX_POINTS, PANELS, data_figures, draw, eval_panels, labels, look, printable, x_axis
-from train.report_run import Line, Run, number, read_run, summarise
+from train.report_places import copies, default_output, open_run, plain
+from train.report_run import Line, Run, number, summarise
 from train.storage import local_path
 
 # ---- table ---------------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def describe(run: Run, records: Records | None, label: str, place: int) -> dict[
     summary = summarise(run)
     return {
         "label": label,
-        "path": printable(run.path),
+        "path": printable(run.location or run.path),
         "stroke": look(place),
         "summary": summary,
         "why": {
@@ -238,34 +240,30 @@ def print_table(runs: list[Run]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def at_home(given: str) -> Path:
-    return Path(given).expanduser()
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(
         "train.report",
         "Write an HTML report on training runs: curves, a table, settings; several runs are compared.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
     )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=at_home, help="run folder: the run_dir of a training run"
-    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
     parser.add_argument(
         "--output",
         metavar="DIR",
-        type=at_home,
-        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for more",
+        help="folder for report.html and its images; default: RUN/report for one run, report beside the first for "
+        "more; for runs in S3: NAME-report or report, here",
     )
+    add_s3_flags(parser, caches=False)
     return guarded(lambda: report(parser.parse_args(argv)))
 
 
 def report(options: argparse.Namespace) -> int:
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    runs = [read_run(path) for path in dict.fromkeys(local_path(run).resolve() for run in options.runs)]
-    first = runs[0].path
-    html = render(runs, options.output or (first if len(runs) == 1 else first.parent) / "report")
+    with copies() as scratch:
+        runs = [open_run(location, s3_of(options), scratch) for location in dict.fromkeys(map(plain, options.runs))]
+        output = default_output(runs) if options.output is None else local_path(options.output)
+        html = render(runs, output.resolve())
     print_table(runs)
     print(f"\nreport: {html}")
     return DONE

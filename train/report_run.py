@@ -23,16 +23,16 @@ STEP_KINDS = ("train", "eval", "checkpoint", "summary")  # a fault may come befo
 
 @dataclass
 class Run:
-    path: Path
+    path: Path  # that of a copy, if it is in S3
     config: dict[str, Any]  # flat: "optim.lr"
     environment: dict[str, Any]  # flat too
     lives: list[list[Line]]  # all that happened, redone steps included: what time and money are counted from
     lines: dict[str, list[Line]]  # by kind, superseded train and eval lines left out: what curves are drawn from
+    location: str = ""  # of one in S3, as the user wrote it
 
 
 def read_run(path: Path) -> Run:
     """Read a run folder; InputError, one line, if it is none or if a file in it is damaged."""
-    path = Path(path).resolve()
     try:
         check(path.is_dir(), f"{path} is not a folder; give the run_dir of a training run")
         check((path / "metrics.jsonl").is_file(), f"{path} is not a run folder: it holds no metrics.jsonl")

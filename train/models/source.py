@@ -106,10 +106,7 @@ def exported_checkpoint(key: str, place: str, folder: Folder, s3: S3Config, cach
     made_of = {"of": folder.location, "steps": {name: folder.read(name).decode() for name in manifests}}
 
     def export(target: Path) -> None:
-        flags = {"--endpoint": s3.endpoint, "--region": s3.region, "--profile": s3.profile}
-        options = [text for flag, value in flags.items() if value is not None for text in (flag, value)]
-        options += ["--path-style"] if s3.path_style else []
-        options += ["--cache-dir", str(cache)] if is_s3(place) else []  # for what comes and goes
+        options = [*s3.flags(), *(["--cache-dir", str(cache)] if is_s3(place) else [])]  # for what comes and goes
         environ = {name: value for name, value in os.environ.items() if name not in RANKS}
         root = str(Path(train.__file__).parent.parent)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
