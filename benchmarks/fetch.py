@@ -34,8 +34,10 @@ def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     from train.config import S3Config, ShardsConfig
     from train.data.cache import Cache
     from train.data.download import Downloader
+    from train.data.fetcher import keep_memory
     from train.s3 import S3Folder
 
+    keep_memory()  # as the process that fetches for a run
     source = S3Folder(f"s3://{BUCKET}", S3Config(endpoint=endpoint, region=REGION, path_style=True))
     manifest: Any = SimpleNamespace(shards=shards)
     downloader = Downloader(source, ShardsConfig(path=""), manifest, Cache(folder, 300.0))
