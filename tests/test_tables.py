@@ -204,13 +204,18 @@ def test_what_does_not_decide_them_is_not(cfg, source, same):
     assert source.reads == 1
 
 
-@pytest.mark.parametrize("damage", ["no tables.json", "cut tables.json", "cut rows", "no rows", "bit", "tokenizer"])
+DAMAGES = ("no tables.json", "cut tables.json", "facts", "cut rows", "no rows", "bit", "tokenizer")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_folder_is_made_anew(cfg, source, damage):
     made = open_tables(cfg, Words())
     rows = made.folder / "train" / "data-00000-of-00001.arrow"
     wanted = sha256_file(rows)
     if damage in ("no tables.json", "no rows"):
         (made.folder / "tables.json" if damage == "no tables.json" else rows).unlink()
+    elif damage == "facts":
+        change_facts(made.folder, max_length=10**6)
     elif damage.startswith("cut"):
         os.truncate(rows if damage == "cut rows" else made.folder / "tables.json", 100)
     else:
@@ -218,6 +223,28 @@ def test_a_damaged_folder_is_made_anew(cfg, source, damage):
     again = open_tables(cfg, Words())
     assert source.reads == 2 and again == made and sha256_file(rows) == wanted
     assert hidden(cfg) == []
+
+
+def change_facts(folder, **changed):
+    """In tables.json; None removes a key."""
+    facts = {**json.loads((folder / "tables.json").read_bytes()), **changed}
+    (folder / "tables.json").write_text(json.dumps({name: value for name, value in facts.items() if value is not None}))
+
+
+def test_a_damaged_folder_stays_until_another_takes_its_place(cfg, source):
+    """Another run may be reading it."""
+    made = open_tables(cfg, Words())
+    spoil(made.folder / "train" / "data-00000-of-00001.arrow")
+    there = []
+    source.before = lambda: there.append((made.folder / "train").is_dir())
+    assert open_tables(cfg, Words()) == made and source.reads == 2
+    assert there == [True]
+
+
+def test_tables_of_an_earlier_version_are_used_without_a_checksum_of_their_facts(cfg, source):
+    made = open_tables(cfg, Words())
+    change_facts(made.folder, sha256=None)
+    assert open_tables(cfg, Words()).id == made.id and source.reads == 1
 
 
 def test_without_verify_only_lengths_are_compared(cfg, source):
@@ -554,10 +581,17 @@ def test_damaged_saved_data_is_refused(cfg, source, saved, tmp_path):
         open_tables(from_saved(cfg, tmp_path), Words())
 
 
+def test_saved_data_whose_facts_were_changed_is_refused(cfg, source, saved, tmp_path):
+    change_facts(tmp_path / "saved", labels=["good", "bad"])
+    with pytest.raises(InputError, match="tables.json is damaged"):
+        open_tables(from_saved(cfg, tmp_path), Words())
+
+
 def test_files_outside_the_folder_are_not_written(cfg, source, saved, tmp_path):
     path = tmp_path / "saved" / "tables.json"
     facts = json.loads(path.read_text())
     facts["files"]["../evil"] = {"bytes": 1, "sha256": "0"}
+    del facts["sha256"]  # as in earlier versions
     path.write_text(json.dumps(facts))
     with pytest.raises(InputError, match="is not a path below a folder"):
         open_tables(from_saved(cfg, tmp_path), Words())

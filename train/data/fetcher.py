@@ -39,6 +39,7 @@ REPORT_EVERY_S = 10.0
 TAKE_OVER_S = 10.0  # an earlier run that was killed may take to let go of the cache
 MOST_FAILING = 8  # shards of which nothing comes, tried beside the others
 PR_SET_PDEATHSIG = 1  # prctl(2)
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
 class Need:
@@ -139,6 +140,7 @@ class Fetcher:
     def run(self, places: Connection) -> None:
         parent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        keep_memory()
         leave_signals_to_the_parent(0)
         self.places.close()
         with (self.cache.run / "fetcher.lock").open("a+") as life:
@@ -202,3 +204,11 @@ class Fetcher:
         total, left = (sum(shard.bytes for shard in shards) for shards in (wanted, absent))
         size = f"{tqdm.format_sizeof(total - left, 'B')} of {tqdm.format_sizeof(total, 'B')}"
         logger.info("shards: %d of %d in %s, %s", len(wanted) - len(absent), len(wanted), self.cache.folder, size)
+
+
+def keep_memory() -> None:
+    """Let this process use the memory of one shard for the next. The connector takes some anew for each, and the page
+    faults of that cost more than all copies do (benchmarks/fetch.py).
+    """
+    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+        ctypes.CDLL(None).mallopt(option, value)

@@ -26,6 +26,7 @@ from train.storage import (
     read_again,
     sha256_bytes,
     sha256_file,
+    sha256_json,
     sync_file,
     sync_folder,
     telling,
@@ -78,6 +79,9 @@ def parse_facts(content: bytes) -> Facts:
     found = read_object(content)
     if found.get("format") != FORMAT:
         raise BadContent("it is of another version of this program")
+    if not is_sealed(found):
+        raise BadContent("it was changed after it was written")
+    found.pop("sha256", None)
     facts = record(Facts, found)
     for split in facts["splits"]:
         checked(FileName, split, "splits")
@@ -110,7 +114,14 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
         for path in paths
     }
     make_durable(folder)
-    write_atomic(folder / NAME, as_json({**facts, "files": files}))
+    sealed = json.loads(as_json({**facts, "files": files}))
+    write_atomic(folder / NAME, as_json({**sealed, "sha256": sha256_json(sealed)}))
+
+
+def is_sealed(facts: dict[str, Any]) -> bool:
+    """Whether tables.json is as it was written; earlier versions wrote no checksum of it."""
+    body = {name: value for name, value in facts.items() if name != "sha256"}
+    return "sha256" not in facts or facts["sha256"] == sha256_json(body)
 
 
 def as_json(facts: Mapping[str, Any]) -> bytes:
@@ -125,12 +136,18 @@ def make_durable(folder: Path) -> None:
 
 
 def publish(temporary: Path, folder: Path) -> None:
-    """Rename it to `folder`. If another process was first, its result stays: it is of the same data."""
+    """Rename it to `folder`. If another process was first, its result stays: it is of the same data. What is damaged
+    there is replaced: a run that reads it keeps the files that it has open.
+    """
     try:
         temporary.rename(folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        identity = json.loads((temporary / NAME).read_bytes())["id"]
+        if not find_whole(folder, identity, checksums=True):
+            put_aside(folder)
+            temporary.rename(folder)
     sync_folder(folder.parent)
 
 
@@ -174,18 +191,12 @@ def check_whole(folder: Path, facts: Facts, *, checksums: bool) -> None:
 
 
 def find_whole(folder: Path, identity: str, *, checksums: bool) -> bool:
-    """Whether `folder` holds the tables of this id. What is there and is damaged is removed, to be made anew."""
-    path = folder / NAME
-    if path.is_file():
-        try:
-            facts = parse_facts(path.read_bytes())
-            is_whole = facts["id"] == identity and fault_of(folder, facts, checksums=checksums) is None
-        except BadContent:  # not what we wrote
-            is_whole = False
-        if is_whole:
-            return True
-    put_aside(folder)
-    return False
+    """Whether `folder` holds the tables of this id, and nothing in it is damaged."""
+    try:
+        facts = parse_facts((folder / NAME).read_bytes())
+        return facts["id"] == identity and fault_of(folder, facts, checksums=checksums) is None
+    except (FileNotFoundError, NotADirectoryError, BadContent):  # not what we wrote
+        return False
 
 
 # ---- what raw data was, without reading it again ---------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""Client CPU of fetching shards from S3 to files with their sha256: ours, the connector by itself, boto3.
+
+    python -m benchmarks.fetch [--rounds 5] [--shards 16] [--mb 64]
+
+Every measurement has its own process and four threads, all from one server on this machine, in turn. `stream` is the
+connector's native part alone: it writes nothing and hashes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.data import REGION, Result, row, run, s3_server, spread, values
+
+BUCKET, THREADS, READ_BYTES = "benchmark-fetch", 4, 2**20
+Fetch = Callable[[str], None]
+
+
+def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
+    from train.config import S3Config, ShardsConfig
+    from train.data.cache import Cache
+    from train.data.download import Downloader
+    from train.data.fetcher import keep_memory
+    from train.s3 import S3Folder
+
+    keep_memory()  # as the process that fetches for a run
+    source = S3Folder(f"s3://{BUCKET}", S3Config(endpoint=endpoint, region=REGION, path_style=True))
+    manifest: Any = SimpleNamespace(shards=shards)
+    downloader = Downloader(source, ShardsConfig(path=""), manifest, Cache(folder, 300.0))
+    by_name = {shard.file: shard for shard in shards}
+    return lambda name: downloader.bring(by_name[name])
+
+
+def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
+    from s3torchconnector import S3ReaderConstructor
+
+    dataset, number = connector_dataset(endpoint, shards, S3ReaderConstructor.sequential())
+
+    def fetch(name: str) -> None:
+        reader, digest = dataset[number[name]], hashlib.sha256()
+        with (folder / name).open("wb") as file:
+            while chunk := reader.read(READ_BYTES):
+                file.write(chunk)
+                digest.update(chunk)
+
+    return fetch
+
+
+def stream(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
+    from train.data.fetch import stream_constructor
+
+    dataset, number = connector_dataset(endpoint, shards, stream_constructor)
+
+    def fetch(name: str) -> None:
+        for _ in dataset[number[name]]():
+            pass
+
+    return fetch
+
+
+def connector_dataset(endpoint: str, shards: list[Any], constructor: Any) -> tuple[Any, dict[str, int]]:
+    from s3torchconnector import S3ClientConfig, S3MapDataset
+
+    names = [shard.file for shard in shards]
+    config = S3ClientConfig(part_size=max(shard.bytes for shard in shards), force_path_style=True)
+    dataset = S3MapDataset.from_objects(
+        [f"s3://{BUCKET}/{name}" for name in names],
+        region=REGION,
+        endpoint=endpoint,
+        reader_constructor=constructor,
+        s3client_config=config,
+    )
+    return dataset, {name: number for number, name in enumerate(names)}
+
+
+def boto(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=endpoint, region_name=REGION)
+
+    def fetch(name: str) -> None:
+        digest, body = hashlib.sha256(), client.get_object(Bucket=BUCKET, Key=name)["Body"]
+        with (folder / name).open("wb") as file:
+            for chunk in body.iter_chunks(READ_BYTES):
+                file.write(chunk)
+                digest.update(chunk)
+
+    return fetch
+
+
+FETCHERS = {"ours": ours, "connector": connector, "stream": stream, "boto3": boto}
+
+
+def measure(name: str, place: dict[str, Any]) -> Result:
+    from train.data.shards import Shard
+
+    shards = [Shard(**shard) for shard in place["shards"]]
+    with tempfile.TemporaryDirectory() as folder:
+        fetch = FETCHERS[name](place["endpoint"], shards, Path(folder))
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(fetch, [shard.file for shard in shards]))
+        after = resource.getrusage(resource.RUSAGE_SELF)
+    gigabytes = sum(shard.bytes for shard in shards) / 1e9
+    user_s, system_s = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return {
+        "user": user_s / gigabytes,
+        "system": system_s / gigabytes,
+        "both": (user_s + system_s) / gigabytes,
+        "pages": (after.ru_minflt - before.ru_minflt) * resource.getpagesize() / gigabytes / 1e9,
+    }
+
+
+def upload(client: Any, number: int, size: int) -> list[Result]:
+    client.create_bucket(Bucket=BUCKET)
+    shards = []
+    for index in range(number):
+        content = random.Random(index).randbytes(size)
+        name = f"train-{index:05d}.safetensors"
+        client.put_object(Bucket=BUCKET, Key=name, Body=content)
+        shards.append({"file": name, "rows": 1, "bytes": size, "sha256": hashlib.sha256(content).hexdigest()})
+    return shards
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--shards", type=int, default=16)
+    parser.add_argument("--mb", type=int, default=64, help="2^20 bytes of a shard; 64 is what the preparation writes")
+    parser.add_argument("--measure", choices=FETCHERS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.measure:
+        print(json.dumps(measure(options.measure, json.loads(os.environ["PLACE"]))), flush=True)
+        os._exit(0)  # the connector's threads may take long to end
+    results: dict[str, list[Result]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder), None) as (client, proxy):
+        place = {"endpoint": proxy.endpoint, "shards": upload(client, options.shards, options.mb * 2**20)}
+        for _, name in itertools.product(range(options.rounds), FETCHERS):
+            proxy.set()
+            command = (sys.executable, "-m", "benchmarks.fetch", "--measure", name)
+            found = json.loads(run(*command, PLACE=json.dumps(place)).splitlines()[-1])
+            found["gets"] = len(proxy.requests("^GET .*safetensors")) / options.shards
+            print(f"{name}: {found}", file=sys.stderr)
+            results[name].append(found)
+    head = ("", "CPU, s/GB", "user", "system", "new memory touched, of the bytes fetched", "GETs for each shard")
+    lines = [row(head), "|---" * len(head) + "|"]
+    for name, found in results.items():
+        keys = ("both", "user", "system", "pages", "gets")
+        lines.append(row((name, *(spread(values(found, key), 2) for key in keys))))
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
