@@ -10,7 +10,7 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
-    ["train.config"],
+    ["train.config", "train.progress"],
     ["train.s3"],
     [
         "train.storage",
