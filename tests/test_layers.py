@@ -10,7 +10,7 @@ FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT 
 
 # A module imports from lower rows only, and from its own package. Types may come from anywhere (TYPE_CHECKING).
 ROWS = [
-    ["train.config", "train.launcher", "train.console"],
+    ["train.config", "train.launcher", "train.console", "train.progress"],
     ["train.untrusted", "train.launched"],
     ["train.s3_patience"],
     ["train.s3"],

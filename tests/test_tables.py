@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
+from running import eventually
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from train import cli, records, tasks
+from train import cli, progress, records, tasks
 from train.config import ColumnsConfig, Failure, InputError, QAConfig, TrainConfig
 from train.data import once, raw_identity
 from train.data import raw as raw_data
@@ -161,6 +162,29 @@ def test_rows_are_tokenised_once_in_batches_and_found_again(cfg, source):
     kept = AutoTokenizer.from_pretrained(str(made.folder / "tokenizer"))
     assert kept.backend_tokenizer.truncation is None  # the next call would set it
     assert kept("good day").input_ids == Words().tokenizer("good day").input_ids
+
+
+def test_what_takes_long_is_said_meanwhile(cfg, source, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.01)
+    said = []
+
+    def until_named(name):
+        def is_named():
+            said.append(capsys.readouterr().err)
+            return name in "".join(said)
+
+        eventually(is_named)
+
+    class Slow(Words):
+        def features(self, rows, indices, *, split):
+            if split == "train":
+                until_named("... tokenising train: ")
+            return super().features(rows, indices, split=split)
+
+    source.before = lambda: until_named("... comparing checksums of data.path=")
+    tables = open_tables(cfg, Slow())
+    assert len(tables.features("train")) == ROWS
 
 
 def test_facts_say_what_the_rows_are(cfg, source):

@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from train import cli
+from train import cli, progress
 from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
 from train.data.corpus import Corpus, open_corpus
 from train.data.documents import WHOLE, Part
@@ -30,6 +30,7 @@ from train.data.merge import TooLittleText, merge, remove_states
 from train.data.preparation import STATE_NAMES, Report, digest, prepare_part
 from train.data.processes import PartStopped, prepare_in_processes
 from train.data.shards import FORMAT, SPLITS, Manifest, read_manifest
+from train.progress import Stage
 from train.storage import Folder, canonical_json, open_folder, sha256_json
 from train.untrusted import BadContent, of_type, read_object
 
@@ -58,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(cfg: PrepareConfig) -> int:
     try:
-        manifest = prepare(cfg)
+        with progress.reported():
+            manifest = prepare(cfg)
     except PartStopped as error:
         print(f"error: {error}; the same command goes on", file=sys.stderr)
         return cli.FAILED
@@ -79,6 +81,7 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
 
     Raises InputError if it cannot; what is not there then is a manifest.
     """
+    progress.begin(Stage(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     job = Part.parse(cfg.part) if cfg.part else WHOLE
     parts = job.divided(cfg.processes)
@@ -94,6 +97,7 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
             prepare_parts(cfg, folder, corpus, parts, identity)
             if job.count > 1:
                 return None
+        progress.begin(Stage("writing the manifest"))
         return merge(
             folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings_of(cfg, num_parts)
         )
@@ -107,7 +111,7 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
     """With the folder's tokenizer, here or in processes of their own."""
     vocabulary = vocabulary_of(cfg, corpus, folder)
     share = len(parts) / parts[0].count
-    with progress(None if corpus.total_bytes is None else int(corpus.total_bytes * share)) as report:
+    with shown(None if corpus.total_bytes is None else int(corpus.total_bytes * share)) as report:
         if len(parts) == 1:
             prepare_part(cfg, folder, corpus, vocabulary, parts[0], identity, report)
         else:
@@ -115,8 +119,9 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
 
 
 @contextmanager
-def progress(total_bytes: int | None) -> Iterator[Report]:
-    """A bar in MB/s and tokens/s, on terminals."""
+def shown(total_bytes: int | None) -> Iterator[Report]:
+    """A bar in MB/s and tokens/s on terminals, and lines elsewhere."""
+    progress.begin(Stage("tokenising and packing", total_bytes, "bytes", has_bar=True))
     with tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc="tokenise and pack", disable=None, mininterval=0.5
     ) as bar:
@@ -126,6 +131,7 @@ def progress(total_bytes: int | None) -> Iterator[Report]:
             nonlocal tokens
             tokens += num_tokens
             bar.update(num_bytes)
+            progress.advance(num_bytes)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
 
         yield report
@@ -237,16 +243,19 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
         count = SAMPLED_PLACES * total // wanted
         share, parts = 1.0, [Part(place * count // SAMPLED_PLACES, count) for place in range(SAMPLED_PLACES)]
     num_documents, num_given = 0, 0
+    progress.begin(Stage("reading text for the tokenizer", total, "bytes", has_bar=True))
     with tqdm(total=total, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
         for document in (document for part in parts for document in corpus.documents(part)):
             num_documents += 1
             bar.update(document.source_bytes)
+            progress.advance(document.source_bytes)
             split_at, sample_at = digest(document.text, cfg.seed)
             if split_at >= cfg.validation_fraction and sample_at < share:
                 num_given += 1
                 yield document.text
     check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
     held = f"validation_fraction={cfg.validation_fraction} or a sample of tokenizer.train_bytes={wanted}"
+    progress.begin(Stage("training the tokenizer"))
     check(num_given > 0, f"none of {num_documents} documents is left for the tokenizer by {held}; give more documents")
 
 

@@ -46,6 +46,7 @@ def show(cfg: TrainConfig) -> int:
         isinstance(cfg.data, RecordsConfig),
         f"task={cfg.task.kind} learns from shards, which python -m train.shards looks into; choose classify or qa",
     )
+    print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
     from train.tasks import build_task  # torch takes seconds to import: what is refused is refused before
 
     task = cast(Any, build_task(cfg))

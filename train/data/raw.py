@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
+from train import progress
 from train.config import RecordsConfig, S3Config, check
 from train.data.documents import naming
 from train.data.preparation import digest
@@ -37,6 +38,7 @@ from train.data.raw_formats import (
     hub_splits,
     saved_splits,
 )
+from train.progress import Stage
 from train.storage import make_folder, scratch_folder
 
 BATCH_ROWS = 500  # of an Arrow file, gathered in memory
@@ -79,6 +81,7 @@ def convert(
     files: dict[str, ArrowFile] = {}
     lost = {split: Dropped(split, cfg.max_bad_rows) for split in tables}
     for number, (split, found) in enumerate(tables.items()):
+        progress.begin(Stage(f"reading {split} of data.path={cfg.path}"))
         names = LabelNames(cfg, labels)
         rows = examples(found, cfg, kind, names, lost[split], labelled=True, unanswerable=unanswerable)
         with naming(f"{folder} cannot be written", (OSError,)):
@@ -151,6 +154,7 @@ class ArrowFile:
 
     def flush(self) -> None:
         self.writer.write_batch(pa.RecordBatch.from_pylist(self.waiting, self.features.arrow_schema))
+        progress.advance(len(self.waiting))
         self.waiting = []
 
     def close(self) -> None:

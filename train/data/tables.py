@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
+from train import progress
 from train.config import RecordsConfig, S3Config, TrainConfig, check
 from train.data import raw as raw_data
 from train.data import raw_identity
@@ -55,6 +56,7 @@ from train.data.table_files import (
     unfinished,
 )
 from train.launched import launched
+from train.progress import Stage
 from train.storage import Folder, is_s3, local_path, open_folder, sha256_json, telling, write_atomic
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
     tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
     key = sha256_json([asdict(data), cfg.seed, featurizer.kind, featurizer.settings, tokenizer_id])[:16]
     job = Job(cfg, data, featurizer, tokenizer_id, root)
-    folder = Path(once_per_node(root, key, lambda: str(provide(job))))
+    progress.begin(Stage(f"looking for data.path={data.path}"))
+    with progress.reported(speaks=launched().rank == 0):
+        folder = Path(once_per_node(root, key, lambda: str(provide(job))))
     facts = parse_facts((folder / NAME).read_bytes())
     return Tables(folder, facts["id"], facts)
 
@@ -211,6 +215,7 @@ def find_or_read(job: Job) -> tuple[str, str]:
     with unfinished(job.root) as temporary, bars_on_terminals_only():
         scratch = temporary / "scratch"
         scratch.mkdir()
+        progress.begin(Stage(f"comparing checksums of data.path={data.path}"))
         content = raw_identity.fingerprint(data, cfg.s3, scratch)  # of rows and of settings of data
         identity = job.identity(content)
         folder = job.folder(identity)
@@ -257,7 +262,10 @@ def make_features(
     """One process: the tokenizer has threads of its own. Memory: ROWS_AT_ONCE rows."""
     names = examples.column_names
 
+    progress.begin(Stage(f"tokenising {split}", len(examples), has_bar=True))
+
     def features_of(rows: Any, indices: list[int]) -> dict[str, list]:
+        progress.advance(len(indices))
         return featurizer.features({name: rows[name] for name in names}, indices, split=split)
 
     return examples.map(
