@@ -1,58 +1,194 @@
-"""What commands do about readers that leave, Ctrl-C and errors of the system."""
+"""What all commands share: help, version, exit codes, and one line for whatever goes wrong."""
+
+from __future__ import annotations
 
 import os
-from contextlib import contextmanager, redirect_stdout
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from running import ROOT
+from test_bad_inputs import MAINS
 
-from train.command import DONE, FAILED, INTERRUPTED, UNREAD, guarded
-
-
-@contextmanager
-def unread():
-    """Standard output is a pipe whose reader has left, as of `| head`."""
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    with os.fdopen(write_end, "w") as stream, redirect_stdout(stream):  # closing flushes, as Python does at exit
-        yield
+import train
+from train import cli, prepare
+from train.command import DONE, FAILED, INTERRUPTED, REFUSED, UNREAD, guarded
+from train.config import Failure, InputError, PrepareConfig, TrainConfig, Unreachable
+from train.help import comments, explained_field, groups, shown_default
 
 
-def show(*lines, code=DONE):
-    def act():
-        for line in lines:
-            print(line)
-        return code
+def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit, match="0"):
+        MAINS[command]([flag])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_help_has_purpose_examples_and_exit_codes(command, capsys):
+    text = shown(command, "--help", capsys)
+    name = "train" if command == "train" else f"train.{command}"
+    _, purpose, examples, *_ = text.split("\n\n")
+    assert len(purpose) > 20
+    assert len([line for line in examples.splitlines() if f"-m {name}" in line]) == 3
+    assert "exit codes:\n  0    " in text
+    assert "hydra" not in text.lower() and "_schema" not in text
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "records"])
+def test_help_explains_the_most_used_settings_and_lists_the_groups(command, capsys):
+    text = shown(command, "--help", capsys)
+    group = "corpus=pydocs" if command == "prepare" else "optim=adamw"
+    assert group in text and ("wiki_books" if command == "prepare" else "albert_v1") in text
+    settings = text.split("most used settings")[1].split("\n\n")[0].splitlines()[1:]
+    assert len(settings) > 12
+    unexplained = [line for line in settings if line[2] != " " and len(line.split(None, 1)) < 2]
+    assert not unexplained
+
+
+@pytest.mark.parametrize("command", MAINS)
+def test_version_is_ours(command, capsys):
+    assert shown(command, "--version", capsys) == f"baretrain {train.__version__}\n"
+
+
+def test_comments_of_settings_are_read_from_the_source():
+    @dataclass
+    class Sample:
+        beside: int = 1  # at the end,
+        # and below
+        # Above the next.
+        above: int = 2
+        bare: int = 3
+
+        def method(self) -> None: ...  # not a setting's
+
+    # The comment above belongs to the field before it, which has one beside it already.
+    assert comments(Sample) == {"beside": "at the end, and below Above the next.", "above": "", "bare": ""}
+    item, comment = explained_field(TrainConfig, "data.path")
+    assert shown_default(item) == "..." and "s3://" in comment
+
+
+def test_groups_are_those_of_the_configuration_and_have_no_schemas():
+    found = groups("train")
+    assert found["experiment"][0] is None and found["task"] == ("mlm", ["classify", "mlm", "qa"])
+    assert list(groups("prepare")) == ["corpus"]
+
+
+def raises(error: BaseException):
+    def act() -> int:
+        raise error
 
     return act
 
 
-@pytest.mark.parametrize("length", [10, 10**6])  # flushed at the end, or before
-def test_a_reader_that_leaves_ends_the_command_without_a_message(capfd, length):
-    with unread():
-        assert guarded(show("x" * length)) == UNREAD
-    assert capfd.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (InputError("seed=x"), REFUSED, "error: seed=x\n"),
+        (Failure("no data"), FAILED, "error: no data\n"),
+        (Unreachable("S3 is silent"), FAILED, "error: S3 is silent; try again later\n"),
+        (OSError(28, "No space left on device", "/data/x"), FAILED, "error: /data/x: No space left on device\n"),
+        (PermissionError(13, "Permission denied", b"/data/x"), FAILED, "error: /data/x: Permission denied\n"),
+        (OSError("odd"), FAILED, "error: odd\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
+        (BrokenPipeError(), UNREAD, ""),
+        (InputError("two\nlines \x1b[31m"), REFUSED, "error: two lines \\x1b[31m\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_whatever_goes_wrong_is_one_line_and_an_exit_code(error, code, says, capsys):
+    assert guarded(raises(error)) == code
+    assert capsys.readouterr().err == says
 
 
-def test_what_a_command_has_seen_is_not_hidden_by_a_reader_that_leaves(capfd):
-    """As of `checkpoints verify | head` with damage."""
-    with unread():
-        assert guarded(show("model.pt does not match its checksum", code=FAILED)) == FAILED
-    assert capfd.readouterr().err == ""
+def test_a_mistake_of_the_program_has_its_traceback_and_a_line(capsys):
+    assert guarded(raises(KeyError("x"))) == FAILED
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and "report it" in lines[-1]
 
 
-def test_a_pipe_that_breaks_elsewhere_is_an_error_like_another(capfd):
-    """As of a helper process that was killed."""
-
-    def act():
-        raise BrokenPipeError(32, "Broken pipe")
-
-    assert guarded(act) == FAILED
-    assert capfd.readouterr().err == "error: Broken pipe\n"
+def test_other_ranks_are_silent(capsys):
+    assert guarded(raises(InputError("seed=x")), speaks=False) == REFUSED
+    assert capsys.readouterr().err == ""
 
 
-def test_an_interrupt_is_one_line(capfd):
-    def act():
-        raise KeyboardInterrupt
+def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):
+    assert MAINS["train"](["--cfg", "job", "seed=7"]) == DONE
+    text = capsys.readouterr().out
+    assert "run_dir: ???" in text and "seed: 7" in text and "hydra" not in text
 
-    assert guarded(act) == INTERRUPTED
-    assert capfd.readouterr().err == "interrupted\n"
+
+def test_a_model_that_is_to_be_given_is_asked_for():
+    given = ["run_dir=r", "data.path=d", "max_steps=1", "micro_batch_size=1", "model=pretrained"]
+    with pytest.raises(InputError, match="model.pretrained is not set"):
+        cli.load_config(TrainConfig, given)
+    assert cli.load_config(TrainConfig, [*given, "model.init_from=r"]).model.pretrained is None
+    assert cli.load_config(TrainConfig, [*given, "model.pretrained=a"]).model.pretrained == "a"
+
+
+def start(words: list[str], cwd: Path, *, flags: tuple[str, ...] = (), **environ: str) -> subprocess.Popen[str]:
+    """A process of its own, with nothing in its environment but what is given."""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *flags, "-m", *words], cwd=cwd, env=env, text=True, **pipes)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(prepared, tmp_path):
+    process = start(["train.shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path))
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (UNREAD, "")
+
+
+# ---- where it runs -------------------------------------------------------------------------------------------------
+
+SMALL = ["model=albert_tiny", "model.hidden_size=32", "model.intermediate_size=64", "model.embedding_size=16"]
+SMALL += ["model.num_heads=2", "max_steps=1", "global_batch_size=8", "data.num_workers=0", "tensorboard=false"]
+SMALL += ["backend.device=cpu", "backend.precision=fp32", "eval_examples=8", "checkpoint.every=1"]
+
+
+def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_path):
+    """As `python -O` in somebody's folder, where HOME is not set: refused, and run."""
+    (tmp_path / "conf").mkdir()  # somebody's own
+    (tmp_path / "conf" / "train.yaml").write_text("max_steps: 1000000\n")
+    words = ["train", *SMALL, f"data.path={prepared}"]
+    runs = [
+        start([*words, *more], tmp_path, flags=("-O",)) for more in (["run_dir=run"], ["run_dir=b", "task.kind=qa"])
+    ]
+    (out, err), (_, refused) = (process.communicate(timeout=300) for process in runs)
+    assert runs[0].returncode == DONE, out + err
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+    assert (
+        runs[1].returncode == REFUSED and refused.startswith("error: task.kind=qa") and len(refused.splitlines()) == 1
+    )
+
+
+def test_the_c_locale_prepares_the_same_data_and_refuses_names_that_it_cannot_hold(tmp_path):
+    """Python 3 takes the C locale for UTF-8 unless it is told not to, as here."""
+    text = "\n\n".join(f"größer als {n} Maß" for n in range(200))
+    (tmp_path / "ü").mkdir()
+    for folder in (tmp_path, tmp_path / "ü"):
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+    words = ["corpus=text", "seq_len=16", "tokenizer.vocab_size=40", "validation_fraction=0.2"]
+    rows = [["corpus.path=text.txt", "output=data"], ['corpus.path="ü/text.txt"', "output=b"]]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "HOME": "/proc/none"}
+    runs = [start(["train.prepare", *words, *more], tmp_path, **locale) for more in rows]
+    (out, err), (_, refused) = (process.communicate(timeout=300) for process in runs)
+    assert runs[0].returncode == DONE, err
+    here = prepare.prepare(
+        cli.load_config(PrepareConfig, [*words, f"corpus.path={tmp_path}/text.txt", f"output={tmp_path}/here"])
+    )
+    assert here is not None and f"id {here.id[:12]}" in out
+    assert runs[1].returncode == REFUSED and "set PYTHONUTF8=1" in refused and len(refused.splitlines()) == 1
+
+
+def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/proc/none")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
+    given = ["task=classify", "data=csv", f"data.path={tmp_path}/table.csv", f"model.tokenizer={prepared}/tokenizer"]
+    assert MAINS["records"]([*given, "seq_len=32"]) == REFUSED
+    err = capsys.readouterr().err
+    assert "cannot write to /proc/none" in err and len(err.splitlines()) == 1

@@ -107,6 +107,7 @@ def guarded(
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error; the C locale has ASCII alone
     line, code = "", DONE
     try:
+        check_encoding(sys.argv)
         code = act()
         sys.stdout.flush()
     except InputError as error:
@@ -138,6 +139,15 @@ def is_unread() -> bool:
     with suppress(OSError, ValueError):  # it is no file
         poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def check_encoding(arguments: Sequence[str]) -> None:
+    """InputError for arguments whose bytes are no text here: no file could record them."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"{argument} is not text in this locale; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8)") from error
 
 
 def printable(text: str) -> str:

@@ -64,6 +64,7 @@ def shown_default(item: Field) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+@functools.cache
 def comments(kind: type) -> dict[str, str]:
     """What the comments beside the fields of a dataclass say, inherited fields included."""
     found: dict[str, str] = {}

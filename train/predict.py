@@ -230,16 +230,10 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser(
-        "train.predict",
-        "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub.",
-        examples=(
-            'RUN --text "what a day"',
-            "RUN --input new.csv --output predictions.jsonl",
-            'RUN --question "Who?" --context "She did."',
-        ),
-        exits={**EXITS, REFUSED: "arguments or input refused; then there is no output file"},
-    )
+    purpose = "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
+    examples = ('RUN --text "hello"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
+    exits = {**EXITS, REFUSED: "arguments or input refused; then there is no output file"}
+    parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", help="to label")
