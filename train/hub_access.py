@@ -66,6 +66,6 @@ def asking_hub(source: str) -> Iterator[None]:
 def why_missing(source: str, error: Exception) -> str:
     """What a library's error about `source` comes to, in one line."""
     if is_at_hub(source) and silence() is not None:
-        return f"no such folder is here, the Hub's cache does not hold it, and {silence()}"
+        return f"it is not in the Hub's cache, and {silence()}"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0]

@@ -134,7 +134,8 @@ def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
             yield
     except errors as error:
         hint = "without the Hub, give a file or folder: data.path=FOLDER"
-        raise InputError(f"data.path={cfg.path} as a Hub data set: {why_missing(cfg.path, error)}; {hint}") from error
+        what = f"data.path={cfg.path} is no file or folder here, and as a Hub data set: {why_missing(cfg.path, error)}"
+        raise InputError(f"{what}; {hint}") from error
 
 
 def hub_splits(cfg: RecordsConfig, names: dict[str, str | None], scratch: Path) -> dict[str, datasets.Dataset]:
