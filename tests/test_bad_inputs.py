@@ -22,14 +22,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train import __main__ as training
-from train import cli, convert, hub, loop, precompile, predict, prepare, records, report, shards
+from train import attempt, cli, convert, hub, loop, precompile, predict, prepare, records, report, shards
 from train.checkpoints import __main__ as checkpoints
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.doctor import __main__ as doctor
 
 MAINS = {
-    "train": training.main,
+    "train": attempt.attempt,
     "prepare": prepare.main,
     "records": records.main,
     "report": report.main,
