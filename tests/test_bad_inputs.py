@@ -424,7 +424,7 @@ def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureF
     capsys.readouterr()
     code = MAINS[command](arguments)
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if not line.startswith("[transformers]")]
+    lines = [line for line in captured.err.splitlines() if not line.startswith(("[transformers]", "... "))]
     ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
     ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
     ok = ok and not any(path.is_file() for path in Path.cwd().rglob("*"))
