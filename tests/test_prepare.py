@@ -267,6 +267,12 @@ def test_a_vocabulary_that_does_not_suit_the_text_is_refused_with_one_that_does(
     prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the refused call stands in the way
 
 
+def test_text_for_which_no_vocabulary_is_small_enough_gets_no_advice_that_would_be_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(["one two", "two one"] * 20))
+    said = refused(tmp_path / "out", tmp_path / "text.txt", "validation_fraction=0.5")
+    assert said.endswith("is more than this text can fill: give more text")
+
+
 def test_an_error_of_the_corpus_is_not_told_as_one_of_the_tokenizer(tmp_path, corpus):
     path = tmp_path / "text.txt"
     path.write_bytes(corpus.read_bytes() + b"\n\nbinary \0\n")

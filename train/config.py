@@ -729,6 +729,9 @@ class HFCorpusConfig(CorpusConfig):
         check(bool(self.datasets), "corpus.datasets is empty: name one, e.g. corpus.datasets=[{path: user/set}]")
 
 
+MIN_VOCAB_SIZE = 16
+
+
 @dataclass(kw_only=True)
 class TokenizerConfig:
     pretrained: str | None = None  # Hub id or folder of a fast tokenizer; None: train one on the corpus
@@ -737,7 +740,8 @@ class TokenizerConfig:
     train_bytes: int = 256 * 2**20  # text that a new tokenizer is trained on at most; of a Hub stream, the first
 
     def __post_init__(self) -> None:
-        check(16 <= self.vocab_size <= 2**31, f"tokenizer.vocab_size={self.vocab_size} must be at least 16")
+        ok = MIN_VOCAB_SIZE <= self.vocab_size <= 2**31
+        check(ok, f"tokenizer.vocab_size={self.vocab_size} must be at least {MIN_VOCAB_SIZE}")
         check_positive("tokenizer.", self, "train_bytes")
 
 

@@ -18,7 +18,7 @@ import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from train.config import InputError, check
+from train.config import MIN_VOCAB_SIZE, InputError, check
 from train.data.encoding import Vocabulary, starts_of
 from train.data.shards import TokenizerInfo
 from train.hub_access import asking_hub, hub_or_path, why_missing
@@ -114,7 +114,8 @@ def unfit(vocab_size: int, error: str) -> str:
     """Why sentencepiece made no vocabulary of this size, and which size the text allows."""
     given = f"tokenizer.vocab_size={vocab_size}"
     if most := re.search(r"too high .*<= (\d+)", error):
-        return f"{given} is more than this text can fill: set tokenizer.vocab_size={most[1]} or less, or give more text"
+        smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
+        return f"{given} is more than this text can fill: {smaller}give more text"
     if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
         return f"{given} is fewer than the characters of this text: set tokenizer.vocab_size={fewest[1]} or more"
     return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
