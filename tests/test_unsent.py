@@ -148,7 +148,7 @@ def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
 
 def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog):
     saver = saver_of(store)
-    bucket.proxy.set(Fault("status", match="^PUT .*/checkpoints/", times=10))  # seven, then one at a time
+    bucket.proxy.set(Fault("status", match="^PUT .*/optimizer.pt", times=10))  # seven, then one at a time
     save(saver, 6, built(), patience_s=60.0)
     saver.wait()
     assert [found.failure for found in saver.take()] == [None]
