@@ -313,7 +313,7 @@ def test_a_last_save_that_s3_does_not_take_is_uploaded_next_time(bucket, prepare
     outcome = json.loads(bucket.get("run/outcome.json"))
     assert outcome["goes_on"] and "step 6 is whole in" in outcome["reason"]
     bucket.proxy.set()
-    assert train(bucket, prepared) == ("done", 6)
+    assert train(bucket, prepared, "checkpoint.patience_s=0") == ("done", 6)
     assert store_of(bucket, tmp_path).steps() == [3, 6]
     assert [line["step"] for line in told(bucket, "train")] == [1, 2, 3, 4, 5, 6]
     assert losses(told(bucket, "train")) == losses(lines(on_disk, "train"))
