@@ -69,7 +69,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
             )
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
-            check(value != "", f"{key}= is empty; give a value or leave it out")
+            check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")
             check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
 
 
@@ -637,7 +637,6 @@ class TrainConfig:
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
 
     def __post_init__(self) -> None:
-        check(self.run_dir.strip() != "", "run_dir is empty: is a variable that it is made of not set?")
         check(
             not (isinstance(self.backend, XLAConfig) and self.backend.zero1 and self.optim.name == "lamb"),
             "backend.zero1=true splits tensors, and LAMB needs the norms of whole ones; use optim=adamw",

@@ -18,7 +18,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self.handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)  # less the umask
         self.end = os.fstat(self.handle).st_size  # of the last whole line
         self.waiting: deque[bytes] = deque(maxlen=HELD_LINES)
         self.refused = False

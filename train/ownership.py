@@ -77,6 +77,12 @@ def check_location(location: str, data_path: str) -> None:
     if "://" not in data_path.removeprefix("file://") and local_path(data_path).exists():
         data = local_path(data_path).resolve()
         check(data != path and data not in path.parents, inside)
+    for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
+        is_link = file.is_symlink() and not file.is_dir()
+        check(
+            not is_link,
+            f"run_dir={location} holds a link, {file.name}: a run would write to what it leads to; remove it",
+        )
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
