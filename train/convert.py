@@ -36,7 +36,7 @@ def to_arrow(data: PreparedData, output: Path) -> None:
     import datasets  # takes a second or more
 
     is_new = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    check(is_new, f"{output} is a file or not empty; choose another folder")
+    check(is_new, f"{output} is {'a file' if output.is_file() else 'not empty'}; choose another folder")
     splits = {}
     with tempfile.TemporaryDirectory(dir=make_folder(output)) as temporary:
         for split in SPLITS:

@@ -174,7 +174,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
 
     target = local_path(options.folder)
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    check(is_new, f"{target} is a file or not empty; choose another folder")
+    check(is_new, f"{target} is {'a file' if target.is_file() else 'not empty'}; choose another folder")
     cfg = read_config(folder)
     cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or cfg.data.path, options.cache_dir, s3
     step, why = chosen(store, options.step)
