@@ -188,7 +188,8 @@ def test_a_shard_is_not_ready_before_this_run_has_compared_it(tmp_path):
 
 
 def test_ranks_launched_together_share_a_part_of_the_cache(monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
         monkeypatch.setenv(name, value)
     name = cache.launch_name()
     assert cache.launch_name() == name

@@ -14,7 +14,7 @@ import yaml
 from running import ROOT, lines, train_config
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import loop
+from train import loop, storage
 from train.checkpoints import __main__ as command
 from train.checkpoints.compare import difference
 from train.checkpoints.store import LocalStore
@@ -285,8 +285,9 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     assert not out.exists()
 
 
-def test_the_server_that_a_run_names_is_not_asked_with_our_credentials(run_dir, bucket, tmp_path, capsys):
+def test_the_server_that_a_run_names_is_not_asked_with_our_credentials(run_dir, bucket, tmp_path, capsys, monkeypatch):
     """A stranger's run: its data is said to be on a server of the stranger's."""
+    monkeypatch.setattr(storage, "MISSING_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(0.2)
         config = yaml.safe_load((run_dir / "config.yaml").read_text())

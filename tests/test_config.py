@@ -118,7 +118,7 @@ def test_every_corpus_composes():
         (["data.prefetch=1000000000"], "data.prefetch=1000000000 must be at most 1,000"),
         (["data.num_workers=100000"], "data.num_workers=100000 must be at most 128"),
         (["data.downloads=1000"], "data.downloads=1000 must be at most 64"),
-        (["data.cache_gb=inf"], "data.cache_gb=inf must be at most 1,000,000"),
+        (["data.cache_gb=inf"], "data.cache_gb=inf must be a finite number"),
         (["backend=xla", "backend.loader_prefetch=1000000000"], "backend.loader_prefetch=1000000000 must be at most"),
         (["backend=xla", "backend.device_prefetch=1000000000"], "backend.device_prefetch=1000000000 must be at most"),
         (["a b"], "a b is not key=value"),

@@ -1,6 +1,7 @@
 """Fine-tuning through the loop: the same numbers on any number of ranks, the best model out, and what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -86,11 +87,25 @@ def best(train, tmp_path_factory):
 # ---- evaluation ----------------------------------------------------------------------------------------------------
 
 
-def found_by(run_dir, *files):
-    """What an evaluation says: its line without times, and its files byte for byte."""
-    (line,) = lines(run_dir, "eval")
-    numbers = {key: value for key, value in line.items() if key not in ("time_unix_s", "eval_s")}
-    return numbers, [(run_dir / name).read_bytes() for name in files]
+NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
+
+
+def assert_same_evaluation(one, other, *files):
+    """The same metrics and files: all words to the letter, and numbers to 1e-6.
+
+    On some processors (seen with AVX-512) the last bit of a product depends on a row's place in the batch, and other
+    numbers of ranks put the rows into other batches.
+    """
+    metrics = []
+    for run_dir in (one, other):
+        (line,) = lines(run_dir, "eval")
+        metrics.append({key: value for key, value in line.items() if key not in ("time_unix_s", "eval_s")})
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+    for name in files:
+        texts = [(run_dir / name).read_text() for run_dir in (one, other)]
+        assert NUMBER.sub("N", texts[0]) == NUMBER.sub("N", texts[1])
+        numbers = [[float(number) for number in NUMBER.findall(text)] for text in texts]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +116,16 @@ def alone(train, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_evaluation_is_the_same_to_the_last_digit_on_any_number_of_ranks(overrides, alone, tmp_path, ranks):
+def test_an_evaluation_is_the_same_on_any_number_of_ranks(overrides, alone, tmp_path, ranks):
     micro = {2: 2, 3: 4}[ranks]
     done = run(overrides(tmp_path / "run", *STILL, f"micro_batch_size={micro}", "eval_batch_size=4"), ranks=ranks)
     assert done.returncode == 0, done.stderr
     files = ("evaluation.json", "predictions/validation.jsonl")
-    numbers, content = found_by(tmp_path / "run", *files)
-    assert numbers == found_by(alone, *files)[0]
-    assert content == found_by(alone, *files)[1]
-    assert 0 < numbers["f1_macro"] <= 1 and content[1].count(b"\n") > 30
+    assert_same_evaluation(tmp_path / "run", alone, *files)
+    assert 0 < lines(alone, "eval")[0]["f1_macro"] <= 1 and (alone / files[1]).read_text().count("\n") > 30
 
 
-def test_answers_are_the_same_to_the_last_digit_on_three_ranks(overrides, train, tmp_path):
+def test_answers_are_the_same_on_three_ranks(overrides, train, tmp_path):
     texts = TWEETS.read_text().replace('"', "").splitlines()
     for name, seed, number in (("train", 1, 20), ("dev", 2, 11)):
         (tmp_path / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=number)))
@@ -122,7 +135,7 @@ def test_answers_are_the_same_to_the_last_digit_on_three_ranks(overrides, train,
     done = run(overrides(tmp_path / "three", *given), ranks=3)
     assert done.returncode == 0, done.stderr
     files = ("evaluation.json", "predictions/validation.json", "predictions/validation_nbest.jsonl")
-    assert found_by(tmp_path / "three", *files) == found_by(tmp_path / "one", *files)
+    assert_same_evaluation(tmp_path / "three", tmp_path / "one", *files)
     assert len(json.loads((tmp_path / "one" / files[1]).read_text())) == 11
 
 

@@ -137,16 +137,14 @@ def test_folders_that_no_run_should_have_for_itself_are_refused(tmp_path, monkey
         "/": "run_dir=/ is the root folder; choose a folder for this run alone",
         str(home): f"run_dir={home} is your home folder; choose",
         f"{tmp_path}/data/../home": "is your home folder; choose",
-        str(data): f"run_dir={data} lies in data.path={data}: a run's files would mix with the data; choose another",
-        f"{data}/runs/one": "lies in data.path",
-        f"{tmp_path}/link/run": "lies in data.path",
+        str(data): f"run_dir={data} is data.path={data}: a run's files would mix with the data; choose another folder",
+        f"{tmp_path}/link": "a run's files would mix with the data",
     }.items():
         with pytest.raises(InputError, match=f"^run_dir={location} .*") as raised:
             check(RunFolder(location), data_path=str(data))
         assert words in str(raised.value)
-    for location in (bucket.location("data"), bucket.location("data/run")):
-        with pytest.raises(InputError, match="lies in data.path"):
-            check(RunFolder(location, bucket.config()), data_path=bucket.location("data/"))
+    with pytest.raises(InputError, match="a run's files would mix with the data"):
+        check(RunFolder(bucket.location("data"), bucket.config()), data_path=bucket.location("data/"))
     check(RunFolder(bucket.location("data2"), bucket.config()), data_path=bucket.location("data"))
     check(RunFolder(f"{tmp_path}/data2"), data_path=str(data))
     assert list(home.iterdir()) == list(data.iterdir()) == []

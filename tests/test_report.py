@@ -683,4 +683,4 @@ def test_a_silent_s3_is_a_failure_and_no_refusal(
     monkeypatch.setattr("train.s3_patience.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report.main([bucket.location("run"), *bucket.config().flags()]) == 1
-    assert re.fullmatch(r"error: s3://.*: S3 answers 503 SlowDown, 1 times\n", capsys.readouterr().err)
+    assert re.fullmatch(r"error: s3://.*: S3 answers 503 SlowDown; try again later\n", capsys.readouterr().err)

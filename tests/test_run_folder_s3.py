@@ -379,7 +379,7 @@ def test_an_s3_that_cannot_be_used_is_said_in_one_line(bucket, prepared, monkeyp
     monkeypatch.setattr(attempt.logger, "propagate", False)  # as in a process that has not begun
     assert attempt.attempt() == code
     told = capsys.readouterr().err
-    assert re.fullmatch(f"(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", told), told
+    assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", told), told
     assert bucket.keys() == []
 
 

@@ -14,7 +14,7 @@ from train.config import InputError, MLMConfig, QAConfig, RecordsConfig, ShardsC
 from train.data.preparation import Part, read_state
 from train.data.prepared import PreparedData
 from train.data.shards import read_manifest
-from train.data.table_files import NAME, bring, find_facts
+from train.data.table_files import FORMAT, NAME, bring, find_facts
 from train.storage import LocalFolder, canonical_json, open_folder, sha256_bytes
 
 FILES = ["manifest.json", "tokenizer/tokenizer.json"]
@@ -52,7 +52,9 @@ def test_what_is_damaged_in_the_bucket_is_said_after_a_few_reads(bucket, data, n
 @pytest.mark.parametrize("name", [NAME, "train.arrow"])
 def test_prepared_tables_are_read_again_too(bucket, tmp_path, name):
     content = b"x" * 1000
-    facts = {"format": 1, "id": "0", "files": {"train.arrow": {"bytes": 1000, "sha256": sha256_bytes(content)}}}
+    digest = sha256_bytes(content)
+    facts = {"format": FORMAT, "id": digest, "kind": "words", "labels": [], "settings": {}, "selection": {}}
+    facts |= {"tokenizer_sha256": digest, "splits": {}, "files": {"train.arrow": {"bytes": 1000, "sha256": digest}}}
     folder = open_folder(bucket.location("tables"), bucket.config())
     folder.write("train.arrow", content)
     folder.write(NAME, canonical_json(facts))

@@ -1,6 +1,7 @@
 """Training from S3: the run that reads from disk, bit for bit, whatever S3 does; or one named error on all ranks."""
 
 import json
+import os
 import random
 import sys
 import threading
@@ -8,6 +9,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from forks import launch, run_forked
 from running import lines, prepare_config, run, train_config, train_overrides
 from services.fault_proxy import Fault
 from streaming import SHARD, assert_same, losses, num_shards, overrides, train_from, upload
@@ -420,11 +422,21 @@ def test_another_data_set_under_a_run_is_refused(bucket, refused, shards, prepar
     assert "is of another run (data: " in refused(upload(bucket, prepared, "other"), f"run_dir={tmp_path}/run")
 
 
+OTHER_DATA = """
+import os, sys
+sys.argv = [word.replace("dataRANK", "data" + os.environ["RANK"]) for word in sys.argv]
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
 def test_ranks_that_read_different_data_are_refused(corpus, tmp_path):
     for number in (0, 1):
         prepare.prepare(prepare_config(tmp_path / f"data{number}", corpus, f"seed={number + 1}"))
-    settings = train_overrides(tmp_path / "run", f"{tmp_path}/data${{oc.env:LOCAL_RANK}}", "max_steps=2")
-    found = run(settings, ranks=2)
+    script = tmp_path / "other_data.py"
+    script.write_text(OTHER_DATA)
+    settings = train_overrides(tmp_path / "run", tmp_path / "dataRANK", "max_steps=2")
+    found = run_forked(launch(str(script), settings, ranks=2), os.environ)
     assert found.returncode != 0
     assert "error: rank 1 reads other data than rank 0 (id " in found.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()

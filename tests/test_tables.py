@@ -405,6 +405,7 @@ class Ranks:
         return process
 
     def run(self, rank, restarts):
+        os.environ |= {"WORLD_SIZE": "3", "RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         os.environ |= {"LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
         words = Words()
         try:

@@ -48,7 +48,7 @@ def start(store, number, *, host=MACHINE, previous=MACHINE):
     before = {"number": number - 1, "host": previous}
     adopt(store.local, SimpleNamespace(number=number, previous=before, claim={"host": host}))
     store.send_kept(number)
-    store.collect_garbage()
+    store.collect_garbage(ended_below=number)
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def own_names(key: str, text: str, kind: type) -> Any:
         value = OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException:
         try:
-            value = yaml.load(text, Loader=yaml.BaseLoader)  # words stay as they are written
+            value = yaml.BaseLoader(text).get_single_data()  # words stay as they are written
         except yaml.YAMLError:
             value = None
     what = "table, as {a: b, c: d}" if kind is dict else "list, as [a, b]"

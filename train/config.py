@@ -60,13 +60,8 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
-            ok = math.isfinite(value) and abs(value) < LARGEST
-            check(
-                ok,
-                f"{key}={value:g} must be a finite number below 2^63"
-                if isinstance(value, float)
-                else f"{key}={value} must be below 2^63",
-            )
+            check(math.isfinite(value), f"{key}={value:g} must be a finite number")
+            check(isinstance(value, float) or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
             check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")

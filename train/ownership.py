@@ -67,16 +67,15 @@ class Owned:
 
 def check_location(location: str, data_path: str) -> None:
     """InputError for a folder that no run should have for itself, whatever is in it."""
-    inside = f"run_dir={location} lies in data.path={data_path}: a run's files would mix with the data; choose another"
+    mixed = f"run_dir={location} is data.path={data_path}: a run's files would mix with the data; choose another folder"
     if is_s3(location):
-        check(not f"{location.rstrip('/')}/".startswith(f"{data_path.rstrip('/')}/"), inside)
+        check(location.rstrip("/") != data_path.rstrip("/"), mixed)
         return
     path = local_path(location).resolve()
     for name, reserved in {"the root folder": "/", "your home folder": os.path.expanduser("~")}.items():  # noqa: PTH111
         check(path != Path(reserved).resolve(), f"run_dir={location} is {name}; choose a folder for this run alone")
     if "://" not in data_path.removeprefix("file://") and local_path(data_path).exists():
-        data = local_path(data_path).resolve()
-        check(data != path and data not in path.parents, inside)
+        check(local_path(data_path).resolve() != path, mixed)
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
         check(

@@ -276,5 +276,6 @@ class S3Folder:
                 f"{place}: this machine's clock is wrong, S3 does not accept its signature; set it (chrony)"
             )
         if is_temporary(status, code):
-            return Unreachable(f"{place}: S3 answers {status} {code}, {answer.get('RetryAttempts', 0) + 1} times")
+            times = answer.get("RetryAttempts", 0) + 1
+            return Unreachable(f"{place}: S3 answers {status} {code}{f', {times} times' if times > 1 else ''}")
         return InputError(f"{place}: S3 answers {status} {code}: {one_line(told.get('Message', ''))}")

@@ -26,8 +26,11 @@ SHOWN_CHARS = 80  # of a value, in an error
 T = TypeVar("T")
 
 
-class BadContent(InputError):
-    """A file from elsewhere holds what no file of its kind holds. The message is one line."""
+class BadContent(InputError, ValueError):
+    """A file from elsewhere holds what no file of its kind holds. The message is one line.
+
+    Unlike other refusals it is a ValueError: code around a parser takes it for what it is, damage.
+    """
 
 
 class FileName(str):
