@@ -99,7 +99,7 @@ def assert_same_evaluation(one, other, *files):
     metrics = []
     for run_dir in (one, other):
         (line,) = lines(run_dir, "eval")
-        metrics.append({key: value for key, value in line.items() if key not in ("time_unix_s", "eval_s")})
+        metrics.append({key: value for key, value in line.items() if key not in ("kind", "time_unix_s", "eval_s")})
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
     for name in files:
         texts = [(run_dir / name).read_text() for run_dir in (one, other)]

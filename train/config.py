@@ -18,6 +18,7 @@ from omegaconf import MISSING, OmegaConf
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective
 TO_BE_GIVEN = "(to be given)"  # model.pretrained, by conf/model/pretrained.yaml
+LARGEST_FLOAT = 1e100  # products of two stay finite
 LARGEST = 2**63  # numbers stay below: NumPy, torch and safetensors count in 64 bits
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take some more, but not every float
 # Limits far above what is of use: a larger value is a slip, and would cost memory, processes or a hang.
@@ -60,8 +61,9 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
-            check(math.isfinite(value), f"{key}={value:g} must be a finite number")
-            check(isinstance(value, float) or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
+            check(math.isfinite(value) and abs(value) < LARGEST_FLOAT, f"{key}={value:g} must be a finite number")
+            is_real = isinstance(value, float) and key != "max_epochs"  # which becomes a number of steps
+            check(is_real or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
             check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")
