@@ -25,12 +25,12 @@ ASK_EVERY_S = 30.0  # for renewed credentials
 REFUSALS = {  # words of the connector's errors that many more attempts will not change, and what to say
     "bucket does not exist": "there is no such bucket",
     "No signing credentials": "there are no AWS credentials on this machine",
+    "InvalidRange": "it is shorter than the manifest says",
 }
 DENIALS = {  # that time may change: roles and policies take a while to be known everywhere, a copy may be on its way
     "key does not exist": "it is not in the bucket",
     "Forbidden": "S3 refuses access to it",
     "AccessDenied": "S3 refuses access to it",
-    "InvalidRange": "it is shorter than the manifest says",
 }
 TEMPORARY = ("Expired", "EXPIRED", "hrottl")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
