@@ -13,7 +13,7 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train import cli, prepare
+from train import attempt, cli, prepare
 from train.command import DONE, FAILED, INTERRUPTED, REFUSED, UNREAD, guarded
 from train.config import Failure, InputError, PrepareConfig, TrainConfig, Unreachable
 from train.help import comments, explained_field, groups, shown_default
@@ -193,3 +193,30 @@ def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypat
     assert MAINS["records"]([*given, "seq_len=32"]) == REFUSED
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")]  # what takes long
     assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
+
+
+@pytest.mark.parametrize("given", ["run_dir=${nope}", "run_dir=${a}", "max_steps=???", "optim.lr=-1", "checkpoint=[]"])
+def test_a_configuration_that_cannot_be_is_not_printed(given, capsys):
+    assert MAINS["train"]([given, "--cfg", "job"]) == REFUSED
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+
+
+def test_a_group_of_which_there_may_be_none_takes_null(capsys):
+    assert MAINS["train"](["experiment=null", "--cfg", "job"]) == DONE
+    assert MAINS["train"](["experiment=null"]) == REFUSED
+    assert "run_dir is not set" in capsys.readouterr().err
+
+
+def test_a_configuration_that_cannot_be_written_down_is_no_success():
+    words = [sys.executable, "-m", "train", "--cfg", "job"]
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.DEVNULL, check=False).returncode != 0
+
+
+def test_what_fails_before_a_run_begins_ends_torchrun(monkeypatch):
+    ended = []
+    monkeypatch.setattr(attempt, "end_launcher", lambda: ended.append(True))
+    monkeypatch.setattr(cli, "load_config", lambda *_: 1 / 0)  # a mistake of the program
+    assert MAINS["train"](["seed=1"]) == FAILED
+    assert ended == [True]

@@ -73,15 +73,15 @@ def test_machines_may_be_unlike_each_other(more: dict[str, str]):
     [
         ({"RANK": None}, "WORLD_SIZE=2 without RANK"),
         ({"RANK": ""}, "WORLD_SIZE=2 without RANK"),
-        ({"RANK": "-1"}, "RANK=-1 must be a whole number of 0 or more"),
+        ({"RANK": "-1"}, "RANK=-1 must be a whole number from 0 to"),
         ({"RANK": "abc"}, "RANK=abc must be a whole number"),
         ({"RANK": "1.0"}, "RANK=1.0 must be a whole number"),
         ({"RANK": "²"}, "RANK=² must be a whole number"),
         ({"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be a whole number of 1 or more"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be a whole number from 1 to"),
         ({"WORLD_SIZE": None}, "RANK=1 without WORLD_SIZE"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 must be a whole number of 1 or more"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 must be a whole number from 1 to"),
         ({"LOCAL_WORLD_SIZE": "4"}, "RANK=1 of WORLD_SIZE=2 cannot be LOCAL_RANK=1 of LOCAL_WORLD_SIZE=4"),
         ({"RANK": "0"}, "RANK=0 of WORLD_SIZE=2 cannot be LOCAL_RANK=1"),
         ({"MASTER_ADDR": None}, "RANK=1 without MASTER_ADDR"),
@@ -334,7 +334,7 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
 SPEAKS = """
 import sys
 from train.console import use_console
-use_console()
+use_console("stdout", "stderr")
 print("x" * 100_000)
 print("y", file=sys.stderr)
 sys.exit(75)

@@ -10,7 +10,7 @@ from train.launcher import die_with_launcher
 
 def main() -> int:
     die_with_launcher()
-    use_console()
+    use_console("stderr")
     from train.attempt import attempt  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
 
     return attempt()

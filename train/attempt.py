@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from train import cli
 from train.config import InputError, TrainConfig
+from train.console import use_console
 from train.launched import Launched, launched
 from train.launcher import end_launcher, leave_it_to_the_first
 from train.outcome import Over, check_restart, is_restart, may_go_on
@@ -41,14 +42,22 @@ def attempt(arguments: Sequence[str] | None = None) -> int:
         ),
         keys=USED,
     )
-    code = cli.run(TrainConfig, train_once, parser, arguments=arguments)
-    if code == cli.REFUSED:
+    has_begun = False  # what fails before, fails again
+
+    def begin(cfg: TrainConfig) -> int:
+        nonlocal has_begun
+        has_begun = True
+        return train_once(cfg)
+
+    code = cli.run(TrainConfig, begin, parser, arguments=arguments)
+    if code == cli.REFUSED or (code == cli.FAILED and not has_begun):
         end_launcher()
     return code
 
 
 def train_once(cfg: TrainConfig) -> int:
     """Run to an end of whatever kind. Gives the exit code (see cli)."""
+    use_console("stdout")
     launch = launched()
     try:
         if is_restart():

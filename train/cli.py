@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from train.command import DONE, EXITS, FAILED, REFUSED, STOPPED, Parser, command_parser, guarded
 from train.config import (
@@ -119,6 +119,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
         )
     for override in overrides:
         check_override(schema, override)
+    listed = groups(config_name(schema))  # Hydra has no word for "none of this group", which is a default
+    overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
         with initialize_config_module("conf", version_base="1.3"):
             composed = compose(config_name(schema), overrides=overrides)
@@ -162,7 +164,7 @@ def check_override(schema: type, override: str) -> None:
 
 
 def close_to(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
     return f"did you mean {close[0]}?" if close else "--cfg job lists all"
 
 
@@ -228,7 +230,7 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         return f"{seen}: {full_key} must be {KINDS.get(found[1] or found[2], found[1] or found[2])}"
     if "is not a ListConfig" in first:
         return f"{seen}: {full_key} must be a list, as {full_key}=[a,b]"
-    if "is not a subclass of" in first or "not a DictConfig" in first:
+    if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:
         return f"{seen}: {full_key} holds other settings; give one of them, as {full_key}.name=value"
     if "is not Optional" in first:
         return f"{seen or first}: it must have a value"
@@ -300,7 +302,7 @@ def run(
         overrides = unsaid + options.settings
         if options.cfg is None:
             nonlocal local_rank
-            local_rank = launched().local_rank
+            local_rank = launched().local_rank if schema is TrainConfig else 0
             return action(load_config(schema, overrides))
         composed = compose_config(schema, overrides)
         check_what_is_set(composed, schema, overrides)
@@ -317,7 +319,11 @@ def run(
 def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
     """The checks of a run, on settings of which some may still be missing."""
     filled = copy.deepcopy(composed)
-    for key in OmegaConf.missing_keys(filled):
-        OmegaConf.update(filled, key, "not-set")
+    try:
+        for key in OmegaConf.missing_keys(filled):
+            with suppress(ValidationError):  # a number that is missing stays so, and is refused
+                OmegaConf.update(filled, key, "not-set")
+    except OmegaConfBaseException as error:
+        raise InputError(explain(error, schema, overrides)) from error
     with suppress(Unset):
         checked(filled, schema, overrides)

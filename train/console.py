@@ -20,12 +20,16 @@ class Console(io.FileIO):
             return len(data)
 
 
-def use_console() -> None:
-    """For a program's beginning. Python's own flush at exit, which would change the exit code, succeeds as well."""
+def use_console(*names: str) -> None:
+    """For the beginning of what has more to do than to print to these streams, stdout or stderr. Python's own flush at
+    exit, which would change the exit code, succeeds as well.
+    """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # closed by whoever started it: no file may get its number
         pass
     os.close(handle)
     for handle, name in ((1, "stdout"), (2, "stderr")):
+        if name not in names:
+            continue
         before = getattr(sys, name)
         raw = Console(handle, "w", closefd=False)
         stream = io.TextIOWrapper(

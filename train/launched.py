@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from train.config import TrainConfig, check
 
-CURE = "start one torchrun a machine, or unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for a single process"
+CURE = (
+    "start one torchrun a machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
+    "single process"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
         local_world_size=local_world_size,
         is_distributed=is_distributed,
         master_addr=given.get("MASTER_ADDR", ""),
-        master_port=whole(given, "MASTER_PORT", 0, most=2**16 - 1),
+        master_port=whole(given, "MASTER_PORT", 0, least=int(is_distributed), most=2**16 - 1),
         run_id=given.get("TORCHELASTIC_RUN_ID"),
         restart_count=whole(given, "TORCHELASTIC_RESTART_COUNT", 0),
         uses_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -79,11 +82,16 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
     )
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all: rank 0, or one that no launcher started. It judges no other variable."""
+    return os.environ.get("RANK", "") in ("", "0")
+
+
 def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = 2**31) -> int:
     """A variable's number."""
     text = given.get(name, str(default))
-    is_number = text.isascii() and text.isdigit()
-    check(is_number and least <= int(text) <= most, f"{name}={text} must be a whole number of {least} or more; {CURE}")
+    ok = text.isascii() and text.isdigit() and least <= int(text) <= most
+    check(ok, f"{name}={text} must be a whole number from {least} to {most}; {CURE}")
     return int(text)
 
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PrepareConfig,
         "Turn text into token shards for pretraining. A preparation that was killed goes on, a finished one is kept.",
         examples=(
-            "corpus=text 'corpus.path=\"texts/**/*.txt\"' output=data/mine seq_len=128 tokenizer.vocab_size=8000",
+            "corpus=text 'corpus.path=\"texts/**/*.txt\"' output=data/mine seq_len=128 tokenizer.vocab_size=4000",
             "corpus=jsonl corpus.path=articles.jsonl corpus.column=body output=s3://bucket/mine processes=8",
             "corpus=parquet corpus.path=texts output=s3://bucket/mine part=3/64",
         ),
@@ -159,7 +159,9 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
     names = folder.names()
     if "source.json" not in names:
         hint = "choose another folder"
-        check(not names, f"output={folder.location} is not empty and not a preparation ({names[:3]}); {hint}")
+        check(
+            not names, f"output={folder.location} is not empty and not a preparation ({', '.join(names[:3])}); {hint}"
+        )
         folder.create("source.json", canonical_json(wanted))
     found = claimed(folder)
     if found != json.loads(canonical_json(wanted)):

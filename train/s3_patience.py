@@ -15,7 +15,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
-from train.launched import launched
+from train.launched import is_first
 
 logger = logging.getLogger("train")
 ATTEMPTS = 7  # at most, of a request that is answered, or refused, at once: with pauses of some 30 s in all
@@ -103,7 +103,7 @@ class Patience:
         if now_s + pause_s - began_s >= FIRST_WORD_S and now_s - self.spoken_s >= NEXT_WORD_S:
             self.spoken_s = now_s
             text = "waiting for S3: %s; asked again for up to %.0f s"
-            logger.log(logging.WARNING if launched().rank == 0 else logging.DEBUG, text, reason, until_s - now_s)
+            logger.log(logging.WARNING if is_first() else logging.DEBUG, text, reason, until_s - now_s)
 
 
 def is_temporary(status: int, code: str | None) -> bool:

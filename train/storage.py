@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from train.config import InputError, S3Config
-from train.launched import launched
+from train.launched import is_first
 from train.untrusted import RelativePath
 
 logger = logging.getLogger("train")
@@ -92,7 +92,7 @@ def wait_for_file(folder: Folder, name: str, ask: Callable[[str], Answer], *, un
 
     def say(state: RetryCallState) -> None:
         if state.attempt_number == 1:
-            level = logging.WARNING if launched().rank == 0 else logging.DEBUG
+            level = logging.WARNING if is_first() else logging.DEBUG
             logger.log(level, "%s/%s is missing; asked again for %g s", folder.location, name, MISSING_S)
 
     return Retrying(
@@ -162,7 +162,8 @@ def telling(verb: str, path: Path) -> Iterator[None]:
     except OSError as error:
         if verb == "read" and isinstance(error, FileNotFoundError):
             raise
-        hint = "; free some space or choose another folder" if verb == "write" else ""
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = f"; {'free some space or ' if is_full else ''}choose another folder" if verb == "write" else ""
         raise InputError(f"cannot {verb} {path}: {error.strerror}{hint}") from error
 
 

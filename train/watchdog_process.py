@@ -289,7 +289,7 @@ def gigabytes(rank: Rank) -> str:
 
 def main() -> None:
     leave_signals_to_the_parent(0)  # Slurm and systemd signal every process of a job; the ranks decide, this one stays
-    use_console()  # a full disk may not keep it from ending ranks
+    use_console("stdout", "stderr")  # a full disk may not keep it from ending ranks
     orders = Orders(**json.loads(sys.argv[1]))
     remove_leftovers(Path(orders.folder).parent)
     WatchdogProcess(orders, oom_counter=find_oom_counter()).run()

@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.checkpoints",
         "Look into the checkpoints of a run, on disk or in S3.",
-        examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export exported --step 1000"),
+        examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export FOLDER --step 1000"),
         exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REFUSED: REFUSED_TEXT},
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")

@@ -154,9 +154,7 @@ def task_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerFast:
         )
     tokenizer = read_tokenizer(source)
     if isinstance(tokenizer, str):
-        raise InputError(
-            f"tokenizer {source} cannot be loaded: {tokenizer}; without the Hub give a folder, model.pretrained=FOLDER"
-        )
+        raise InputError(f"tokenizer {source} cannot be loaded: {tokenizer}; without the Hub give a folder")
     check(
         tokenizer.is_fast,
         f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it would be slower than the "
