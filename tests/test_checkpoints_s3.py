@@ -395,7 +395,7 @@ def test_the_files_of_a_checkpoint_that_lost_its_manifest_stay(bucket, store, ca
     before = bucket.keys()
     store.collect_garbage(ended_below=9)
     assert bucket.keys() == before
-    (line,) = [message for message in caplog.messages if "manifest.json" in message]
+    (line,) = {message for message in caplog.messages if "manifest.json" in message}
     names = ", ".join(f"step_{step:08d}" for step in missing)
     assert f"no manifest.json for the files of {names}: they do not count as checkpoints, and none is removed" in line
 
