@@ -220,3 +220,19 @@ def test_what_fails_before_a_run_begins_ends_torchrun(monkeypatch):
     monkeypatch.setattr(cli, "load_config", lambda *_: 1 / 0)  # a mistake of the program
     assert MAINS["train"](["seed=1"]) == FAILED
     assert ended == [True]
+
+
+SECRETS = [
+    "http://user:pa=SECRET@host",
+    "http://user:pa,SECRET@host",
+    "http://user:pa'SECRET@host",
+    "[http://u:SECRET@h]",
+]
+SECRETS += ["http://host/?key=SECRET", "http://host/#SECRET", "http://user:SECRET@host"]
+
+
+@pytest.mark.parametrize("endpoint", SECRETS)
+def test_no_refusal_repeats_a_password(endpoint, capsys):
+    for override in (f"s3.endpoint={endpoint}", f"+s3.endpoint={endpoint}"):
+        assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REFUSED
+        assert "SECRET" not in capsys.readouterr().err

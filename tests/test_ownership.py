@@ -156,11 +156,11 @@ def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
     victim.write_text("mine")
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
-    with pytest.raises(InputError, match=f"holds a link, {link.name}: a run would write to what it leads to"):
+    (tmp_path / "run/environment.json").write_text(json.dumps({"identity": RUN}))
+    with pytest.raises(InputError, match=f"holds a link, {link.name}: a run would write through it"):
         check(RunFolder(str(tmp_path / "run")))
     link.unlink()
     (tmp_path / "run/checkpoints").symlink_to(tmp_path)  # on another disk
-    (tmp_path / "run/environment.json").write_text(json.dumps({"identity": RUN}))
     check(RunFolder(str(tmp_path / "run")))
 
 

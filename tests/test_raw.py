@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -41,7 +42,7 @@ def csv_of(rows, header=("text", "label"), delimiter=","):
 def read(path, *, kind="classify", seed=0, **settings):
     columns = settings.pop("columns", {})
     cfg = RecordsConfig(path=str(path), columns=ColumnsConfig(**columns), **settings)
-    return read_raw(cfg, kind, S3, seed=seed, scratch=Path(path).parent.parent / "scratch")
+    return read_raw(cfg, kind, S3, seed=seed, scratch=Path(tempfile.gettempdir(), path).parent.parent / "scratch")
 
 
 def new_rows(path, *, kind="classify", labels=(), **settings):

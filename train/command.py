@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -151,8 +152,9 @@ def check_encoding(arguments: Sequence[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """One line that does nothing to a terminal, whatever names of files are in it."""
-    line = " ".join(text.split())
+    """One line that does nothing to a terminal, whatever names of files are in it, and repeats no password of a URL."""
+    line = re.sub(r"://\S*@", "://...@", " ".join(text.split()))  # passwords stay with whoever typed them
+    line = re.sub(r"(endpoint=[^\s?#]*)[?#]\S*", r"\1?...", line)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 

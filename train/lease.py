@@ -23,10 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError
+from train.config import InputError, check
 from train.launched import launched
 from train.machine import read_process
-from train.ownership import LeaseLost, describe, name_of, newest, numbers, parse
+from train.ownership import MAX_NUMBER, LeaseLost, describe, name_of, newest, numbers, parse
 from train.storage import Folder, canonical_json
 
 logger = logging.getLogger("train")
@@ -69,6 +69,8 @@ class Lease:
         # The answer to `create` may get lost, and a taker that slept may create a file that others have long removed.
         while not self.owns(*(seen := newest(self.folder))):
             number, content = seen
+            place = f"{self.folder.location}/{name_of(number)}"
+            check(number <= MAX_NUMBER, f"{place} is no lease of a run: no run has had so many owners; remove it")
             if number == 0 or self.is_over(number, content):
                 self.number, self.beats, self.previous = number + 1, 0, parse(content)
                 self.folder.create(name_of(self.number), self.content())

@@ -17,7 +17,7 @@ from train.config import Failure, check
 from train.storage import Folder, is_s3, local_path
 
 LEASES = "lease/"
-LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,200}})\.json")
+LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,18}})\.json")
 ENVIRONMENT = "environment.json"
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}  # of every version
 # What ranks other than 0 write before rank 0 has taken the folder, and what a new disk holds.
@@ -41,6 +41,7 @@ KINDS: dict[str, Any] = {
     "step": int,
     "released": bool,
 }
+MAX_NUMBER = 10**18 - 2  # of a lease: the next one has no more digits
 MAX_PID, MAX_TTL_S = 2**31, 1e6  # of a lease that is taken at its word
 
 
@@ -76,11 +77,16 @@ def check_location(location: str, data_path: str) -> None:
         check(path != Path(reserved).resolve(), f"run_dir={location} is {name}; choose a folder for this run alone")
     if "://" not in data_path.removeprefix("file://") and local_path(data_path).exists():
         check(local_path(data_path).resolve() != path, mixed)
+
+
+def check_no_links(location: str) -> None:
+    """InputError for a folder with links to files where a run appends lines."""
+    path = local_path(location)
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
         check(
             not is_link,
-            f"run_dir={location} holds a link, {file.name}: a run would write to what it leads to; remove it",
+            f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it",
         )
 
 

@@ -40,7 +40,7 @@ from train.config import (
 from train.environment import environment
 from train.launched import launched
 from train.outcome import NAME, Outcome, read_outcome, write_outcome
-from train.ownership import LeaseLost, Owned, check_is_run_folder, check_location
+from train.ownership import LeaseLost, Owned, check_is_run_folder, check_location, check_no_links
 from train.run_clock import RunClock
 from train.storage import (
     Folder,
@@ -96,6 +96,8 @@ class RunFolder:
         check_location(self.location, data_path)
         names = self.storage.names_here()
         before = check_is_run_folder(self.storage, names)
+        if not self.is_remote:
+            check_no_links(self.location)
         if before and names & {"metrics.jsonl", "checkpoints"}:
             check_same_run(before, identity, place=self.location, force=force)
 

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,10 +143,16 @@ class S3Folder:
         return {"Bucket": self.bucket, "Key": self.key(name)}
 
     def read(self, name: str) -> bytes:
-        with self.telling("read", name), self.patience.one_deadline():
+        began_s = time.monotonic()
+        with self.telling("read", name), self.patience.one_deadline() as until_s:
             # boto3 tries requests again, but not what comes after them.
-            stop = stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s)
-            return Retrying(retry=retry_if_exception_type(BODY_BROKEN), stop=stop, reraise=True)(self._get, name)
+            retrying = Retrying(
+                retry=retry_if_exception_type(BODY_BROKEN),
+                stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
+                before_sleep=lambda _: self.patience.speak(f"{self.key(name)} breaks off", began_s, until_s, 0.0),
+                reraise=True,
+            )
+            return retrying(self._get, name)
 
     def _get(self, name: str) -> bytes:
         return bytes(self.client.get_object(**self.place(name))["Body"].read())
@@ -243,8 +250,8 @@ class S3Folder:
                 f"{place}: no AWS credentials on this machine; attach a role to the instance, or aws configure"
             ) from error
         except BROKEN_OFF as error:
-            where = self.s3.endpoint or "S3"
-            raise Unreachable(f"{place}: no whole answer from {where}: {one_line(error)}") from error
+            where, reason = self.s3.endpoint or "S3", one_line(error).replace(' on endpoint URL: "None"', "")
+            raise Unreachable(f"{place}: no whole answer from {where}: {reason}") from error
         except BotoCoreError as error:
             raise InputError(f"{place}: {one_line(error)}") from error
 

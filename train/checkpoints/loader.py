@@ -80,7 +80,7 @@ def load(
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, place=f"{store.location} at step {manifest.step}", force=force)
-    changed = differences(manifest.settings, settings)
+    changed = differences(manifest.settings, {key: settings[key] for key in settings if key in manifest.settings})
     if changed:
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
     together(backend, lambda: bring(store, manifest.step, backend))

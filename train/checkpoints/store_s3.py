@@ -159,10 +159,10 @@ class S3Store:
         shutil.rmtree(scratch)
 
     @contextmanager
-    def unfinished(self, manifest: Manifest) -> Iterator[None]:
+    def unfinished(self, manifest: Manifest, *, removes: bool = False) -> Iterator[None]:
         """Mark the files of a manifest as leftovers, which they are if the work that is done meanwhile is cut off."""
         mark = self.key(manifest.step, f"{manifest.folder}.unfinished")
-        self.folder.write(mark, canonical_json({"files": sorted(manifest.files)}))
+        self.folder.write(mark, canonical_json({"files": sorted(manifest.files), "removes": removes}))
         yield
         with suppress(InputError, Failure):  # the work is done; beside its manifest a mark means nothing
             self.folder.remove(mark)
@@ -180,7 +180,7 @@ class S3Store:
 
     def remove(self, step: int) -> None:
         manifest = self.manifest(step)
-        with self.unfinished(manifest):
+        with self.unfinished(manifest, removes=True):
             self.folder.remove(self.key(step, FILE))  # first: from here on it is none
             for name in manifest.files:
                 self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
@@ -189,35 +189,43 @@ class S3Store:
         """Files that a mark names and no manifest does. What a lease that may not have ended has marked stays: its
         owner may be about to commit. Where something was put aside all stays, its manifest may not be readable.
         """
-        self.clear(unsent.SAVING)
         self.clear("fetched")
         found = self.names()
-        unmarked = []
+        unsent.tidy(self.local, max((step for step, name in found if name == FILE), default=0))
+        left = []
         for step in sorted({step for step, _ in found}):
             names = [name for number, name in found if number == step]
             marks = [match for match in map(UNFINISHED.fullmatch, names) if match]
             if not any(map(is_aside, names)):
                 for mark in marks:
-                    if int(mark[2]) < ended_below:
-                        self.finish(step, mark[1], is_committed=FILE in names)
+                    if int(mark[2]) < ended_below and not self.finish(step, mark[1], names):
+                        left.append(step_name(step))
             if not marks and not any(name == FILE or is_aside(name) for name in names):
-                unmarked += [step_name(step)] if any(map(WRITTEN.fullmatch, names)) else []
-        if unmarked:
+                left += [step_name(step)] if any(map(WRITTEN.fullmatch, names)) else []
+        if left:
             logger.warning(
-                f"{self.location}: no {FILE} for the files of {', '.join(unmarked[:MOST_NAMED])}"
-                f"{' ...' if unmarked[MOST_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
+                f"{self.location}: no {FILE} for the files of {', '.join(left[:MOST_NAMED])}"
+                f"{' ...' if left[MOST_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
             )
 
-    def finish(self, step: int, folder: str, *, is_committed: bool) -> None:
-        """Remove the files that a mark names, unless a manifest names them as well, and then the mark."""
+    def finish(self, step: int, folder: str, names: list[str]) -> bool:
+        """Remove the files that a mark names, unless a manifest names them as well, and then the mark. False if they
+        stay: a save of which all files are there may have been committed, and only its manifest be lost.
+        """
         mark = self.key(step, f"{folder}.unfinished")
         try:
-            if not (is_committed and self.manifest(step).folder == folder):
-                for name in of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files"):
+            if not (FILE in names and self.manifest(step).folder == folder):
+                content = read_object(self.folder.read(mark))
+                files = of_type(list[FileName], content.get("files"), "files")
+                is_whole = all(f"{folder}/{name}" in names for name in files)
+                if is_whole and FILE not in names and content.get("removes") is not True:
+                    return False
+                for name in files:
                     self.folder.remove(self.key(step, f"{folder}/{name}"))
         except (Damaged, FileNotFoundError, BadContent):
-            return  # nothing that is ours for certain
+            return True  # nothing that is ours for certain
         self.folder.remove(mark)
+        return True
 
 
 def is_aside(name: str) -> bool:

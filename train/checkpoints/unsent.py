@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def to_send(staging: Path, fence: int) -> Iterator[tuple[Path, Manifest]]:
     """What was kept and adopted by this start, verified. A line says why something else is left out."""
     for folder, manifest in kept(staging):
         if manifest.fence != fence:
-            text = "the save of step %d in %s is not uploaded: the run was on another machine since"
+            why = "the run was on another machine since; the next save here replaces it"
+            text = f"the save of step %d in %s is not uploaded: {why}"
             logger.warning(text, manifest.step, folder)
             continue
         try:
@@ -53,6 +55,20 @@ def to_send(staging: Path, fence: int) -> Iterator[tuple[Path, Manifest]]:
             logger.warning("the save of step %d in %s is not uploaded: %s", manifest.step, folder, error)
             continue
         yield folder, manifest
+
+
+def tidy(staging: Path, newest: int) -> None:
+    """Remove what a killed save has left, and copies of steps up to `newest`, which S3 has. Others stay until the next
+    save of this machine, or until it needs their room.
+    """
+    for folder in (staging / SAVING).glob("*"):
+        if not (folder / FILE).is_file():
+            shutil.rmtree(folder)
+    for folder, manifest in list(kept(staging)):
+        if manifest.step <= newest:
+            shutil.rmtree(folder)
+    with suppress(OSError):  # some stay, or there was none
+        (staging / SAVING).rmdir()
 
 
 def kept(staging: Path) -> Iterator[tuple[Path, Manifest]]:

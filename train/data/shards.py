@@ -8,6 +8,7 @@ the data set's id. Readers open what the manifest names and nothing else.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -123,13 +124,16 @@ def parse_manifest(content: bytes) -> Manifest:
 
 def fault_of_manifest(manifest: Manifest) -> str | None:
     """What cannot be in a manifest whose fields have the right types; None if all of it can."""
-    info, (file, times) = manifest.tokenizer, Counter(shard.file for shard in manifest.shards).most_common(1)[0]
+    info, entropy = manifest.tokenizer, manifest.counts.get("unigram_entropy", math.nan)
     if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
         return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
     if manifest.dtype not in DTYPES:
         return f"dtype is {shown(manifest.dtype)}, not {' or '.join(DTYPES)}"
-    if sorted(manifest.splits) != sorted(SPLITS) or not manifest.splits["train"]:
-        return f"its splits are not {' and '.join(SPLITS)} with a training shard"
+    if sorted(manifest.splits) != sorted(SPLITS) or not all(manifest.splits.values()):
+        return f"its splits are not {' and '.join(SPLITS)} with a shard each"
+    if not math.isfinite(entropy):
+        return f"counts.unigram_entropy is {entropy}, not a number of nats"
+    (file, times), *_ = Counter(shard.file for shard in manifest.shards).most_common()
     if times > 1:
         return f"{file} is in it {times} times"
     ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
@@ -139,6 +143,8 @@ def fault_of_manifest(manifest: Manifest) -> str | None:
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
             return f"{shard.file} is not the name of a shard, NAME.safetensors"
+        if shard.rows < 1:
+            return f"{shard.file} holds no sequence"
         if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
             return f"{shard.file} with {shard.rows} sequences of {manifest.seq_len} cannot have {shard.bytes} bytes"
     return None
