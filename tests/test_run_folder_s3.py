@@ -133,7 +133,7 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(bucket, p
         assert losses(told(bucket, kind)) == losses(lines(on_disk, kind))
     assert "the last life ended (killed without a word)" in told(bucket, "fault")[0]["reason"]
     assert store_of(bucket, tmp_path).manifest(6).fence == 2
-    assert not set(killed) & set(bucket.keys("run/"))
+    assert set(killed) <= set(bucket.keys("run/"))  # all are there: only a manifest may be lost
 
 
 def test_it_goes_on_with_another_number_of_ranks(bucket, prepared, on_machine):

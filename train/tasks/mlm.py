@@ -70,11 +70,16 @@ class MaskedLMTask:
         )
         self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
+        entropy = self.manifest.counts.get("unigram_entropy", math.nan)
+        ok = self.eval_rows > 0 and math.isfinite(entropy)
+        check(
+            ok, f"data.path={cfg.data.path} has no validation sequences or no unigram_entropy; prepare the data again"
+        )
         if cfg.eval_examples is not None:
             self.eval_rows = min(self.eval_rows, cfg.eval_examples)
         self.buckets, self.metrics = None, ("loss", "perplexity", "masked_accuracy")
         self.details: dict[str, Any] = {}
-        self.facts = {"unigram_entropy": self.manifest.counts["unigram_entropy"]}
+        self.facts = {"unigram_entropy": entropy}
 
     def verify_data(self) -> None:
         self.data.verify()
