@@ -9,6 +9,7 @@ import pytest
 from hostile import EVIL_NAMES, changed, names, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from running import train_config
 from safetensors.numpy import save
 
 from train import shards as shards_tool
@@ -17,6 +18,7 @@ from train.config import InputError, ShardsConfig
 from train.data.prepared import PreparedData
 from train.data.shards import ShardSet, map_tensors, parse_manifest, read_manifest
 from train.storage import LocalFolder, canonical_json, sha256_bytes, sha256_json
+from train.tasks import build_task
 from train.untrusted import BadContent, FileName, RelativePath, is_inside
 
 ROOT = Path("/a/folder")
@@ -321,3 +323,13 @@ def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
 def test_a_manifest_of_a_checkpoint_is_read_as_it_was_written():
     manifest = Manifest.from_json(signed_checkpoint(CHECKPOINT))
     assert json.loads(manifest.to_json()) == CHECKPOINT and manifest.folder == "00000001-0123abcd"
+
+
+def test_data_without_what_pretraining_needs_is_refused_by_its_task(prepared, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(prepared, folder)
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["id"], body["counts"]["unigram_entropy"]
+    (folder / "manifest.json").write_text(json.dumps({**body, "id": sha256_json(body)}))
+    with pytest.raises(InputError, match="has no validation sequences or no unigram_entropy; prepare the data again"):
+        build_task(train_config(tmp_path / "run", folder))

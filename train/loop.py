@@ -272,7 +272,7 @@ def validate(
     shares = backend.gather({"rows": torch.cat(backend.read(found)).numpy()})
     if cfg.collect_graphs:
         return None
-    # On the host, in the order of the data: the same numbers to the last digit on any number of ranks.
+    # On the host, in the order of the data: the same numbers on any number of ranks.
     merged = order.merged([share["rows"] for share in shares]) if shares else np.empty((0, 0))
     metrics = meanwhile(backend, lambda: task.eval_metrics(merged), life.watch.beat)
     return backend.share(metrics or {})[0], merged

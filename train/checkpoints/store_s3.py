@@ -164,7 +164,7 @@ class S3Store:
         mark = self.key(manifest.step, f"{manifest.folder}.unfinished")
         self.folder.write(mark, canonical_json({"files": sorted(manifest.files), "removes": removes}))
         yield
-        with suppress(InputError, Failure):  # the work is done; beside its manifest a mark means nothing
+        with suppress(InputError, Failure):  # the work is done; while its manifest is there a mark means nothing
             self.folder.remove(mark)
 
     def check_fence(self, fence: int) -> None:
@@ -186,8 +186,9 @@ class S3Store:
                 self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
 
     def collect_garbage(self, *, ended_below: int) -> None:
-        """Files that a mark names and no manifest does. What a lease that may not have ended has marked stays: its
-        owner may be about to commit. Where something was put aside all stays, its manifest may not be readable.
+        """Remove files that a mark names and no manifest does, unless the save is complete. What a lease that may not
+        have ended has marked stays: its owner may be about to commit. Where something was put aside all stays, its
+        manifest may not be readable.
         """
         self.clear("fetched")
         found = self.names()
