@@ -1,7 +1,7 @@
 # make setup   .venv with all that is needed to train and test on a CPU
 # make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
-# make test    run the tests          make lint   style and types          make bench   the benchmarks
+# make test    run the tests          make lint   style and types          make bench   the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ TWEETS ?= tests/data/tweets.csv
 TWEETS_DIR ?= runs/tweets
 TWEETS_ARGS ?=
 
-.PHONY: setup demo demo-tweets test lint types bench clean
+.PHONY: setup demo demo-tweets test lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -42,7 +42,7 @@ demo-tweets: setup
 	@$(BIN)/python -m train.report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
 
 test: setup
-	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 $(TEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4 $(TEST_ARGS) # tests wait a lot
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -59,6 +59,19 @@ bench: setup
 	@$(BIN)/python -m benchmarks.chaos
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
+
+# Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
+bench-smoke: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
+	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
+	@$(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --activations
+	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
+	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3
+	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo
+	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000
+	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
+	@$(BIN)/python -m benchmarks.chaos --steps 200 --every-s 6
+	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
 
 clean:
 	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache

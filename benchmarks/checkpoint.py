@@ -54,10 +54,11 @@ from train.checkpoints.manifest import step_name
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Facts, Saver
 from train.checkpoints.staging import num_bytes_of
-from train.checkpoints.store import LocalStore
+from train.checkpoints.store_disk import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
 from train.models.encoder import build_masked_lm
 from train.optim import build_optimizer, load_state
+from train.parallel.data import Replica
 
 MODELS = {
     "albert_xxlarge": ModelConfig(embedding_size=128, hidden_size=4096, intermediate_size=16384, num_heads=64),
@@ -81,9 +82,13 @@ class State:
     optimizer: torch.optim.Optimizer
     backend: DDP
 
+    @property
+    def replica(self) -> Replica:
+        return Replica(self.backend, self.model, self.optimizer)
+
     def content(self) -> dict[str, Any]:
         """What every side saves."""
-        return {"model": self.model.state_dict(), "optimizer": self.backend.optimizer_state(self.optimizer)}
+        return {"model": self.model.state_dict(), "optimizer": self.replica.state()["optimizer"]}
 
     @property
     def mark(self) -> nn.Parameter:
@@ -158,9 +163,15 @@ class Ours(TorchSave):
     def prepare(self) -> Future[Any]:
         cfg = CheckpointConfig(keep=0)  # the benchmark removes them
         self.saver = Saver(
-            cfg, self.store, self.state.backend, NO_FACTS, may_commit=lambda: None, after_commit=lambda: None
+            cfg,
+            self.store,
+            self.state.replica,
+            self.state.backend,
+            NO_FACTS,
+            may_commit=lambda: None,
+            after_commit=lambda: None,
         )
-        self.saver.warm(self.state.model, self.state.optimizer)
+        self.saver.warm()
         return self.saver.warming
 
     def place(self, number: int) -> Path:
@@ -168,7 +179,7 @@ class Ours(TorchSave):
 
     def save(self, number: int) -> Future[Any]:
         self.check()
-        self.saver.save(Progress(step=number), self.state.model, self.state.optimizer, {}, metric=None)
+        self.saver.save(Progress(step=number), {}, metric=None)
         assert self.saver.flight is not None
         return self.saver.flight
 
@@ -179,7 +190,7 @@ class Ours(TorchSave):
 
     def load(self, number: int) -> None:
         state = self.state
-        loader.load(self.store, state.model, state.optimizer, state.backend, identity={}, settings={}, force=False)
+        loader.load(self.store, state.replica, state.backend, identity={}, settings={}, force=False)
 
     def verify(self, number: int) -> None:
         self.store.fetch(number)

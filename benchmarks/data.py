@@ -214,7 +214,7 @@ class Shuffle:
 
 def epoch_batches(shard_rows: list[int], batch: int, window: int, epoch: int) -> np.ndarray:
     """[batches, batch] row numbers in our order."""
-    from train.data.order import EpochOrder, Windows
+    from train.data.shards.order import EpochOrder, Windows
 
     order = EpochOrder(shard_rows, Windows(window), seed=0, epoch=epoch)
     whole = sum(shard_rows) // batch * batch
@@ -250,7 +250,7 @@ def chi_square(batches: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 def prepared_tokens(folder: Path) -> np.ndarray:
     """[rows, seq_len] of prepared training data, in the corpus' order."""
-    from train.data.shards import ShardSet, read_manifest
+    from train.data.shards.format import ShardSet, read_manifest
 
     shards = ShardSet(folder, read_manifest(folder), "train")
     return shards.rows(np.arange(len(shards))).tokens

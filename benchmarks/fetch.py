@@ -32,10 +32,10 @@ Fetch = Callable[[str], None]
 
 def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     from train.config import S3Config, ShardsConfig
-    from train.data.cache import Cache
-    from train.data.download import Downloader
-    from train.data.fetcher import keep_memory
-    from train.s3 import S3Folder
+    from train.data.shards.cache import Cache
+    from train.data.shards.download import Downloader
+    from train.data.shards.fetcher import keep_memory
+    from train.storage.s3 import S3Folder
 
     keep_memory()  # as the process that fetches for a run
     source = S3Folder(f"s3://{BUCKET}", S3Config(endpoint=endpoint, region=REGION, path_style=True))
@@ -61,7 +61,7 @@ def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
 
 
 def stream(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
-    from train.data.fetch import stream_constructor
+    from train.data.shards.fetch import stream_constructor
 
     dataset, number = connector_dataset(endpoint, shards, stream_constructor)
 
@@ -106,7 +106,7 @@ FETCHERS = {"ours": ours, "connector": connector, "stream": stream, "boto3": bot
 
 
 def measure(name: str, place: dict[str, Any]) -> Result:
-    from train.data.shards import Shard
+    from train.data.shards.format import Shard
 
     shards = [Shard(**shard) for shard in place["shards"]]
     with tempfile.TemporaryDirectory() as folder:

@@ -94,7 +94,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from train import cli
+    from train.cli import compose as cli
     from train.config import TrainConfig, make_plan, to_dict
     from train.tasks import build_task
 

@@ -25,10 +25,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from train.config import CorpusConfig, FilesCorpusConfig
-from train.data.corpus import open_corpus
-from train.data.documents import Part
-from train.data.encoding import chunks
-from train.data.processes import num_cores
+from train.data.text.corpus import open_corpus
+from train.data.text.documents import Part
+from train.data.text.encoding import chunks
+from train.data.text.processes import num_cores
 
 ROOT = Path(__file__).parent.parent
 CORPUS = {"kind": "text", "name": "benchmark"}

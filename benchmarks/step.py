@@ -32,17 +32,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from train import cli, loop
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.cli import compose as cli
 from train.config import ModelConfig, TrainConfig
-from train.data import batches as data_batches
-from train.data.masking import IGNORE_INDEX
-from train.data.packing import Rows
-from train.data.shards import SPLITS, TokenizerInfo
-from train.data.writer import write_manifest, write_shard
+from train.data.batches import loader as data_batches
+from train.data.batches.masking import IGNORE_INDEX
+from train.data.shards.format import SPLITS, TokenizerInfo
+from train.data.shards.writer import write_manifest, write_shard
+from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
 from train.optim import build_optimizer
-from train.preempt import StopRequest
-from train.storage import LocalFolder, sha256_file
+from train.storage.folders import LocalFolder, sha256_file
 
 NUM_ROWS = 512
 LOG_EVERY = 5
@@ -194,7 +195,7 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[data_batches.Batch]:
     """The batches that our loop sees, made beforehand."""
-    from train.data.order import ShardSampler
+    from train.data.shards.order import ShardSampler
     from train.tasks import build_task
 
     task = build_task(config(folder, shape, "fp32", 1))

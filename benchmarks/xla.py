@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from train import cli
+from train.cli import compose as cli
 from train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -227,7 +227,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm  # before the clock starts, as in naive
 
     from train import loop
-    from train.preempt import StopRequest
+    from train.attempt.preempt import StopRequest
 
     meter = Meter(num_steps, flush=lambda: None)  # a step of ours ends with what it has queued
     engines, counts, sums = [], [], []
@@ -240,7 +240,7 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
         def end_step(self, reads: bool, **values: Any) -> None:
             super().end_step(reads, **values)
             meter.end()
-            counts.append(values["count"])
+            counts.append(sum(batch["count"] for batch in values["micro_batches"]))
             if self.progress.step <= 2:  # between two steps, in nobody's time: the loss so far
                 sums.extend(xm._maybe_convert_to_cpu([engines[0].loss_sum]))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from running import prepare_config, write_corpus
+from transformers import PreTrainedTokenizerFast
 
 from train import prepare
+from train.data.text.tokenizer import train_tokenizer
 
-pytest_plugins = ["s3_fixtures", "streaming"]
+pytest_plugins = ["s3_fixtures", "streaming", "toy"]
 
 # Autograd counts the devices at a process's first backward pass: that of XLA has to be open by then, for the tests that
 # train both ways in this process. Its compiler takes a quarter of the time without optimising.
@@ -46,9 +49,35 @@ def quiet_world() -> None:
     torch.set_num_threads(1)  # as in the processes that tests start: sums of floats are the same there
 
 
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the logger of runs has said in this test."""
+    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)  # a run in this process may have turned it off
+    caplog.set_level(logging.INFO, "train")
+    return caplog
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt")
+
+
+@pytest.fixture(scope="session")
+def texts(corpus: Path) -> list[str]:
+    """Its sentences."""
+    return [line for line in corpus.read_text().splitlines() if line]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    return train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(str(folder))
+    return folder
 
 
 @pytest.fixture(scope="session")

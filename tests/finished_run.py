@@ -93,7 +93,7 @@ def lines() -> list[dict[str, Any]]:
     found.append({"kind": "fault", "step": 20, "reason": "gpu-17.lan: no such file /home/jane/x", "steps_lost": None})
     end = {"train_s": 7200.0, "tokens": 7_200_000, "mfu": None, "cost_usd": 2.68, "world_size": 2, "device": "Trainium"}
     found.append({"kind": "summary", "step": 30, "steps_total": 30, "reason": "done", **end, "precision": "bf16"})
-    return [{"time_unix_s": 1.8e9 + place, **line} for place, line in enumerate(found)]
+    return [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(found)]
 
 
 def write(folder: Path, **config: dict[str, Any]) -> Path:

@@ -15,10 +15,17 @@ from typing import Any
 from forks import ROOT as ROOT
 from forks import TORCHRUN, free_port, launch, run_forked
 
-from train import cli
+from train.cli import compose as cli
 from train.config import PrepareConfig, TrainConfig
 
 SEQ_LEN = 32
+TINY = [  # an ALBERT that learns in milliseconds
+    "model=albert_tiny",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.embedding_size=16",
+    "model.num_heads=2",
+]
 SYLLABLES = "ba be bo da du fi fo ga gu ka ki lo lu ma mi na ne no pa pe ra ri sa so ta ti to va we zu".split()
 
 
@@ -55,11 +62,7 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
     """A run of a few seconds: a tiny ALBERT, six steps of eight sequences."""
     return [
-        "model=albert_tiny",
-        "model.hidden_size=32",
-        "model.intermediate_size=64",
-        "model.embedding_size=16",
-        "model.num_heads=2",
+        *TINY,
         f"run_dir={run_dir}",
         f"data.path={data}",
         "data.num_workers=0",
@@ -102,9 +105,10 @@ def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in found if line["kind"] == kind]
 
 
-def eventually(found: Callable[[], object], deadline_s: float = 60.0) -> None:
-    """Wait until something is so."""
+def eventually(answer: Callable[[], Any], deadline_s: float = 120.0) -> Any:
+    """The first answer that is true, waited for."""
     until_s = time.monotonic() + deadline_s
-    while not found():
+    while not (value := answer()):
         assert time.monotonic() < until_s, "nothing came"
-        time.sleep(0.02)
+        time.sleep(0.01)
+    return value

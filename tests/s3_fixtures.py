@@ -1,15 +1,17 @@
-"""Fixtures: a real S3 server for the session, and a fresh bucket in it for a test."""
+"""Fixtures: a real S3 server, whose store all processes of a test run share, and a fresh bucket in it for a test."""
 
 from __future__ import annotations
 
-import itertools
 import os
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
+import botocore.endpoint
 import pytest
 from botocore.config import Config
 from services.fault_proxy import FaultProxy
@@ -18,12 +20,11 @@ from services.s3_server import PACKAGES, S3Server, missing_programs
 from train.config import S3Config
 
 REGION = "us-east-1"
-numbers = itertools.count()
 
 
 @dataclass
 class S3Service:
-    """The server, and before it the proxy, which is what the tested code talks to."""
+    """A gateway, and before it the proxy, which is what the tested code talks to."""
 
     server: S3Server
     proxy: FaultProxy
@@ -83,16 +84,22 @@ def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         if request.config.getoption("--require-services"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("s3")
-    server = S3Server(folder / "server")
-    try:
-        proxy = FaultProxy(server.port, log=folder / "proxy.log")
-        try:
-            yield S3Service(server, proxy)
-        finally:
-            proxy.stop()
-    finally:
-        server.stop()
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()  # of this process; the parent is that of all workers
+    pid = os.getppid() if is_worker else os.getpid()  # the process that ends last
+    server = S3Server((base.parent if is_worker else base) / "s3", ends_with_pid=pid)
+    proxy = FaultProxy(server.port, log=tmp_path_factory.mktemp("proxy") / "log")
+    yield S3Service(server, proxy)
+    proxy.stop()
+    server.kill()
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those that boto3 wants between its tries, in seconds; nobody waits for them."""
+    wanted: list[float] = []
+    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=wanted.append))
+    return wanted
 
 
 @pytest.fixture
@@ -114,7 +121,7 @@ def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         monkeypatch.setenv(name, value)
     s3_server.server.start_gateway()  # a test may have killed it
     s3_server.proxy.set()
-    name, client = f"bucket-{next(numbers)}", s3_server.client()
+    name, client = f"bucket-{uuid.uuid4().hex}", s3_server.client()
     client.create_bucket(Bucket=name)
     yield Bucket(name, s3_server, client)
     s3_server.proxy.set()

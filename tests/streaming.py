@@ -2,15 +2,11 @@
 
 import psutil
 import pytest
-from running import lines, prepare_config, train_config, train_overrides
+from running import lines, prepare_config, train_overrides
 
-from train import cli, loop, prepare
-from train.config import TrainConfig
-from train.data import download
-from train.data.shards import read_manifest
-from train.preempt import StopRequest
-
-SHARD = r"^GET .*train-\d+\.safetensors"
+from train import prepare
+from train.data.shards import cache, download
+from train.data.shards.format import read_manifest
 
 
 @pytest.fixture
@@ -28,13 +24,6 @@ def shards(tmp_path_factory, corpus):
     return folder
 
 
-@pytest.fixture(scope="session")
-def from_disk(tmp_path_factory, shards):
-    run_dir = tmp_path_factory.mktemp("runs") / "disk"
-    loop.run(train_config(run_dir, shards, "max_steps=30", "eval_every=10"), StopRequest())
-    return run_dir
-
-
 def upload(bucket, folder, prefix="data"):
     for path in folder.rglob("*"):
         if path.is_file():
@@ -43,23 +32,21 @@ def upload(bucket, folder, prefix="data"):
 
 
 def overrides(bucket, run_dir, data, *more):
-    """Of a run that reads from the bucket, with short times and a cache of its own."""
+    """The settings of a run that reads from the bucket, with short times and a cache of its own."""
     short = ["data.attempt_s=2", "data.deadline_s=20", f"data.cache_dir={run_dir}-cache"]
     return [*train_overrides(run_dir, data, "max_epochs=9", *short, *bucket.overrides()), *more]
 
 
-def losses(run_dir):
-    return [line["loss"] for line in lines(run_dir, "train")]
+def windowed(shards):
+    """The setting of a cache that holds windows of one shard."""
+    manifest = read_manifest(shards)
+    validation = sum(shard.bytes for shard in manifest.splits["validation"])
+    limit = validation + cache.WINDOWS_HELD * max(shard.bytes for shard in manifest.shards)
+    return f"data.cache_gb={(limit + 1) / 1e9}"  # a byte for the rounding
 
 
-def assert_same(run_dir, from_disk):
-    assert losses(run_dir) == losses(from_disk)
-    assert [line["loss"] for line in lines(run_dir, "eval")] == [line["loss"] for line in lines(from_disk, "eval")]
-
-
-def train_from(bucket, run_dir, data, *more):
-    settings = overrides(bucket, run_dir, data, "max_steps=30", "eval_every=10", *more)
-    return loop.run(cli.load_config(TrainConfig, settings), StopRequest())
+def losses(run_dir, kind="train"):
+    return [line["loss"] for line in lines(run_dir, kind)]
 
 
 def num_shards(shards):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import re
 import shlex
 import shutil
@@ -22,22 +23,26 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train import attempt, cli, convert, hub, loop, precompile, predict, prepare, records, report, shards
+from train import convert, loop, precompile, predict, prepare, records, shards
+from train import entry as attempt
+from train import hub as hub_command
 from train.checkpoints import __main__ as checkpoints
+from train.cli import compose as cli
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.doctor import __main__ as doctor
+from train.report import __main__ as report_command
 
 MAINS = {
     "train": attempt.attempt,
     "prepare": prepare.main,
     "records": records.main,
-    "report": report.main,
+    "report": report_command.main,
     "doctor": doctor.main,
     "shards": shards.main,
     "checkpoints": checkpoints.main,
     "convert": convert.main,
     "predict": predict.main,
-    "hub": hub.main,
+    "hub": hub_command.main,
     "precompile": precompile.main,
 }
 LONG = "x" * 300
@@ -53,7 +58,7 @@ PREPARE = ["output=new", "corpus=text", "corpus.path=TEXT", "seq_len=32", "token
 RECORDS = ["task=classify", "data=csv", "data.path=CSV", "model.tokenizer=DATA/tokenizer", "seq_len=32"]
 
 # What is typed after TRAIN, and what the one line holds.
-SETTINGS = [
+TYPED = [
     # ---- not key=value
     ("=5", "=5 is not key=value"),
     ("=", "= is not key=value"),
@@ -87,12 +92,16 @@ SETTINGS = [
     ("hydra/launcher=joblib", "hydra/launcher is not a setting"),
     ("hydra=x", "hydra is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
-    ("backend.zero1=true", "backend.zero1 is not a setting of the backend chosen here"),
+    ("backend.max_graphs=3", "backend.max_graphs is not a setting of the backend chosen here"),
     # ---- options of groups
+    *(
+        (f"model={value}", f"model={value}: there is no such model")
+        for value in ("5", "", "true", "1.5", "../x", "/etc/passwd", "[a]")
+    ),
     *(
         (f"{group}={value}", f"{group}={value}: there is no such {group}")
         for group in ("task", "data", "model", "optim", "backend", "parallel", "instance")
-        for value in ("5", "null", "", "nosuch", "true", "1.5", "../x", "/etc/passwd", "[a]")
+        for value in ("null", "nosuch")
     ),
     *((f"experiment={value}", f"experiment={value}") for value in ("5", "nosuch", "", "../experiment/demo", "[demo]")),
     ("task=mlm_schema", "there is no such task"),
@@ -108,6 +117,10 @@ SETTINGS = [
     ("run_dir=${run_dir}", "run_dir=${run_dir}"),
     ("seed=${seed}", "seed=${seed}"),
     ("seed=${optim.lr}", "seed"),
+    ("run_dir=TEXT/run", "TEXT/run"),
+]
+
+VALUES = [
     # ---- values that only other values rule out
     ("max_steps=null", "the run has no length"),
     ("global_batch_size=null", "the batch has no size"),
@@ -151,7 +164,6 @@ SETTINGS = [
     (f"run_dir={'a/' * 2100}b", "too long for a path"),
     (f"data.path={LONG}", "too long for a path"),
     (f"model.init_from={LONG}", "too long for a path"),
-    ("run_dir=TEXT/run", "TEXT/run"),
     ("run_dir=http://x/y", "http://x/y"),
     ("data.path=nosuch", "nosuch"),
     ("data.path=EMPTY", "EMPTY"),
@@ -202,7 +214,7 @@ FLAGS = [
     ("doctor", "nosuch", "nosuch"),
     ("doctor", "explain", "text"),
     ("shards", "", "command"),
-    ("shards", "ls", "place"),
+    ("shards", "ls", "LOCATION"),
     ("shards", "frob DATA", "'frob'"),
     ("shards", "ls nosuch", "nosuch"),
     ("shards", "ls EMPTY", "EMPTY"),
@@ -253,8 +265,8 @@ FLAGS = [
     ("predict", "RUN --text a --batch-size x", "'x'"),
     ("predict", "RUN --text a --seq-len 0", "--seq-len 0"),
     ("predict", "RUN --text a --device neuron", "--device neuron"),
-    ("predict", "RUN --question a", "--question and --context"),
-    ("predict", "RUN --text a --context b", "--question and --context"),
+    ("predict", "RUN --question a", "--question: these flags do not go together"),
+    ("predict", "RUN --text a --context b", "--text and --context: these flags do not go together"),
     ("predict", "RUN --question a --context b --text-pair c", "--text-pair"),
     ("predict", "RUN --text a --output x.txt", "x.txt"),
     ("predict", "RUN --text a --output nosuch/x.csv", "nosuch"),
@@ -329,7 +341,7 @@ TABLES = [
     ("data.labels=[a,b]", "the labels are a, b"),
     ("data.lengths=[32,16]", "data.lengths=[32, 16]"),
     ("data.lengths=[0]", "data.lengths=[0]"),
-    ("data.lengths=[64]", "data.lengths ends with 64"),
+    ("data.lengths=[64]", "data.lengths has 64"),
     ("data.more_validation={train: a.csv}", "data.more_validation"),
     ("data.label_map=negative", "data.label_map is a table"),
     ("data.train=nosuch.csv", "nosuch.csv"),
@@ -424,7 +436,7 @@ def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureF
     capsys.readouterr()
     code = MAINS[command](arguments)
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if not line.startswith(("[transformers]", "... "))]
+    lines = [line for line in captured.err.splitlines() if not line.startswith(("[transformers]", "... ", "starting "))]
     ok = code == 2 and len(lines) == 1 and lines[0].startswith("error: ") and says in lines[0]
     ok = ok and ("_schema" not in lines[0] or "_schema" in arguments[-1])
     ok = ok and not any(path.is_file() for path in Path.cwd().rglob("*"))
@@ -438,27 +450,62 @@ def check_rows(rows: Iterable[tuple[str, list[str], str]], capsys: pytest.Captur
     assert not faults, f"{len(faults)} of them:\n" + "\n".join(faults)
 
 
+def with_settings(rows, command, given, places):
+    """Command lines of `given` and what is typed after it."""
+    for typed, says in rows:
+        words = [*given, *([typed] if isinstance(typed, str) else typed)]
+        yield command, [filled(word, places) for word in words], filled(says, places)
+
+
+def test_what_is_no_setting_is_refused_in_one_line(places, capsys):
+    check_rows(with_settings(TYPED, "train", TRAIN, places), capsys)
+
+
 @pytest.mark.parametrize(
     ("command", "given", "rows"),
-    [
-        ("train", TRAIN, SETTINGS),
-        ("records", RECORDS, TABLES),
-        ("prepare", PREPARE, PREPARATIONS),
-    ],
+    [("train", TRAIN, VALUES), ("records", RECORDS, TABLES), ("prepare", PREPARE, PREPARATIONS)],
     ids=["train", "records", "prepare"],
 )
-def test_a_wrong_setting_is_refused_in_one_line(command, given, rows, places, capsys):
-    check_rows(
-        (
-            (
-                command,
-                [filled(word, places) for word in (*given, *([typed] if isinstance(typed, str) else typed))],
-                filled(says, places),
-            )
-            for typed, says in rows
-        ),
-        capsys,
-    )
+def test_a_wrong_setting_is_refused_in_one_line(command, given, rows, places, capsys, monkeypatch):
+    """Composing takes most of the time: settings are put into the composition of what is given, which is made once."""
+    compose, given_words, made = cli.compose_config, [filled(word, places) for word in given], {}
+
+    def compose_once(schema, overrides):
+        new = [each for each in overrides if each not in given_words]
+        given = tuple(each for each in overrides if each in given_words)
+        if given not in made:
+            made[given] = compose(schema, list(given))
+        composed = copy.deepcopy(made[given])
+        if not all(is_setting(composed, each) for each in new):  # an option of a group, or a name of the user's own
+            return compose(schema, overrides)
+        try:
+            for each in new:
+                put(composed, each)
+        except OmegaConfBaseException as error:
+            raise InputError(cli.explain(error, schema, new)) from error
+        return composed
+
+    monkeypatch.setattr(cli, "compose_config", compose_once)
+    check_rows(with_settings(rows, command, given, places), capsys)
+
+
+def is_setting(composed: DictConfig, override: str) -> bool:
+    """Whether it sets a value of settings that are composed already."""
+    key, _, value = override.partition("=")
+    names = key.split(".")
+    section = OmegaConf.select(composed, ".".join(names[:-1])) if names[1:] else composed
+    return key not in GROUPS and isinstance(section, DictConfig) and names[-1] in section and "{" not in value
+
+
+def put(composed: DictConfig, override: str) -> None:
+    key, _, value = override.partition("=")
+    OmegaConf.update(composed, key, parsed(value), merge=False)
+
+
+@functools.cache
+def parsed(value: str) -> Any:
+    """As the command line has it, whatever the key."""
+    return OverridesParser.create().parse_override(f"key={value}").value()
 
 
 @pytest.mark.parametrize("command", MAINS)
@@ -490,7 +537,7 @@ def refusal(base: DictConfig, schema: type, row: str) -> str | None:
     key = row.partition("=")[0]
     old = copy.deepcopy(OmegaConf.select(base, key))
     try:
-        OmegaConf.update(base, key, OverridesParser.create().parse_override(row).value(), merge=False)
+        put(base, row)
         cli.checked(base, schema, [row])
     except InputError as error:
         return str(error)

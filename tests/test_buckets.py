@@ -5,8 +5,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from train.data.buckets import BUCKET_SHIFT, FIRST_ROUNDS, BucketEvalOrder, BucketSampler, parts_of
-from train.data.order import PADDING
+from train.data.batches.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler, parts_of
+from train.data.shards.order import PADDING
 
 ROWS, G = 103, 12
 BUCKETS = np.random.default_rng(7).choice(3, ROWS, p=[0.5, 0.3, 0.2]).astype(np.uint8)
@@ -24,52 +24,43 @@ def steps(world_size, micro, number, first_step=0):
     found = [[] for _ in range(number)]
     for rank in range(world_size):
         order = sampler(rank=rank, world_size=world_size, consumed_rows=first_step * G)
-        for place, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
-            found[place // accumulation] += batch.tolist()
+        for index, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
+            found[index // accumulation] += batch.tolist()
     return [sorted(items) for items in found]
 
 
-@pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (2, 6), (3, 2), (4, 3), (12, 1)])
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (3, 2), (12, 1)])
 def test_every_split_has_the_same_steps(world_size, micro):
     assert steps(world_size, micro, 20) == steps(1, 12, 20)
 
 
-def test_a_step_has_one_length_that_holds_all_its_examples():
+def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to_a_longer_one():
+    """Only what does not fill a batch moves up: fewer than a batch of each length but the last."""
+    moved, buckets = 0, []
     for items in steps(1, 12, 16):
         rows, bucket = parts_of(np.array(items))
         assert (BUCKETS[rows % ROWS] <= bucket).all()
-
-
-def test_most_examples_are_padded_to_their_own_length():
-    """Only what does not fill a batch moves up: fewer than a batch of each length but the last."""
-    moved = 0
-    for items in steps(1, 12, ROWS // G):
-        rows, bucket = parts_of(np.array(items))
         moved += int((BUCKETS[rows % ROWS] < bucket).sum())
-    assert moved < 2 * G
+        buckets.append(bucket)
+    assert moved < 4 * G  # of two epochs
+    assert buckets[:3] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_an_epoch_has_every_example_at_most_once_and_leaves_out_less_than_a_batch(epoch):
     batches = ROWS // G
-    items = np.concatenate(steps(1, 12, batches, first_step=epoch * batches))
-    rows, _ = np.divmod(items & (2**BUCKET_SHIFT - 1), ROWS)[::-1]
-    assert len(np.unique(rows)) == len(rows) == batches * G
-    assert set((items & (2**BUCKET_SHIFT - 1)) // ROWS) == {epoch}
+    numbers = np.concatenate(steps(1, 12, batches, first_step=epoch * batches)) & (2**BUCKET_SHIFT - 1)
+    assert len(np.unique(numbers % ROWS)) == len(numbers) == batches * G
+    assert set(numbers // ROWS) == {epoch}
 
 
-def test_epochs_and_seeds_differ_and_a_resume_goes_on():
+def test_epochs_and_seeds_differ_and_a_resume_continues():
     whole = steps(1, 12, 20)
     assert whole[8:] == steps(3, 4, 12, first_step=8)
     rows = [(parts_of(np.array(items))[0] % ROWS).tolist() for items in whole]
     assert rows[:8] != rows[8:16]
     other = next(sampler(seed=1).micro_batches(12)).tolist()
     assert sorted(other) != whole[0]
-
-
-def test_the_first_steps_are_of_every_length_the_longest_first():
-    buckets = [parts_of(np.array(items))[1] for items in steps(1, 12, 2 * FIRST_ROUNDS)]
-    assert buckets[:3] == [2, 1, 0]
 
 
 def test_a_bucket_without_a_whole_batch_of_its_own_is_no_step():
@@ -80,8 +71,7 @@ def test_a_bucket_without_a_whole_batch_of_its_own_is_no_step():
     assert all((few[rows % 55] <= bucket).all() for rows, bucket in found)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch_size", [4, 7])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (3, 7)])
 def test_evaluation_gives_each_result_once_in_the_order_of_the_data_at_its_own_length(world_size, batch_size):
     shares = []
     for rank in range(world_size):
@@ -108,11 +98,3 @@ def test_a_length_that_no_example_needs_is_no_batch():
 def test_only_graphs_are_a_batch_of_each_length():
     order = BucketEvalOrder(BUCKETS, batch_size=4, rank=1, world_size=2, most=8)
     assert [parts_of(np.array(batch))[1] for batch in order] == [0, 1, 2]
-
-
-def test_lengths_are_not_mixed():
-    with pytest.raises(ValueError, match="buckets \\[0, 1\\]"):
-        parts_of(np.array([3, 5 + (1 << BUCKET_SHIFT)]))
-    rows, bucket = parts_of(np.array([[PADDING, 5 + (2 << BUCKET_SHIFT)]]))
-    assert rows.tolist() == [[PADDING, 5]] and bucket == 2
-    assert parts_of(np.array([PADDING, PADDING]))[1] == 0

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
-from train.data import cache
-from train.data.cache import Room, cache_dir, limit_bytes
-from train.data.fetcher import Need
-from train.data.order import ShardSampler, Windows
-from train.data.shards import Shard
+from train.data.shards import cache
+from train.data.shards.cache import Room, cache_dir, limit_bytes
+from train.data.shards.fetcher import Need
+from train.data.shards.format import Shard
+from train.data.shards.order import ShardSampler, Windows
 
 MB = 10**6
 
@@ -28,10 +28,10 @@ def test_the_window_is_all_that_fits_and_grows():
     room = Room.of(manifest_of(20))
     assert room.windows(10**12) == Windows(20, grow=True)
     assert room.windows(room.total) == Windows(20, grow=True)
-    assert room.windows(room.total - 1) == Windows(3, grow=True)  # 5 windows of 3 shards and the validation data
-    assert room.windows(10 * MB + 5 * 64 * MB) == Windows(1, grow=True)
-    with pytest.raises(InputError, match=r"may take 0.329 GB, windows of 1 shards need 0.33 GB; raise data.cache_gb"):
-        room.windows(10 * MB + 5 * 64 * MB - MB)
+    assert room.windows(room.total - 1) == Windows(3, grow=True)  # 6 windows of 3 shards and the validation data
+    assert room.windows(10 * MB + 6 * 64 * MB) == Windows(1, grow=True)
+    with pytest.raises(InputError, match=r"may take 0.393 GB, windows of 1 shards need 0.394 GB; raise data.cache_gb"):
+        room.windows(10 * MB + 6 * 64 * MB - MB)
 
 
 def test_a_batch_larger_than_a_window_is_refused_where_not_all_fits():
@@ -46,10 +46,10 @@ def test_a_batch_larger_than_a_window_is_refused_where_not_all_fits():
 @pytest.mark.parametrize("batch", [7, 100])
 def test_whatever_a_step_reads_is_wanted_and_room_is_kept(window, batch):
     """Over two epochs: the shards of each batch are among those wanted while it is read."""
-    manifest = manifest_of(17)
+    manifest = manifest_of(19)
     limit = 10 * MB + cache.WINDOWS_HELD * window * 64 * MB
     sampler = ShardSampler(
-        [100] * 17, seed=3, windows=Windows(window, grow=True), global_batch_size=batch, rank=0, world_size=1
+        [100] * 19, seed=3, windows=Windows(window, grow=True), global_batch_size=batch, rank=0, world_size=1
     )
     need = Need(manifest, sampler, limit)
     assert not need.fits
@@ -58,8 +58,8 @@ def test_whatever_a_step_reads_is_wanted_and_room_is_kept(window, batch):
     for step in range(2 * per_epoch):
         sampler.consumed_rows = step * batch
         wanted = need.wanted()
-        epoch, place = divmod(sampler.consumed_rows, sampler.total_size)
-        rows = sampler.epoch_order(epoch).rows(place, place + batch)
+        epoch, first = divmod(sampler.consumed_rows, sampler.total_size)
+        rows = sampler.epoch_order(epoch).rows(first, first + batch)
         assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {shard.file for shard in wanted}
         assert manifest.splits["validation"][0] in wanted
         assert sum(shard.bytes for shard in wanted) <= limit - window * 64 * MB  # readers may still map a window
@@ -132,7 +132,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def served(tmp_path):
-    """A cache with a deadline of 50 s, whose fetching process lives and brings nothing."""
+    """A cache with a deadline of 50 s, whose fetching process is alive and brings nothing."""
     served = cache.Cache(tmp_path, 50.0)
     served.begin()
     with (served.run / "fetcher.lock").open("a+") as file:
@@ -150,9 +150,11 @@ def waited_s(served, clock, match, began_s=1000.0, kind=Unreachable):
 
 
 def test_a_batch_has_one_deadline(served, clock):
-    """What it waited for other shards counts."""
+    """The time that it waited for other shards counts."""
     served.wanted.write_text(json.dumps([SHARD.file]))
-    assert waited_s(served, clock, r"does not come; nor any error: .*GB free; given up after 50 s", began_s=960.0) < 12
+    assert (
+        waited_s(served, clock, r"does not come; there is no error: .*GB free; given up after 50 s", began_s=960.0) < 12
+    )
     assert waited_s(served, clock, r"given up after 50 s", began_s=1010.0) < 12  # later ones do not wait again
 
 
@@ -161,21 +163,21 @@ def test_time_until_a_shard_is_wanted_does_not_count(served, clock):
     assert 150 <= waited_s(served, clock, "given up after 50 s") < 152
 
 
-def test_the_last_word_of_the_fetching_process_is_the_reason(served, clock):
+def test_the_last_fault_of_the_fetching_process_is_the_reason(served, clock):
     served.wanted.write_text(json.dumps([SHARD.file]))
     served.faults(SHARD).write_text(json.dumps({"reason": "slow down", "is_final": False}))
     clock.later[1020.0] = lambda: served.faults(SHARD).write_text(json.dumps({"reason": "gone", "is_final": True}))
     assert 20 <= waited_s(served, clock, "^gone$", kind=InputError) < 22
 
 
-def test_a_shard_without_words_of_its_own_has_those_of_another(served, clock):
+def test_a_shard_without_a_fault_of_its_own_has_that_of_another(served, clock):
     served.wanted.write_text(json.dumps([SHARD.file]))
     (served.run / "faults/train-00009.safetensors.json").write_text('{"reason": "no room", "is_final": false}')
-    waited_s(served, clock, "train-00000.safetensors does not come; of another it is said: no room; given up after 50")
+    waited_s(served, clock, "train-00000.safetensors does not come; another one: no room; given up after 50")
 
 
 def test_a_shard_is_not_ready_before_this_run_has_compared_it(tmp_path):
-    """Another run's comparison does not count, nor does a new run touch what others say."""
+    """Another run's comparison does not count, and a new run leaves what others say."""
     first, second = cache.Cache(tmp_path, 50.0), cache.Cache(tmp_path, 50.0)
     first.begin()
     first.set_compared(SHARD)
@@ -200,7 +202,7 @@ def test_ranks_launched_together_share_a_part_of_the_cache(monkeypatch):
 
 
 def test_a_loader_whose_rank_is_gone_ends(served, clock):
-    """Not so a rank whose shell is gone."""
+    """A rank whose shell is gone does not."""
     served.wanted.write_text(json.dumps([SHARD.file]))
     in_loader = dataclasses.replace(served, rank=2**30)
     assert waited_s(in_loader, clock, "the rank of this loader process is gone") < 2

@@ -14,9 +14,9 @@ import yaml
 from finished_run import SECRETS, write
 from running import ROOT
 
-from train import card
 from train.config import InputError
-from train.run_folder import RunFolder
+from train.publish import card
+from train.run_folder.folder import RunFolder
 
 
 def made(run: Path) -> tuple[dict[str, Any], str]:
@@ -36,7 +36,7 @@ def change(run: Path, name: str, **changes: Any) -> None:
     (run / name).write_text(json.dumps({**content, **changes}))
 
 
-def test_the_head_tells_the_hub_what_it_is_and_how_good(tmp_path: Path) -> None:
+def test_the_head_says_what_it_is_and_how_good(tmp_path: Path) -> None:
     head, _ = made(write(tmp_path / "run"))
     assert {key: head[key] for key in ("library_name", "pipeline_tag", "tags")} == {
         "library_name": "transformers",
@@ -75,7 +75,7 @@ def test_the_results_are_of_the_weights_that_are_there(
     assert metrics["f1_macro"] == {20: 0.75, 30: 0.7}[step]
 
 
-def test_the_body_tells_data_results_settings_hardware_and_cost(tmp_path: Path) -> None:
+def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path: Path) -> None:
     _, body = made(write(tmp_path / "run"))
     assert "one of 3 labels: negative, neutral, positive" in body
     assert "fine-tuned from pretrained, 1,234,567 parameters" in body
@@ -106,14 +106,14 @@ def test_unknown_figures_are_called_unknown(tmp_path: Path) -> None:
     assert row(body, "Cost") == ["unknown"]
 
 
-def test_no_places_and_no_hosts_are_told(tmp_path: Path) -> None:
+def test_paths_and_hosts_are_left_out(tmp_path: Path) -> None:
     run = write(tmp_path / "run", data={"path": "s3://private-bucket/sets/tweets.csv"})
     text = card.card(run, "tweets")
     assert not [secret for secret in (*SECRETS, str(tmp_path)) if secret in text]
     assert "tweets.csv" in text
 
 
-def test_ids_on_the_hub_are_told_whole_and_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_on_the_hub_are_whole_and_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write(
         tmp_path / "run",
         model={"init_from": None, "pretrained": "lab/bert"},
@@ -166,7 +166,7 @@ def test_a_card_needs_no_torch(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
     without = "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None"
     code = (
-        f"{without}; from pathlib import Path; from train import card; print(card.card(Path({str(run)!r}), 'tweets'))"
+        f"{without}; from pathlib import Path; from train.publish.card import card; print(card(Path({str(run)!r}), ''))"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "# tweets" in found.stdout
+    assert "## Results" in found.stdout

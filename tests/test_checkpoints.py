@@ -9,16 +9,16 @@ import torch
 from running import lines, train_config
 
 from train import loop
-from train.backend.ddp import DDP
-from train.checkpoints import manifest as manifests
-from train.checkpoints import store as store_module
+from train.attempt.preempt import StopRequest
+from train.checkpoints import store_disk
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import Retention
-from train.checkpoints.store import LocalStore
-from train.config import BackendConfig, InputError
-from train.preempt import StopRequest
-from train.storage import sha256_file, write_atomic
+from train.checkpoints.store_disk import LocalStore
+from train.config import InputError
+from train.storage import manifest as manifests
+from train.storage.folders import sha256_file
+from train.storage.whole import write_atomic
 
 
 def train(run_dir, data, *overrides):
@@ -50,7 +50,7 @@ def run_dir(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def test_the_manifest_tells_what_the_files_are(finished):
+def test_the_manifest_says_what_the_files_are(finished):
     manifest = store_of(finished).manifest(6)
     assert (manifest.step, manifest.fence, manifest.world_size, manifest.progress["examples"]) == (6, 1, 1, 48)
     assert manifest.files.keys() == {"model.pt", "optimizer.pt", "ranks.pt"}
@@ -76,48 +76,58 @@ def test_latest_is_only_a_hint(run_dir, prepared):
     assert newest_valid(store_of(run_dir))[0].step == 6
 
 
-def damage_state(run_dir, step, how, name="model.pt"):
+def damage(run_dir, step, how, name="model.pt"):
     path = step_folder(run_dir, step) / name
-    content = bytearray(path.read_bytes())
-    if how == "bit":
-        content[len(content) // 2] ^= 1
-    elif how == "short":
-        content = content[:-100]
-    elif how == "empty":
-        content = b""
-    path.write_bytes(content)
-    manifest = step_folder(run_dir, step) / "manifest.json"
+    content = path.read_bytes()
+    middle = len(content) // 2
     if how == "missing":
         path.unlink()
-    if how == "manifest":
-        manifest.write_text("{}")
-    if how == "manifest's bit":
-        manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 5'))
-    if how == "older format":
-        manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    if how == "no manifest":
-        manifest.unlink()
+    else:
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        path.write_bytes({"bit": flipped, "short": content[:-100], "empty": b"", "{}": b"{}"}[how])
 
 
-@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt", "ranks.pt"])
-@pytest.mark.parametrize("how", ["bit", "short", "empty", "missing"])
-def test_each_damage_to_each_file_is_seen(run_dir, how, name):
-    damage_state(run_dir, 6, how, name)
-    with pytest.raises(Damaged, match=name):
-        store_of(run_dir).fetch(6)
+DAMAGES = [(how, "model.pt") for how in ("bit", "short", "empty", "missing")]
+DAMAGES += [("bit", "optimizer.pt"), ("bit", "ranks.pt")]
+DAMAGES += [(how, "manifest.json") for how in ("bit", "{}", "missing")]
 
 
-@pytest.mark.parametrize("how", ["bit", "missing", "manifest", "manifest's bit", "no manifest"])
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run_dir, prepared, how):
-    damage_state(run_dir, 6, how)
+@pytest.mark.parametrize(("how", "name"), DAMAGES)
+def test_a_damaged_checkpoint_is_put_aside_for_an_older_one(run_dir, how, name):
+    damage(run_dir, 6, how, name)
+    manifest, (fault,) = newest_valid(store_of(run_dir))
+    assert manifest.step == 3
+    assert fault.startswith(f"checkpoint of step 6 is damaged ({name}")
+    assert len(aside(run_dir, "damaged")) == 1
+
+
+def test_a_manifest_that_was_changed_is_damaged(run_dir):
+    path = step_folder(run_dir, 6) / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 6', '"step": 5'))
+    with pytest.raises(Damaged, match="manifest.json cannot be read: it was changed after it was written"):
+        store_of(run_dir).manifest(6)
+
+
+def test_a_run_reports_the_checkpoint_that_it_passed_over(run_dir, prepared):
+    damage(run_dir, 6, "bit")
     assert train(run_dir, prepared) == ("done", 6)
     check_files(step_folder(run_dir, 6), store_of(run_dir).manifest(6))
-    assert len(aside(run_dir, "damaged")) == 1
     assert "checkpoint of step 6 is damaged" in lines(run_dir, "fault")[-1]["reason"]
 
 
+def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, monkeypatch):
+    def stale(*_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(manifests, "sha256_file", stale)
+    with pytest.raises(OSError, match="Stale"):
+        newest_valid(store_of(run_dir))
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+
+
 def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
-    damage_state(run_dir, 6, "older format")
+    path = step_folder(run_dir, 6) / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
     with pytest.raises(OtherVersion, match="of step 6 is of format 1, this version reads 2"):
         train(run_dir, prepared)
     assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
@@ -125,10 +135,10 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
 
 
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
-    damage_state(run_dir, 3, "bit")
-    damage_state(run_dir, 6, "short")
+    damage(run_dir, 3, "bit")
+    damage(run_dir, 6, "short")
     for _ in range(2):  # a second start does not take the first one's refusal for an empty folder
-        with pytest.raises(NoneValid, match="none of the checkpoints.*model.pt has .*model.pt does not match"):
+        with pytest.raises(NoneValid, match="none of the checkpoints.*model.pt has .*model.pt has sha256"):
             train(run_dir, prepared)
     outcome = json.loads((run_dir / "outcome.json").read_text())
     assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("failed", "no_valid_checkpoint", False)
@@ -149,24 +159,6 @@ def test_checkpoints_that_have_vanished_are_no_reason_to_start_over(run_dir, pre
         train(run_dir, prepared)
 
 
-def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, prepared, monkeypatch):
-    def stale(*_):
-        raise OSError(116, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manifests, "sha256_file", stale)
-        with pytest.raises(OSError, match="Stale"):
-            train(run_dir, prepared)
-    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
-
-
-def test_a_refusal_replaces_the_word_of_the_life_before(run_dir, prepared):
-    with pytest.raises(InputError):
-        train(run_dir, prepared / "nowhere")
-    outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["outcome"], outcome["goes_on"]) == ("refused", False)
-
-
 def plant(run_dir, name, state):
     """Another state under the newest manifest, with its right checksum; None: none, and the manifest names none."""
     path = step_folder(run_dir, 6) / name
@@ -185,7 +177,6 @@ def plant(run_dir, name, state):
     ("name", "state"),
     [
         ("model.pt", {}),
-        ("model.pt", [1]),
         ("model.pt", None),
         ("optimizer.pt", {"param_groups": 5}),
         ("ranks.pt", {"ranks": []}),
@@ -222,13 +213,10 @@ def test_the_newest_and_the_best_are_kept(run_dir):
     assert Retention(store_of(run_dir), 0).prune() == []
     assert Retention(store_of(run_dir), 2).prune() == [1, 2, 3, 5, 6, 7]
     assert store_of(run_dir).steps() == [4, 8, 9]
-    damage_state(run_dir, 9, "bit")
+    damage(run_dir, 9, "bit")
     assert Retention(store_of(run_dir), 2).prune() == []  # 4 and 8 are the last two that are valid
-
-
-def test_all_are_kept_if_asked(tmp_path, prepared):
-    train(tmp_path / "run", prepared, "checkpoint.every=1", "checkpoint.keep=0", "export=false", "eval_every=null")
-    assert store_of(tmp_path / "run").steps() == [1, 2, 3, 4, 5, 6]
+    damage(run_dir, 8, "short")
+    assert Retention(store_of(run_dir), 1).prune() == []  # what is damaged stays
 
 
 def test_a_better_evaluation_is_saved_at_once_if_asked(tmp_path, prepared):
@@ -238,57 +226,34 @@ def test_a_better_evaluation_is_saved_at_once_if_asked(tmp_path, prepared):
     assert store_of(tmp_path / "run").steps() == [2, 4, 6]
 
 
-def test_the_last_two_valid_ones_are_never_removed(tmp_path, prepared):
-    options = ["checkpoint.every=1", "export=false", "eval_every=null", "checkpoint.keep=2"]
-    train(tmp_path / "run", prepared, *options, "max_steps=3")
-    assert store_of(tmp_path / "run").steps() == [2, 3]
-    damage_state(tmp_path / "run", 3, "bit")
-    damage_state(tmp_path / "run", 2, "short")
-    store, retention = store_of(tmp_path / "run"), Retention(store_of(tmp_path / "run"), 2)
-    for step in (0, 1):
-        shutil.copytree(step_folder(tmp_path / "run", 3), step_folder(tmp_path / "run", step))
-    assert retention.prune() == []  # nothing valid at all: nothing goes
-    assert store.steps() == [0, 1, 2, 3]
-
-
-def test_config_drift_is_shown_and_dangerous_drift_refused_unless_forced(run_dir, prepared):
-    more = ["max_steps=8", "log_every=2"]
-    with pytest.raises(InputError, match=r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true"):
-        train(run_dir, prepared, *more, "seed=7", "optim.lr=1e-3")
-    assert train(run_dir, prepared, *more, "seed=7", "optim.lr=1e-3", "resume.force=true") == ("done", 8)
-    log = (run_dir / "log/rank_0000.txt").read_text()
-    assert "going on, as resume.force=true says" in log
-    assert "changed since step 6: log_every: 1 -> 2, max_steps: 6 -> 8, optim.lr: 0.003 -> 0.001" in log
-    assert lines(run_dir, "train")[-1]["step"] == 8
-
-
-def test_a_forced_change_of_the_batch_goes_on_at_the_same_place_in_the_data(run_dir, prepared):
-    train(run_dir, prepared, "global_batch_size=16", "max_steps=7", "resume.force=true")
-    assert lines(run_dir, "train")[-1]["examples"] == 6 * 8 + 16
-
-
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("seed=7", "seed: 0 -> 7"),
         ("global_batch_size=16", "global_batch_size: 8 -> 16"),
-        ("optim.lr=1e-4", "optim.lr: 0.003 -> 0.0001"),
         ("model.hidden_size=64", "model.hidden_size: 32 -> 64"),
         ("task.mask_rate=0.2", "task.mask_rate: 0.15 -> 0.2"),
+        ("data.path=another", "data: "),
     ],
 )
-def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, prepared, override, says):
+def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, prepared, shards, override, says):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match=says):
-        train(run_dir, prepared, override)
+    with pytest.raises(InputError, match=rf"is of another run \({says}"):
+        train(run_dir, prepared, override.replace("another", str(shards)))
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_a_folder_that_is_no_run_is_left_alone(tmp_path, prepared):
-    (tmp_path / "config.yaml").write_text("mine")
-    with pytest.raises(InputError, match="holds files that are not a run's"):
-        train(tmp_path, prepared)
-    assert (tmp_path / "config.yaml").read_text() == "mine"
+def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence(run_dir, prepared):
+    more = ["max_steps=8", "log_every=2", "seed=7", "optim.lr=1e-3", "global_batch_size=16", "backend.precision=bf16"]
+    with pytest.raises(InputError, match=r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true"):
+        train(run_dir, prepared, *more)
+    assert train(run_dir, prepared, *more, "resume.force=true") == ("done", 8)
+    log = (run_dir / "log/rank_0000.txt").read_text()
+    assert "resume.force=true" in log
+    changed = "backend.precision: fp32 -> bf16, global_batch_size: 8 -> 16, log_every: 1 -> 2, max_steps: 6 -> 8"
+    assert f"changed since step 6: {changed}, optim.lr: 0.003 -> 0.001" in log
+    last = lines(run_dir, "train")[-1]
+    assert (last["step"], last["examples"]) == (8, 6 * 8 + 2 * 16)
+    assert lines(run_dir, "summary")[-1]["precision"] == "bf16"
 
 
 def test_only_our_own_temporary_files_are_garbage(finished, tmp_path):
@@ -317,7 +282,7 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
             store.commit(store.scratch(6, 0), theirs)
 
     scratch = store.scratch(6, 0)
-    monkeypatch.setattr(store_module, "write_atomic", wake_up_late)
+    monkeypatch.setattr(store_disk, "write_atomic", wake_up_late)
     with pytest.raises(FileNotFoundError):
         store.commit(scratch, ours)
     assert store.manifest(6) == theirs and store.aside() == []
@@ -325,9 +290,9 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
 
 def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    for place in ("/proc/baretrain", str(tmp_path / "file" / "run")):
+    for location in ("/proc/baretrain", str(tmp_path / "file" / "run")):
         with pytest.raises(InputError, match="cannot write to"):
-            train(place, prepared)
+            train(location, prepared)
 
 
 def test_a_checkpoint_of_another_model_is_refused(run_dir, prepared):
@@ -343,9 +308,3 @@ def test_a_finished_run_is_not_trained_again(run_dir, prepared):
     assert train(run_dir, prepared) == ("done", 6)
     assert len(lines(run_dir, "train")) == before
     assert len(lines(run_dir, "summary")) == 1
-
-
-def test_precision_is_chosen_by_name_and_shown(tmp_path, prepared):
-    assert DDP(BackendConfig(device="cpu", precision="bf16")).precision == "bf16"
-    train(tmp_path / "run", prepared, "backend.precision=bf16", "export=false")
-    assert lines(tmp_path / "run", "summary")[0]["precision"] == "bf16"

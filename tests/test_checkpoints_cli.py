@@ -14,20 +14,21 @@ import yaml
 from running import ROOT, lines, train_config
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import loop, storage
+from train import loop
+from train.attempt.preempt import StopRequest
 from train.checkpoints import __main__ as command
 from train.checkpoints.compare import difference
-from train.checkpoints.store import LocalStore
+from train.checkpoints.store_disk import LocalStore
 from train.config import LeaseConfig
-from train.exported import MARK
-from train.lease import Lease
-from train.preempt import StopRequest
-from train.storage import LocalFolder, sha256_file
+from train.run_folder.exported import MARK
+from train.run_folder.lease import Lease
+from train.storage import folders as storage
+from train.storage.folders import LocalFolder, sha256_file
 
 OPTIONS = ["eval_every=3", "checkpoint.every=3", "checkpoint.keep=0"]
 
 
-def said(capsys, *arguments):
+def called(capsys, *arguments):
     code = command.main([str(argument) for argument in arguments])
     return code, capsys.readouterr()
 
@@ -84,17 +85,17 @@ def run_dir(finished, tmp_path):
 
 def test_list_shows_what_the_manifests_say(run_dir, capsys):
     losses = [line["loss"] for line in lines(run_dir, "eval")]
-    code, told = said(capsys, run_dir)
-    header, third, sixth = told.out.splitlines()
+    code, output = called(capsys, run_dir)
+    header, third, sixth = output.out.splitlines()
     megabytes = f"{store_of(run_dir).manifest(3).num_bytes / 1e6:,.1f} MB"
     assert code == 0
     assert header.split("  ")[-1] == "state"
     assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "unverified"]
     assert sixth.endswith("unverified  (newest, best, LATEST)")
-    assert said(capsys, run_dir, "list") == (0, told)
+    assert called(capsys, run_dir, "list") == (0, output)
 
 
-def test_list_tells_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
+def test_list_shows_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
     copy_step(run_dir, 3, 4, metric=None)
     copy_step(run_dir, 3, 5, metric=9.0)
     name = store_of(run_dir).put_aside(5, "damaged")
@@ -102,23 +103,20 @@ def test_list_tells_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
     flip(step_folder(run_dir, 4) / "model.pt")  # only reading back shows it
     (run_dir / "checkpoints/LATEST").write_text("step_00000099\n")
     before = content(run_dir)
-    code, told = said(capsys, run_dir, "list")
-    _, third, fourth, sixth, hint, aside = told.out.splitlines()
+    code, output = called(capsys, run_dir, "list")
+    _, third, fourth, sixth, hint, aside = output.out.splitlines()
     assert code == 0
     assert third.endswith("unverified  (best)") and fourth.endswith("unverified  (newest)")
-    assert re.search(r" 6 .* damaged: model.pt has 5 bytes, not \d+$", sixth)
+    assert re.search(r" 6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
     assert "step 99" in hint and aside == f"put aside: {name}"
     assert content(run_dir) == before
 
 
-HINTS = ["step_\u00b2", "step_" + "9" * 5000, "../..", "\0", ""]
-
-
-@pytest.mark.parametrize("hint", HINTS, ids=lambda hint: ascii(hint)[:20])
-def test_a_hint_that_names_no_step_is_left_aside(run_dir, capsys, hint):
-    (run_dir / "checkpoints/LATEST").write_text(hint)
-    code, told = said(capsys, run_dir)
-    assert code == 0 and "LATEST" not in told.out and told.err == ""
+def test_a_hint_that_names_no_step_is_left_aside(run_dir, capsys):
+    for hint in ("step_\u00b2", "step_" + "9" * 5000, "../..", "\0", ""):
+        (run_dir / "checkpoints/LATEST").write_text(hint)
+        code, output = called(capsys, run_dir)
+        assert code == 0 and "LATEST" not in output.out and output.err == ""
 
 
 def test_looking_and_tidying_need_no_torch(run_dir):
@@ -127,42 +125,42 @@ def test_looking_and_tidying_need_no_torch(run_dir):
         "codes = [main([run]), main([run, 'verify']), main([run, 'prune', '--keep', '2', '--yes'])];"
         "print(codes, [name for name in ('torch', 'boto3', 'transformers') if name in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code, str(run_dir)], cwd=ROOT, capture_output=True, text=True)
-    assert found.stdout.splitlines()[-1] == "[0, 0, 0] []", found.stderr
+    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0] []", done.stderr
 
 
 # ---- verify --------------------------------------------------------------------------------------------------------
 
 
 def test_verify_names_the_damaged_file_and_the_step_that_a_start_takes(run_dir, capsys):
-    code, told = said(capsys, run_dir, "verify")
+    code, output = called(capsys, run_dir, "verify")
     assert code == 0
-    assert [line.split()[1] for line in told.out.splitlines()[:2]] == ["whole,", "whole,"]
-    assert told.out.splitlines()[2] == "the next start goes on from step 6"
+    assert [line.split()[1] for line in output.out.splitlines()[:2]] == ["whole,", "whole,"]
+    assert output.out.splitlines()[2] == "the next start resumes from step 6"
     flip(step_folder(run_dir, 6) / "optimizer.pt")
     before = content(run_dir)
-    code, told = said(capsys, run_dir, "verify")
+    code, output = called(capsys, run_dir, "verify")
     assert code == 1
-    third, sixth, start = told.out.splitlines()
-    assert sixth == "step_00000006  damaged: optimizer.pt does not match its checksum"
-    assert third.startswith("step_00000003  whole") and start == "the next start goes on from step 3"
-    assert said(capsys, run_dir, "verify", "--step", 3)[0] == 0
-    assert said(capsys, run_dir, "verify", "--step", 6)[0] == 1
+    third, sixth, start = output.out.splitlines()
+    assert re.fullmatch("step_00000006  damaged: optimizer.pt has sha256 .*, the manifest says .*", sixth)
+    assert third.startswith("step_00000003  whole") and start == "the next start resumes from step 3"
+    assert called(capsys, run_dir, "verify", "--step", 3)[0] == 0
+    assert called(capsys, run_dir, "verify", "--step", 6)[0] == 1
     assert content(run_dir) == before  # a start would put it aside, looking does not
 
 
 def test_verify_says_when_the_next_start_refuses_or_begins_anew(run_dir, capsys):
     for step in (3, 6):
         flip(step_folder(run_dir, step) / "ranks.pt")
-    code, told = said(capsys, run_dir, "verify")
-    assert code == 1 and told.out.splitlines()[-1].startswith("the next start refuses")
+    code, output = called(capsys, run_dir, "verify")
+    assert code == 1 and output.out.splitlines()[-1].startswith("the next start refuses")
     for step in (3, 6):
         store_of(run_dir).put_aside(step, "damaged")
-    code, told = said(capsys, run_dir, "verify")
-    assert code == 1 and told.out.splitlines() == ["the next start refuses: there are checkpoints, and none is valid"]
+    code, output = called(capsys, run_dir, "verify")
+    assert code == 1 and output.out.splitlines() == ["the next start refuses: there are checkpoints, and none is valid"]
     shutil.rmtree(run_dir / "checkpoints")
-    code, told = said(capsys, run_dir, "verify")
-    assert code == 0 and told.out.splitlines() == ["the next start begins anew: there is no checkpoint"]
+    code, output = called(capsys, run_dir, "verify")
+    assert code == 0 and output.out.splitlines() == ["the next start begins anew: there is no checkpoint"]
 
 
 # ---- prune ---------------------------------------------------------------------------------------------------------
@@ -181,11 +179,11 @@ def many(run_dir):
     return run_dir
 
 
-def test_prune_says_what_would_go_and_removes_nothing_unless_told(many, capsys):
+def test_prune_says_what_would_go_and_removes_nothing_unless_asked(many, capsys):
     before = content(many)
-    code, told = said(capsys, many, "prune", "--keep", 2)
+    code, output = called(capsys, many, "prune", "--keep", 2)
     assert code == 0
-    assert told.out.splitlines() == [
+    assert output.out.splitlines() == [
         "step_00000001  stays: damaged: model.pt is missing",
         "step_00000002  stays: the best",
         "step_00000003  would go",
@@ -195,20 +193,20 @@ def test_prune_says_what_would_go_and_removes_nothing_unless_told(many, capsys):
         "nothing was removed: --yes does it",
     ]
     assert content(many) == before
-    code, told = said(capsys, many, "prune", "--keep", 2, "--yes")
-    assert code == 0 and "step_00000003  removed" in told.out.splitlines()
+    code, output = called(capsys, many, "prune", "--keep", 2, "--yes")
+    assert code == 0 and "step_00000003  removed" in output.out.splitlines()
     assert store_of(many).steps() == [1, 2, 6, 8, 9]
-    assert said(capsys, many, "prune", "--keep", 9, "--yes")[0] == 0
+    assert called(capsys, many, "prune", "--keep", 9, "--yes")[0] == 0
     assert store_of(many).steps() == [1, 2, 6, 8, 9]
 
 
-def test_prune_waits_for_nobody_who_lives(many, capsys):
+def test_prune_is_refused_while_a_run_owns_the_folder(many, capsys):
     with Lease(LocalFolder(many), LeaseConfig().ttl_s):
-        code, told = said(capsys, many, "prune", "--keep", 2, "--yes")
+        code, output = called(capsys, many, "prune", "--keep", 2, "--yes")
         assert code == 2
-        assert told.err.count("\n") == 1 and "is in use by" in told.err
+        assert output.err.count("\n") == 1 and "is in use by" in output.err
         assert store_of(many).steps() == [1, 2, 3, 6, 8, 9]
-    assert said(capsys, many, "prune", "--keep", 2, "--yes")[0] == 0  # released
+    assert called(capsys, many, "prune", "--keep", 2, "--yes")[0] == 0  # released
     assert json.loads(max((many / "lease").iterdir()).read_text())["released"]
 
 
@@ -219,8 +217,8 @@ def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path
     copy_step(run_dir, 3, 8, metric=None)
     set_best(run_dir, 8, 6)
     before = content(run_dir)
-    code, told = said(capsys, run_dir, "export", tmp_path / "out")
-    assert code == 0 and "step 6, the best (validation loss" in told.out
+    code, output = called(capsys, run_dir, "export", tmp_path / "out")
+    assert code == 0 and "step 6, the best (validation loss" in output.out
     assert content(run_dir) == before
     own = {"README.md", MARK}  # the run's card, and how far it had come
     names = sorted(path.name for path in (run_dir / "export").iterdir() if path.name not in own)
@@ -232,11 +230,11 @@ def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path
 
 def test_any_step_can_be_exported_also_where_the_data_has_moved(run_dir, prepared, tmp_path, capsys):
     set_config(run_dir, f"path: {prepared}", "path: /gone")
-    code, told = said(capsys, run_dir, "export", tmp_path / "out", "--step", 3, "--data", prepared)
-    assert code == 0 and "step 3, as asked" in told.out
-    found = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
+    code, output = called(capsys, run_dir, "export", tmp_path / "out", "--step", 3, "--data", prepared)
+    assert code == 0 and "step 3, as asked" in output.out
+    exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "out").state_dict()
     saved = torch.load(step_folder(run_dir, 3) / "model.pt", weights_only=True)
-    assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in found.items())
+    assert all(torch.equal(tensor, saved[f"network.{name}"]) for name, tensor in exported.items())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
 
 
@@ -248,7 +246,7 @@ def test_the_newest_valid_step_is_exported_where_none_was_evaluated(run_dir, cap
     flip(step_folder(run_dir, 8) / "model.pt")
     store = store_of(run_dir)
     assert command.chosen(store, None) == (6, "the newest that is valid (none was evaluated)")
-    assert "passed over: step 8: model.pt does not match its checksum" in capsys.readouterr().err
+    assert "passed over: step 8: model.pt has sha256" in capsys.readouterr().err
 
 
 def set_config(run_dir, before, now):
@@ -258,9 +256,9 @@ def set_config(run_dir, before, now):
 
 
 def refusal(capsys, *arguments):
-    code, told = said(capsys, *arguments)
-    assert code == 2 and told.out == "" and told.err.count("\n") == 1
-    return told.err
+    code, output = called(capsys, *arguments)
+    assert code == 2 and output.out == "" and output.err.count("\n") == 1
+    return output.err
 
 
 def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys):
@@ -305,8 +303,8 @@ def test_an_export_overwrites_nothing_and_a_damaged_step_is_refused(run_dir, tmp
     (tmp_path / "out" / "mine").write_text("mine")
     assert "is not empty" in refusal(capsys, run_dir, "export", tmp_path / "out")
     flip(step_folder(run_dir, 6) / "model.pt")
-    code, told = said(capsys, run_dir, "export", tmp_path / "new")
-    assert code == 1 and told.err == "error: step 6: model.pt does not match its checksum\n"
+    code, output = called(capsys, run_dir, "export", tmp_path / "new")
+    assert code == 1 and re.fullmatch("error: step 6: model.pt has sha256 .*, the manifest says .*\n", output.err)
     assert not (tmp_path / "new").exists()
 
 
@@ -316,12 +314,12 @@ def test_an_export_overwrites_nothing_and_a_damaged_step_is_refused(run_dir, tmp
 def test_a_step_is_bit_equal_to_its_copy(run_dir, capsys):
     settings = {**store_of(run_dir).manifest(3).settings, "optim.lr": 1.0}
     copy_step(run_dir, 3, 4, settings=settings, world_size=8)
-    code, told = said(capsys, run_dir, "diff", 3, 4)
+    code, output = called(capsys, run_dir, "diff", 3, 4)
     assert code == 0
-    found = told.out.splitlines()
-    assert found[0] == "step 3 -> step 4" and found[-1] == "weights and moments are bit-equal"
-    assert "  optim.lr: 0.003 -> 1.0" in found and "  ranks: 1 -> 8" in found and "identity: the same" in found
-    assert sum("0 of" in line for line in found) == 2
+    shown = output.out.splitlines()
+    assert shown[0] == "step 3 -> step 4" and shown[-1] == "weights and moments are bit-equal"
+    assert "  optim.lr: 0.003 -> 1.0" in shown and "  ranks: 1 -> 8" in shown and "identity: the same" in shown
+    assert sum("0 of" in line for line in shown) == 2
 
 
 def change(run_dir, step, file, edit):
@@ -345,17 +343,17 @@ def test_what_differs_is_named_the_largest_first(run_dir, capsys):
 
     change(run_dir, 4, "model.pt", edit)
     change(run_dir, 4, "optimizer.pt", lambda state: state["state"][0]["exp_avg"].view(-1)[0].add_(0.25))
-    code, told = said(capsys, run_dir, "diff", 3, 4, "--limit", 2)
+    code, output = called(capsys, run_dir, "diff", 3, 4, "--limit", 2)
     assert code == 0
-    found = told.out.splitlines()
-    place = next(place for place, line in enumerate(found) if line.startswith("weights:"))
-    assert found[place].startswith("weights: 3 of ")
-    assert [line.split(":")[0].strip() for line in found[place + 1 : place + 3]] == [names[1], names[2]]
-    assert "relative 0.5," in found[place + 1] and found[place + 3] == "  and 1 more (--all)"
-    (moments,) = (line for line in found if line.startswith("  state."))
+    shown = output.out.splitlines()
+    first = next(number for number, line in enumerate(shown) if line.startswith("weights:"))
+    assert shown[first].startswith("weights: 3 of ")
+    assert [line.split(":")[0].strip() for line in shown[first + 1 : first + 3]] == [names[1], names[2]]
+    assert "relative 0.5," in shown[first + 1] and shown[first + 3] == "  and 1 more (--all)"
+    (moments,) = (line for line in shown if line.startswith("  state."))
     assert moments.startswith("  state.0.exp_avg: relative ") and moments.endswith("largest 0.25")
-    assert found[-1] == "weights and moments differ"
-    everything = said(capsys, run_dir, "diff", 3, 4, "--all")[1].out
+    assert shown[-1] == "weights and moments differ"
+    everything = called(capsys, run_dir, "diff", 3, 4, "--all")[1].out
     assert names[0] in everything and everything.count(": equal") > 10
 
 
@@ -364,8 +362,8 @@ def test_tensors_are_compared_bit_by_bit():
     assert difference("a", nan, nan.clone()).is_equal
     zero = difference("a", torch.tensor([0.0]), torch.tensor([-0.0]))
     assert (zero.is_equal, zero.largest, zero.relative) == (False, 0.0, 0.0)
-    found = difference("a", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
-    assert (found.largest, found.relative) == (0.5, pytest.approx(0.1))
+    changed = difference("a", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+    assert (changed.largest, changed.relative) == (0.5, pytest.approx(0.1))
     assert difference("a", torch.zeros(2), torch.ones(2)).relative == float("inf")
     assert difference("a", torch.zeros(2), torch.zeros(2).half()).fault == "float32 [2] -> float16 [2]"
     assert difference("a", torch.zeros(2), None).fault == "only in the first"
@@ -413,18 +411,18 @@ def test_a_run_in_s3_is_looked_into_where_it_lies(run_dir, bucket, tmp_path, cap
         "--cache-dir",
         tmp_path / "c",
     ]
-    place = bucket.location("run")
+    location = bucket.location("run")
     keys = bucket.keys()
-    listed = said(capsys, place, *flags)
-    assert listed == said(capsys, place, "list", *flags) == said(capsys, run_dir)
-    assert said(capsys, place, "verify", *flags)[0] == 0
-    compared = said(capsys, place, "diff", 3, 6, *flags)
+    listed = called(capsys, location, *flags)
+    assert listed == called(capsys, location, "list", *flags) == called(capsys, run_dir)
+    assert called(capsys, location, "verify", *flags)[0] == 0
+    compared = called(capsys, location, "diff", 3, 6, *flags)
     assert compared[1].out.endswith("weights and moments differ\n")
-    assert compared == said(capsys, run_dir, "diff", 3, 6)
+    assert compared == called(capsys, run_dir, "diff", 3, 6)
     bucket.put("run/checkpoints/step_00000006/00000001-abcdefab/model.pt", b"x" * manifest.files["model.pt"]["bytes"])
-    code, told = said(capsys, place, "verify", *flags)
-    assert code == 1 and "step_00000006  damaged: model.pt does not match" in told.out
+    code, output = called(capsys, location, "verify", *flags)
+    assert code == 1 and "step_00000006  damaged: model.pt has sha256" in output.out
     assert bucket.keys() == keys
     assert list((tmp_path / "c").iterdir()) == []  # what was fetched is gone
-    assert said(capsys, place, "prune", "--keep", 2, "--yes", *flags)[0] == 0
+    assert called(capsys, location, "prune", "--keep", 2, "--yes", *flags)[0] == 0
     assert {key.split("/")[1] for key in set(bucket.keys()) - set(keys)} == {"lease"}

@@ -7,38 +7,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from running import write_corpus
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from finetuning import tuning
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from train import cli
-from train.config import ClassifyConfig, InputError, TrainConfig
-from train.data.buckets import BUCKET_SHIFT
-from train.data.order import PADDING
-from train.data.tokenizer import train_tokenizer
-from train.storage import LocalFolder
+from train.cli import compose as cli
+from train.config import InputError, TrainConfig
+from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.shards.order import PADDING
+from train.storage.folders import LocalFolder
 from train.tasks import build_task
-from train.tasks.classify import class_weights, probabilities
-from train.tasks.featurize import ClassifyFeaturizer
-from train.tasks.finetune import lengths_up_to, most_positions
+from train.tasks.classify import ClassifyConfig
+from train.tasks.classify.scores import summary, tables
+from train.tasks.classify.task import ClassifyFeaturizer, class_weights, probabilities
+from train.tasks.finetune import lengths_up_to
 
 LABELS = ["bad", "fair", "good"]
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt").read_text().replace("\n\n", "\n").splitlines()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(texts):
-    return train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tokenizer, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save_pretrained(str(folder))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +42,9 @@ def make(data, tokenizer_folder, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
 
     def make(*overrides):
-        given = {
-            "task": "classify",
-            "data": "records",
-            "model": "albert_tiny",
-            "model.hidden_size": 32,
-            "model.intermediate_size": 64,
-            "model.embedding_size": 16,
-            "model.num_heads": 2,
-            "model.tokenizer": tokenizer_folder,
-            "data.path": data,
-            "data.train": "train.csv",
-            "data.validation": "dev.csv",
-            "data.columns.id": "name",
-            "data.cache_dir": cache,
-            "run_dir": cache / "run",
-            "seq_len": 64,
-            "max_steps": 2,
-            "global_batch_size": 8,
-        }
-        given |= dict(one.split("=", 1) for one in overrides)
-        cfg = cli.load_config(TrainConfig, [f"{key}={value}" for key, value in given.items()])
+        files = [f"data.path={data}", "data.train=train.csv", "data.validation=dev.csv", "data.columns.id=name"]
+        given = ["task=classify", "data=records", *files, "seq_len=64", *overrides]
+        cfg = cli.load_config(TrainConfig, tuning(cache / "run", tokenizer_folder, *given))
         cfg.data.more_validation = {"other": "other.csv"}
         return build_task(cfg)
 
@@ -131,7 +96,7 @@ def test_special_tokens_in_a_text_are_text(tokenizer):
 def test_the_last_length_is_that_of_the_longest_sequence():
     assert lengths_up_to(64, []) == (64,)
     assert lengths_up_to(64, [16, 32]) == lengths_up_to(64, [16, 32, 64]) == (16, 32, 64)
-    with pytest.raises(InputError, match="data.lengths ends with 128, more than the seq_len=64"):
+    with pytest.raises(InputError, match="data.lengths has 128, which is more than seq_len=64"):
         lengths_up_to(64, [16, 128])
 
 
@@ -139,11 +104,6 @@ def test_without_seq_len_it_is_what_the_model_can_read(make):
     assert make("seq_len=null", "model.max_positions=48").lengths == (48,)
     with pytest.raises(InputError, match="seq_len=64 is longer than the model's 48 positions"):
         make("model.max_positions=48")
-
-
-def test_roberta_reads_fewer_tokens_than_it_has_positions():
-    config = AutoConfig.for_model("roberta", max_position_embeddings=514, pad_token_id=1)
-    assert most_positions(config) == 512
 
 
 def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make, task):
@@ -156,6 +116,7 @@ def test_one_length_needs_no_buckets_and_several_know_which_row_needs_which(make
     padded = np.array(buckets.lengths)[buckets.train].sum()
     assert task.facts["padding_share"] == pytest.approx(1 - task.train_data().row_lengths.sum() / padded)
     assert task.facts["padding_share"] < make().facts["padding_share"]
+    assert set(task.facts) == {"padding_share", "truncated_share"}
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------------
@@ -211,36 +172,36 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, setting
             assert total / sum(drawn["count"]) == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_padding_to_another_length_changes_nothing(task):
-    torch.manual_seed(0)
-    model = task.build_model().eval()
-    rows = np.flatnonzero(task.buckets.evaluation == 0)[:4]
-    found = []
-    for bucket in (0, 2):
-        drawn = task.eval_data().draw(in_bucket(task, [rows], bucket))["inputs"]
-        assert drawn["input_ids"].shape[-1] == task.lengths[bucket]
-        with torch.no_grad():
-            found.append(task.eval_statistics(model, {name: tensor[0] for name, tensor in drawn.items()}))
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
 # ---- evaluation ----------------------------------------------------------------------------------------------------
+
+TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
+
+
+def test_metrics_worked_out_by_hand():
+    # F1: bad 2*2/(2*2+1+1) = 2/3, fair 2*1/(2*1+1+0) = 2/3, good 2*1/(2*1+0+1) = 2/3
+    found = summary(TRUE, PREDICTED)
+    assert found == pytest.approx({"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3})
+    found = tables(TRUE, PREDICTED, LABELS)
+    assert found["labels"] == LABELS
+    assert found["confusion"] == [[2, 1, 0], [0, 1, 0], [1, 0, 1]]
+    assert found["per_class"]["fair"] == {"precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3), "support": 1}
+
+
+@pytest.mark.filterwarnings("error")
+def test_classes_that_are_missing_or_never_predicted_give_numbers_without_a_warning():
+    only_one = np.zeros(4, np.int64)
+    assert summary(only_one, only_one) == {"accuracy": 1, "f1_macro": 1, "f1_weighted": 1}
+    never = summary(np.array([0, 0, 1]), np.array([0, 0, 0]))
+    assert never == pytest.approx({"accuracy": 2 / 3, "f1_macro": 0.4, "f1_weighted": 8 / 15})
+    found = tables(only_one, only_one, LABELS)
+    assert found["per_class"]["good"] == {"precision": 0, "recall": 0, "f1": 0, "support": 0}
+    assert found["confusion"] == [[4, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
 def certain(labels, *, wrong=()):
     """Statistics of a model that is sure, and right but in the rows `wrong`, where it says the next label."""
     given = (np.array(labels) + np.isin(np.arange(len(labels)), wrong)) % len(LABELS)
     return np.concatenate([np.arange(len(labels))[:, None], 3.0 * np.eye(len(LABELS))[given]], 1).astype(np.float32)
-
-
-def test_metrics_are_of_each_split(task):
-    labels = task.eval_data().values["labels"]
-    rows = certain(labels, wrong=[0, 1, 25])
-    found = task.eval_metrics(rows)
-    assert set(found) == set(task.metrics)
-    assert found["accuracy"] == pytest.approx(18 / 20) and found["other_accuracy"] == pytest.approx(11 / 12)
-    assert found["loss"] == np.arange(20).mean() and found["other_loss"] == np.arange(20, 32).mean()
-    assert found["f1_macro"] < 1
 
 
 def test_statistics_are_the_plain_loss_and_the_logits(task):
@@ -257,9 +218,13 @@ def test_statistics_are_the_plain_loss_and_the_logits(task):
     torch.testing.assert_close(found[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none"))
 
 
-def test_an_evaluation_is_written_in_the_order_of_the_data(task, tmp_path):
+def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, tmp_path):
     labels = task.eval_data().values["labels"]
     rows = certain(labels, wrong=[0, 25])
+    metrics = task.eval_metrics(rows)
+    assert set(metrics) == set(task.metrics) and metrics["f1_macro"] < 1
+    assert metrics["accuracy"] == pytest.approx(19 / 20) and metrics["other_accuracy"] == pytest.approx(11 / 12)
+    assert metrics["loss"] == np.arange(20).mean() and metrics["other_loss"] == np.arange(20, 32).mean()
     task.write_evaluation(rows, LocalFolder(tmp_path), step=7)
     lines = [json.loads(line) for line in (tmp_path / "predictions/validation.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == [f"row{i}" for i in range(90, 110)]
@@ -288,21 +253,7 @@ def test_a_part_of_each_split_can_be_evaluated(make, tmp_path):
     assert task.details["splits"]["validation"]["used_rows"] == 15
 
 
-def test_probabilities_do_not_overflow():
-    assert probabilities(np.array([[1000.0, 0.0], [-1000.0, -1000.0]], np.float32)).tolist() == [[1, 0], [0.5, 0.5]]
-
-
 # ---- what goes out -------------------------------------------------------------------------------------------------
-
-
-def test_details_say_what_the_data_is_like(task):
-    found = task.details
-    assert (found["kind"], found["labels"], found["lengths"]) == ("classify", LABELS, [16, 32, 64])
-    assert list(found["splits"]) == ["train", "validation", "other"]
-    assert found["splits"]["train"]["label_counts"] == {"bad": 27, "fair": 9, "good": 54}
-    assert sum(found["splits"]["other"]["length_histogram"]["counts"]) == 12
-    json.dumps(found)
-    assert set(task.facts) == {"padding_share", "truncated_share"}
 
 
 def test_an_export_is_plain_transformers_with_tokenizer_and_labels(task, tmp_path):

@@ -1,10 +1,11 @@
-"""What all commands share: help, version, exit codes, and one line for whatever goes wrong."""
+"""Parts that all commands share: help, version, exit codes, and one line for every error."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train import attempt, cli, prepare
-from train.command import DONE, FAILED, INTERRUPTED, REFUSED, UNREAD, guarded
+from train import entry as attempt
+from train import prepare
+from train.cli import compose as cli
+from train.cli.command import DONE, FAILED, INTERRUPTED, REFUSED, UNREAD, guarded
+from train.cli.help import comments, explained_field, groups, shown_default
 from train.config import Failure, InputError, PrepareConfig, TrainConfig, Unreachable
-from train.help import comments, explained_field, groups, shown_default
 
 
 def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -26,7 +29,7 @@ def shown(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("command", MAINS)
-def test_help_has_purpose_examples_and_exit_codes(command, capsys):
+def test_help_has_purpose_examples_and_exit_codes_and_the_version_is_ours(command, capsys):
     text = shown(command, "--help", capsys)
     name = "train" if command == "train" else f"train.{command}"
     _, purpose, examples, *_ = text.split("\n\n")
@@ -34,6 +37,7 @@ def test_help_has_purpose_examples_and_exit_codes(command, capsys):
     assert len([line for line in examples.splitlines() if f"-m {name}" in line]) == 3
     assert "exit codes:\n  0    " in text
     assert "hydra" not in text.lower() and "_schema" not in text
+    assert shown(command, "--version", capsys) == f"baretrain {train.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["train", "prepare", "records"])
@@ -45,11 +49,6 @@ def test_help_explains_the_most_used_settings_and_lists_the_groups(command, caps
     assert len(settings) > 12
     unexplained = [line for line in settings if line[2] != " " and len(line.split(None, 1)) < 2]
     assert not unexplained
-
-
-@pytest.mark.parametrize("command", MAINS)
-def test_version_is_ours(command, capsys):
-    assert shown(command, "--version", capsys) == f"baretrain {train.__version__}\n"
 
 
 def test_comments_of_settings_are_read_from_the_source():
@@ -120,10 +119,8 @@ def test_the_whole_configuration_is_printed_with_what_is_missing(capsys):
     assert "run_dir: ???" in text and "seed: 7" in text and "hydra" not in text
 
 
-def test_a_model_that_is_to_be_given_is_asked_for():
+def test_a_model_that_is_to_be_given_can_be_given_in_two_ways():
     given = ["run_dir=r", "data.path=d", "max_steps=1", "micro_batch_size=1", "model=pretrained"]
-    with pytest.raises(InputError, match="model.pretrained is not set"):
-        cli.load_config(TrainConfig, given)
     assert cli.load_config(TrainConfig, [*given, "model.init_from=r"]).model.pretrained is None
     assert cli.load_config(TrainConfig, [*given, "model.pretrained=a"]).model.pretrained == "a"
 
@@ -135,7 +132,26 @@ def start(words: list[str], cwd: Path, *, flags: tuple[str, ...] = (), **environ
     return subprocess.Popen([sys.executable, *flags, "-m", *words], cwd=cwd, env=env, text=True, **pipes)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(prepared, tmp_path):
+@contextmanager
+def unread():
+    """Standard output is a pipe whose reader has left, as of `| head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as stream, redirect_stdout(stream):  # closing flushes, as Python does at exit
+        yield
+
+
+@pytest.mark.parametrize(
+    ("length", "code", "expected"),
+    [(10, DONE, UNREAD), (10**6, DONE, UNREAD), (10, FAILED, FAILED)],  # a long text is flushed before the end
+)
+def test_a_reader_that_leaves_hides_no_error_and_is_none(length, code, expected, capfd):
+    with unread():
+        assert guarded(lambda: print("x" * length) or code) == expected
+    assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_leaves_changes_nothing_at_the_end_of_the_process(prepared, tmp_path):
     process = start(["train.shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path))
     assert process.stdout is not None
     process.stdout.close()
@@ -195,7 +211,9 @@ def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypat
     assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
 
 
-@pytest.mark.parametrize("given", ["run_dir=${nope}", "run_dir=${a}", "max_steps=???", "optim.lr=-1", "checkpoint=[]"])
+@pytest.mark.parametrize(
+    "given", ["run_dir=${nope}", "run_dir=${a}", "max_steps=???", "optim.lr=-1", "checkpoint=[]", "max_steps=ten", "-m"]
+)
 def test_a_configuration_that_cannot_be_is_not_printed(given, capsys):
     assert MAINS["train"]([given, "--cfg", "job"]) == REFUSED
     captured = capsys.readouterr()

@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
-from running import run
 
-from train import cli
-from train.config import InputError, PrepareConfig, TrainConfig, make_plan, to_dict
+from train.cli import compose as cli
+from train.config import InputError, PrepareConfig, TrainConfig, make_plan
 
 CONF = Path(__file__).parent.parent / "conf"
 GIVEN = ["run_dir=r", "data.path=d", "max_steps=10", "global_batch_size=32"]
@@ -45,10 +43,6 @@ def test_tables_of_names_take_new_ones():
     assert data.more_validation == {"other": "b.csv"}
     with pytest.raises(InputError, match="label_map leads to nowhere"):
         load("task=classify", "data=reviews", "data.label_map={0: nowhere}")
-    with pytest.raises(InputError, match="data.label_map is not a setting of the data chosen here"):
-        load("data.label_map={0: a}")
-    with pytest.raises(InputError, match="data.label_map is a table"):
-        load("task=classify", "data=reviews", "data.label_map=negative")
 
 
 @pytest.mark.parametrize(
@@ -96,33 +90,17 @@ def test_every_corpus_composes():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["max_step=3"], "max_step is not a setting; did you mean max_steps?"),
-        (["optim.learning_rate=1"], "optim.learning_rate is not a setting"),
-        (["optm.lr=1"], "optm is not a setting; did you mean optim?"),
-        (["+new=1"], "+new=1: settings cannot be added"),
         (["max_steps=ten"], "max_steps=ten: max_steps must be a whole number"),
-        (["global_batch_size=8.5"], "global_batch_size=8.5: global_batch_size must be a whole number"),
-        (["model=albert_huge"], "model=albert_huge: there is no such model"),
-        (["max_steps=null"], "run has no length"),
-        (["global_batch_size=null"], "the batch has no size"),
         (["global_batch_size=0"], "global_batch_size=0 must be above 0"),
         (["task.mask_rate=1.5"], "task.mask_rate=1.5 must lie between 0 and 1"),
         (["optim.name=sgd"], "optim.name=sgd is not known; choose one of: adamw, lamb"),
-        (["optim.lr_scaling=linear"], "optim.lr_scaling=linear needs optim.reference_batch_size"),
         (["checkpoint.keep=1"], "checkpoint.keep=1 must be 0 (all) or at least 2"),
-        (["model.hidden_size=100", "model.num_heads=12"], "model.hidden_size=100 must be a multiple"),
-        (["seed=-1"], "seed=-1 must be 0 or more"),
-        (["experiment=nosuch"], "experiment=nosuch: there is no such experiment"),
-        (["optim.betas=[0.9]"], "optim.betas=[0.9] must be two numbers"),
         (["model.hidden_dropout=1.5"], "model.hidden_dropout=1.5 must lie in [0, 1)"),
         (["data.prefetch=1000000000"], "data.prefetch=1000000000 must be at most 1,000"),
         (["data.num_workers=100000"], "data.num_workers=100000 must be at most 128"),
         (["data.downloads=1000"], "data.downloads=1000 must be at most 64"),
-        (["data.cache_gb=inf"], "data.cache_gb=inf must be a finite number"),
         (["backend=xla", "backend.loader_prefetch=1000000000"], "backend.loader_prefetch=1000000000 must be at most"),
         (["backend=xla", "backend.device_prefetch=1000000000"], "backend.device_prefetch=1000000000 must be at most"),
-        (["a b"], "a b is not key=value"),
-        (["run_dir=a (1)"], "run_dir=a (1) is not key=value; write 'run_dir=\"a (1)\"'"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(overrides, says):
@@ -132,39 +110,10 @@ def test_a_wrong_setting_is_one_line_that_names_it(overrides, says):
     assert "\n" not in str(error.value)
 
 
-def test_a_preparation_of_too_many_processes_is_refused():
-    with pytest.raises(InputError, match="^processes=100000 must be at most 1,024$"):
-        cli.load_config(PrepareConfig, ["output=o", "corpus=text", "corpus.path=x", "processes=100000"])
-
-
-def test_a_missing_setting_is_named():
-    with pytest.raises(InputError, match="run_dir is not set: give run_dir="):
-        cli.load_config(TrainConfig, ["max_steps=1", "global_batch_size=1"])
-    with pytest.raises(InputError, match=r"corpus.path is not set: give corpus.path="):
-        cli.load_config(PrepareConfig, ["output=o", "corpus=text"])
-
-
 def test_configuration_is_read_without_torch():
-    code = "import sys; from train import cli; from train.config import TrainConfig; "
+    code = "import sys; from train.cli import compose as cli; from train.config import TrainConfig; "
     code += f"cli.load_config(TrainConfig, {GIVEN}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=CONF.parent, check=False).returncode == 0
-
-
-def test_cfg_job_prints_the_run():
-    found = run(["--cfg", "job", "experiment=demo", "max_steps=77"])
-    assert found.returncode == 0, found.stderr
-    assert yaml.safe_load(found.stdout)["max_steps"] == 77
-
-
-def test_flags_with_a_wrong_setting_are_refused_in_one_line_too():
-    for arguments in (["--cfg", "job", "max_steps=ten"], ["-m", "max_steps=1,2"]):
-        found = run(arguments)
-        assert found.returncode == 2
-        assert len(found.stderr.splitlines()) == 1, found.stderr
-
-
-def test_plain_form_is_complete():
-    assert to_dict(load())["optim"]["eps"] == 1e-6
 
 
 # ---- what follows --------------------------------------------------------------------------------------------------
@@ -175,8 +124,8 @@ def plan(*overrides, world_size=1, rows=1000):
 
 
 def test_accumulation_follows_from_the_batch_sizes():
-    found = plan("global_batch_size=96", "micro_batch_size=4", world_size=8)
-    assert (found.accumulation, found.micro_batch_size) == (3, 4)
+    sizes = plan("global_batch_size=96", "micro_batch_size=4", world_size=8)
+    assert (sizes.accumulation, sizes.micro_batch_size) == (3, 4)
     assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
 
 
@@ -215,9 +164,3 @@ def test_the_learning_rate_scales_with_the_batch_when_asked():
 def test_an_impossible_size_is_refused(overrides, world_size, says):
     with pytest.raises(InputError, match=says.replace("(", r"\(")):
         plan(*overrides, world_size=world_size)
-
-
-def test_a_setting_of_another_backend_is_named_as_such():
-    overrides = ["backend=ddp", "backend.zero1=true", "run_dir=r", "data.path=d", "max_steps=1", "micro_batch_size=1"]
-    with pytest.raises(InputError, match=r"backend.zero1 is not a setting of the backend chosen here"):
-        cli.load_config(TrainConfig, overrides)

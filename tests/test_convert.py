@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 from train import convert
-from train.data.shards import ShardSet, check_files, read_manifest
+from train.data.shards.format import ShardSet, check_files, read_manifest
 
 
-def said(capsys, *arguments):
+def run(capsys, *arguments):
     code = convert.main([str(argument) for argument in arguments])
     return code, capsys.readouterr()
 
 
 @pytest.fixture
 def arrow(prepared, tmp_path, capsys):
-    code, _ = said(capsys, "to-arrow", prepared, tmp_path / "arrow")
+    code, _ = run(capsys, "to-arrow", prepared, tmp_path / "arrow")
     assert code == 0
     return tmp_path / "arrow"
 
@@ -28,8 +28,8 @@ def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
         table = found[split].with_format("numpy")[:]
         assert np.array_equal(table["tokens"], rows.tokens) and np.array_equal(table["pivot"], rows.pivot)
         assert found[split].features["tokens"].feature.dtype == "uint16"
-    code, told = said(capsys, "from-arrow", arrow, tmp_path / "back", "--tokenizer", prepared / "tokenizer")
-    assert code == 0, told.err
+    code, output = run(capsys, "from-arrow", arrow, tmp_path / "back", "--tokenizer", prepared / "tokenizer")
+    assert code == 0, output.err
     after = read_manifest(tmp_path / "back")
     check_files(tmp_path / "back", after, checksums=True)
     assert [shard.sha256 for shard in after.shards] == [shard.sha256 for shard in before.shards]
@@ -37,58 +37,43 @@ def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
     assert after.counts["unigram_entropy"] == pytest.approx(before.counts["unigram_entropy"], abs=0.01)  # the tail
 
 
-def test_to_and_from_s3(prepared, bucket, tmp_path, capsys):
+def test_to_and_from_s3(prepared, arrow, bucket, tmp_path, capsys):
     flags = ["--endpoint", bucket.service.endpoint, "--path-style", "--region", "us-east-1"]
     flags += ["--cache-dir", tmp_path / "cache"]
-    assert said(capsys, "to-arrow", prepared, tmp_path / "arrow")[0] == 0
     place = bucket.location("back")
-    code, told = said(capsys, "from-arrow", tmp_path / "arrow", place, "--tokenizer", prepared / "tokenizer", *flags)
-    assert code == 0, told.err
-    assert said(capsys, "to-arrow", place, tmp_path / "again", *flags)[0] == 0
+    code, output = run(capsys, "from-arrow", arrow, place, "--tokenizer", prepared / "tokenizer", *flags)
+    assert code == 0, output.err
+    assert run(capsys, "to-arrow", place, tmp_path / "again", *flags)[0] == 0
     one, two = (datasets.load_from_disk(str(tmp_path / name)) for name in ("arrow", "again"))
     assert one["train"]["tokens"][:] == two["train"]["tokens"][:]
 
 
+def save(folder, **columns):
+    table = datasets.Dataset.from_dict(columns)
+    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(folder))
+    return folder
+
+
 def test_sequences_packed_by_others_become_one_segment(prepared, tmp_path, capsys):
-    table = datasets.Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 10})
-    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(tmp_path / "in"))
-    arguments = ["from-arrow", tmp_path / "in", tmp_path / "out", "--tokenizer", prepared / "tokenizer"]
-    code, told = said(capsys, *arguments)
-    assert code == 2 and "has no column tokens; there are input_ids (--column)" in told.err
-    assert said(capsys, *arguments, "--column", "input_ids")[0] == 0
+    arguments = ["from-arrow", save(tmp_path / "in", input_ids=[[5, 6, 7, 8]] * 10), tmp_path / "out"]
+    assert run(capsys, *arguments, "--tokenizer", prepared / "tokenizer", "--column", "input_ids")[0] == 0
     rows = ShardSet(tmp_path / "out", read_manifest(tmp_path / "out"), "train").rows(np.arange(10))
     assert rows.tokens.tolist() == [[5, 6, 7, 8]] * 10 and rows.pivot.tolist() == [4] * 10
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("columns", "message"),
     [
-        ([[1, 2], [1, 2, 3]], "sequences 0 and following are not 2 ids each"),
-        ([[1, 2], [1, 999]], "holds ids from 1 to 999, the tokenizer's are 0 to 119: another one?"),
-        ([[1, 2], [-100, 3]], "holds ids from -100 to 3, the tokenizer's are 0 to 119: another one?"),
-        ([1, 2], "column tokens holds single values; it must hold lists of ids"),
+        ({"input_ids": [[5, 6]]}, "has no column tokens; there are input_ids (--column)"),
+        ({"tokens": [[1, 2], [1, 2, 3]]}, "sequences 0 and following are not 2 ids each"),
+        ({"tokens": [[1, 2], [1, 999]]}, "holds ids from 1 to 999, the tokenizer's are 0 to 119: another one?"),
+        ({"tokens": [[1, 2], [-100, 3]]}, "holds ids from -100 to 3, the tokenizer's are 0 to 119: another one?"),
+        ({"tokens": [1, 2]}, "column tokens holds single values; it must hold lists of ids"),
+        ({"tokens": [[5, 6]] * 3, "pivot": [2, 3, 1]}, "column pivot holds 3, beyond the sequence's 2"),
     ],
 )
-def test_what_cannot_be_shards_is_refused(prepared, tmp_path, capsys, ids, message):
-    table = datasets.Dataset.from_dict({"tokens": ids})
-    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(tmp_path / "in"))
-    code, told = said(capsys, "from-arrow", tmp_path / "in", tmp_path / "out", "--tokenizer", prepared / "tokenizer")
-    assert code == 2 and message in told.err
+def test_what_cannot_be_shards_is_refused(prepared, tmp_path, capsys, columns, message):
+    given = ["from-arrow", save(tmp_path / "in", **columns), tmp_path / "out", "--tokenizer", prepared / "tokenizer"]
+    code, output = run(capsys, *given)
+    assert code == 2 and message in output.err
     assert not (tmp_path / "out" / "manifest.json").exists()
-
-
-def test_other_mistakes(prepared, tmp_path, capsys):
-    code, told = said(capsys, "from-arrow", tmp_path, tmp_path / "out", "--tokenizer", prepared / "tokenizer")
-    assert code == 2 and "cannot be read as a saved data set" in told.err
-    code, told = said(capsys, "from-arrow", tmp_path, tmp_path / "out")
-    assert code == 2 and "needs --tokenizer" in told.err
-    code, told = said(capsys, "to-arrow", tmp_path / "nothing", tmp_path / "out")
-    assert code == 2 and "does not exist" in told.err
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/thesis.txt").write_text("")
-    code, told = said(capsys, "to-arrow", prepared, tmp_path / "used")
-    assert code == 2 and "used is not empty; choose another folder" in told.err
-    table = datasets.Dataset.from_dict({"tokens": [[5, 6]] * 3, "pivot": [2, 3, 1]})
-    datasets.DatasetDict(train=table, validation=table).save_to_disk(str(tmp_path / "pivots"))
-    code, told = said(capsys, "from-arrow", tmp_path / "pivots", tmp_path / "o", "--tokenizer", prepared / "tokenizer")
-    assert code == 2 and "column pivot holds 3, beyond the sequence's 2" in told.err

@@ -12,16 +12,18 @@ import time
 from email.utils import formatdate
 from pathlib import Path
 
+import boto3
 import pytest
+from moto.server import ThreadedMotoServer
 from running import ROOT
 
-from train import machine
 from train.doctor import __main__ as command
-from train.doctor import checks, checks_devices, checks_host, checks_versions
+from train.doctor import checks, checks_devices, checks_host, checks_s3, checks_versions
 from train.doctor.explain import CAUSES, explain
 from train.doctor.finding import TEXT_COLUMN, Finding, ok, screen, warn
 from train.doctor.instance import EFA_INTERFACES, Instance, instance_names, read_instance
 from train.doctor.probe import Answer, Probe, ask_tool
+from train.host import machine
 
 GIB = 2**30
 RECORDED = ROOT / "tests" / "recorded" / "doctor"
@@ -56,8 +58,8 @@ def change(probe, **changes):
 
 
 def environ(probe, **changes):
-    found = {**probe.environ, **changes}
-    return change(probe, environ={name: value for name, value in found.items() if value is not None})
+    merged = {**probe.environ, **changes}
+    return change(probe, environ={name: value for name, value in merged.items() if value is not None})
 
 
 def write(root, path, text=""):
@@ -162,7 +164,7 @@ def gpus(tmp_path):
 
 
 def states(findings):
-    return {finding.name: finding.state for finding in findings}
+    return {name: finding.state for name, finding in findings.items()}
 
 
 # ---- healthy machines ----------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def states(findings):
 def test_a_healthy_machine_is_green_on_one_screen(name, request):
     probe = environ(request.getfixturevalue(name), NEURON_COMPILE_CACHE_URL="s3://bucket/cache")
     findings = checks.examine(probe)
-    assert {finding.state for finding in findings} <= {"ok", "skip"}, [f for f in findings if f.cure]
+    assert set(states(findings).values()) <= {"ok", "skip"}, [f for f in findings.values() if f.cure]
     text = screen(findings, width=80, colour=False)
     assert len(text.splitlines()) <= 40
     assert max(map(len, text.splitlines())) <= 80
@@ -231,11 +233,11 @@ def test_devices_of_a_trn1(trn1):
 
 
 def test_neuron_ls_of_other_versions_and_chips():
-    (chip,) = checks_devices.read_neuron_ls(recorded("neuron_ls_old.json"))
+    (chip,) = checks_devices.read_neuron_ls(said("neuron_ls_old.json"))
     assert (chip.num_cores, chip.holders) == (2, ())
-    (chip,) = checks_devices.read_neuron_ls(recorded("neuron_ls_trn2.json"))
+    (chip,) = checks_devices.read_neuron_ls(said("neuron_ls_trn2.json"))
     assert chip.num_cores == 4  # logical cores: 16 such chips take 64 ranks
-    (chip,) = checks_devices.read_neuron_ls('[{"neuroncore_ids": [6, 7]}]')
+    (chip,) = checks_devices.read_neuron_ls(Answer("l", 0, '[{"neuroncore_ids": [6, 7]}]'))
     assert (chip.number, chip.num_cores) == (0, 2)
 
 
@@ -275,10 +277,10 @@ def test_a_sound_chip_of_nvidia_is_no_gpu(laptop):
 
 def test_who_holds_cores_and_what_to_kill(trn1, gpus, laptop):
     check = checks_devices.holders
-    find(check, trn1, "ok", "nobody")
+    find(check, trn1, "ok", "no process")
     write(trn1.root, "/proc/113986/cmdline", "python\0-m\0train\0")
     held = with_answers(trn1, {LS: said("neuron_ls_held.json")})
-    found = find(
+    finding = find(
         check,
         held,
         "bad",
@@ -286,7 +288,7 @@ def test_who_holds_cores_and_what_to_kill(trn1, gpus, laptop):
         "and 1 more on 2 of 16 chips",
         "kill 113985 113986",
     )
-    assert "90001" not in found.cure  # neuron-monitor watches, it holds nothing
+    assert "90001" not in finding.cure  # neuron-monitor watches, it holds nothing
     find(check, with_answers(trn1, {LS: None}), "skip")
     find(check, with_answers(trn1, {LS: Answer("l", 0, "[{}]")}), "skip")
     busy = with_answers(gpus, {checks_devices.HOLDER_QUERY: said("nvidia_smi_apps.txt")})
@@ -323,7 +325,7 @@ def test_efa(trn1, laptop):
     none = with_answers(trn1, {FI_INFO: Answer("fi_info", 61, "", recorded("fi_info_none.txt"))})
     find(check, none, "bad", "sees 0", "No data available", "efa_installer.sh")
     find(check, with_answers(trn1, {FI_INFO: None}), "bad", "fi_info is not installed", "/opt/amazon/efa/bin")
-    find(check, change(with_answers(trn1, {FI_INFO: None}), num_machines=1), "warn", "one machine alone trains without")
+    find(check, change(with_answers(trn1, {FI_INFO: None}), num_machines=1), "warn", "a single machine trains without")
     remove(trn1, "/sys/class/infiniband/rdmap[0-3]*/device/vendor")
     find(check, trn1, "bad", "4 of trn1.32xlarge's 8", "InterfaceType=efa")
     find(check, change(trn1, num_machines=1), "warn", "4 of trn1.32xlarge's 8")
@@ -442,13 +444,13 @@ def test_reserved_ports(trn1, laptop):
 
 
 def test_compile_cache(trn1, laptop, tmp_path, monkeypatch):
-    check, place = checks_host.cache, trn1.environ["NEURON_COMPILE_CACHE_URL"]
-    find(check, trn1, "ok", place)
-    find(check, environ(trn1, NEURON_COMPILE_CACHE_URL=f"{place}/not/yet/there"), "ok")
+    check, folder = checks_host.cache, trn1.environ["NEURON_COMPILE_CACHE_URL"]
+    find(check, trn1, "ok", folder)
+    find(check, environ(trn1, NEURON_COMPILE_CACHE_URL=f"{folder}/not/yet/there"), "ok")
     find(check, environ(trn1, NEURON_COMPILE_CACHE_URL="s3://bucket/cache"), "ok", "s3://bucket/cache")
     fault = environ(trn1, NEURON_COMPILE_CACHE_URL="gs://bucket/cache")
     find(check, fault, "bad", "gs://bucket/cache", "folder or s3://", "export NEURON_COMPILE_CACHE_URL=")
-    lock = write(Path(place), "MODULE_1/model.hlo.pb.lock")
+    lock = write(Path(folder), "MODULE_1/model.hlo.pb.lock")
     find(check, trn1, "ok")  # a young lock is somebody's
     os.utime(lock, (trn1.now_s - 4000, trn1.now_s - 4000))
     find(check, trn1, "warn", "1 locks", "neuron_parallel_compile --command clear-locks")
@@ -480,7 +482,7 @@ def test_disk_memory_and_shared_memory(trn1, laptop):
 def test_clock(trn1, laptop):
     check = checks_host.clock
     assert checks_host.read_chrony(recorded("chronyc_tracking.txt")) == (pytest.approx(6.26e-7), "Normal")
-    find(check, trn1, "ok", "chrony keeps it")
+    find(check, trn1, "ok", "kept by chrony")
     find(check, with_answers(trn1, {CHRONY: said("chronyc_far_off.txt")}), "bad", "1557.763", "chronyc makestep")
     near = recorded("chronyc_far_off.txt").replace("1557.763061523", "2.5")
     find(check, with_answers(trn1, {CHRONY: Answer("c", 0, near)}), "warn", "2.5", "chronyc makestep")
@@ -545,9 +547,7 @@ def test_tools_that_fail_are_missing_or_hang_are_answers(tmp_path, monkeypatch):
     assert ask_tool("wrong").fault == "wrong failed (3): no chip"
     assert ask_tool("no-such-tool").fault == "no-such-tool is not installed"
     assert ask_tool("noexec").code in (126, 127)
-    before = time.monotonic()
     assert ask_tool("hangs", timeout_s=0.2).fault == "hangs gave no answer in 0.2 s"
-    assert time.monotonic() - before < 30
 
 
 # ---- S3 ------------------------------------------------------------------------------------------------------------
@@ -570,8 +570,7 @@ class OneAnswer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """Asks a local server that answers as told."""
-    checks_s3 = pytest.importorskip("train.doctor.checks_s3")
+    """Asks a local server that gives the answer it is set to."""
     answer = type("Answer", (OneAnswer,), {})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -595,17 +594,17 @@ def s3(monkeypatch):
 
 
 def check_s3(findings, state, *words):
-    find(lambda _: findings[0], None, state, "corpus", *words)
+    find(lambda _: findings["S3"], None, state, "corpus", *words)
 
 
 def test_a_bucket_near_far_and_refused(s3, monkeypatch):
     check_s3(s3(200), "ok", "in us-east-1 like this session")
-    check_s3(s3(200, region=""), "ok", "not told")
+    check_s3(s3(200, region=""), "ok", "does not give its region")
     far = s3(200, region="eu-west-1")
     check_s3(far, "warn", "is in eu-west-1, this session in us-east-1", "AWS_DEFAULT_REGION=eu-west-1")
     check_s3(s3(403), "bad", "refused (403)", "s3:ListBucket", "get-caller-identity")
     check_s3(s3(404), "bad", "no such bucket", "aws s3 ls")
-    check_s3(s3(400), "bad", "out of date", "renew")
+    check_s3(s3(400), "bad", "expired session token", "renew")
     check_s3(s3(503), "bad", "503", "try again")
     check_s3(s3(301, region="eu-west-1"), "bad", "another region (eu-west-1", "AWS_DEFAULT_REGION=eu-west-1")
     monkeypatch.delenv("AWS_DEFAULT_REGION")
@@ -619,42 +618,32 @@ def test_no_credentials_and_no_route(s3, monkeypatch):
         check_s3(s3(200), "bad", "no credentials", "attach a role")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     check_s3(s3(200), "bad", "no route to S3", "gateway endpoint")
-
-
-def test_a_name_that_no_bucket_can_have(s3):
-    checks_s3 = pytest.importorskip("train.doctor.checks_s3")
-    (finding,) = checks_s3.bucket("s3://a b", now_s=0.0)
-    assert finding.state == "bad"
-    assert "check the name" in finding.cure
+    find(lambda _: checks_s3.bucket("s3://a b", now_s=0.0)["S3"], None, "bad", "check the name")  # no bucket's name
 
 
 def test_the_clock_is_compared_with_that_of_s3(s3):
-    assert s3(200)[1].state == "ok"
-    find(lambda _: s3(200, off_s=60)[1], None, "warn", " s ahead", "chronyc makestep")
-    find(lambda _: s3(403, off_s=-1000)[1], None, "bad", "behind", "refuses", "chronyc makestep")
+    assert states(s3(200)) == {"S3": "ok", "clock and S3": "ok"}
+    find(lambda _: s3(200, off_s=60)["clock and S3"], None, "warn", " s ahead", "chronyc makestep")
+    find(lambda _: s3(403, off_s=-1000)["clock and S3"], None, "bad", "behind", "refuses", "chronyc makestep")
 
 
 def test_a_bucket_of_a_server_that_speaks_s3(s3, monkeypatch):
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    import boto3
-
-    from train.doctor import checks_s3
-
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
         boto3.client("s3").create_bucket(Bucket="near")
         where = {"LocationConstraint": "eu-west-1"}
         boto3.client("s3", region_name="eu-west-1").create_bucket(Bucket="far", CreateBucketConfiguration=where)
-        found = {name: checks_s3.bucket(f"s3://{name}", now_s=time.time())[0].state for name in ("near", "far", "none")}
+        found = {name: checks_s3.bucket(f"s3://{name}", now_s=time.time())["S3"] for name in ("near", "far", "none")}
     finally:
         server.stop()
-    assert found == {"near": "ok", "far": "warn", "none": "bad"}
+    assert states(found) == {"near": "ok", "far": "warn", "none": "bad"}
 
 
 def test_without_boto3_the_bucket_is_red_and_says_what_to_install(laptop, monkeypatch):
     monkeypatch.setattr(checks.util, "find_spec", lambda name: None)
-    finding = checks.examine(laptop, bucket="s3://corpus")[-1]
+    finding = checks.examine(laptop, bucket="s3://corpus")["S3"]
     assert (finding.state, finding.cure) == ("bad", "pip install boto3")
 
 
@@ -727,14 +716,6 @@ def test_python_dash_m_shows_a_screen_and_a_red_line_is_exit_code_1():
     assert "\033[" not in done.stdout  # no colours in a pipe
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--instance", "trn9"], ["--ranks-per-machine", "0"], ["--bucket", "corpus"], ["--bucket", "s3://"]]
-)
-def test_wrong_arguments_are_exit_code_2(arguments, capsys):
-    assert command.main(arguments) == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_explain_by_command(capsys):
     assert command.main(["explain", "NeuronCore(s) not available - Requested:1 Available:0"]) == 0
     assert "kill PID" in capsys.readouterr().out
@@ -746,7 +727,7 @@ def test_explain_by_command(capsys):
 
 
 def test_colours_are_for_terminals_that_want_them(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "examine", lambda probe, bucket: [ok("devices", "fine")])
+    monkeypatch.setattr(checks, "examine", lambda probe, bucket: {"devices": ok("fine")})
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert command.main([]) == 0
@@ -758,13 +739,13 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch, capsys):
 
 
 def test_the_screen_keeps_its_columns():
-    text = screen([ok("a", "well"), warn("b", "long " * 40, cure="pip " * 40)], width=80, colour=False).splitlines()
+    text = screen({"a": ok("well"), "b": warn("long " * 40, cure="pip " * 40)}, width=80, colour=False).splitlines()
     assert text[0].index("well") == TEXT_COLUMN
     assert max(map(len, text)) <= 80
     assert any(line.strip().startswith("-> pip") for line in text)
-    assert text[-1] == "1 ok, 1 to look at, 0 to mend"
+    assert text[-1] == "1 ok, 1 to look at, 0 to fix"
 
 
 def test_a_red_line_without_a_cure_cannot_be_made():
     with pytest.raises(AssertionError):
-        Finding("a", "bad", "text")
+        Finding("bad", "text")

@@ -6,30 +6,25 @@ import os
 import re
 import shutil
 import subprocess
-import time
 
 import psutil
 import pytest
 import torch
 from forks import launch, start_forked
-from running import ROOT, command, lines, run, train_config, train_overrides
+from running import ROOT, command, eventually, lines, run, train_config, train_overrides
+from toy import NAN, spoilt
 
-from train import life, loop
-from train.backend.hosts import Hosts
-from train.checkpoints.store import LocalStore
-from train.preempt import StopRequest
-from train.tasks.mlm import MaskedLMTask
-from train.watchdog import Watchdog
+from train import entry, loop
+from train.attempt import attempt
+from train.attempt.preempt import StopRequest
+from train.backend.nonfinite import Skips
+from train.checkpoints.saver import SavesFail
+from train.checkpoints.store_disk import LocalStore
+from train.cli import compose as cli
+from train.config.attempt import NonfiniteConfig
 
 PATIENCE_S = 120.0  # never waited for unless a test fails
 LONG = ["max_steps=60", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
-
-
-def until(condition):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def start(arguments, *, ranks=1, restarts=0, script=None):
@@ -83,7 +78,7 @@ def undisturbed(tmp_path_factory, prepared):
 # Slows every step, so that a test can hit one.
 SLOW = """
 import os, sys, time
-from train.tasks.mlm import MaskedLMTask
+from train.tasks.mlm.task import MaskedLMTask
 before = MaskedLMTask.loss
 def slower(self, *arguments):
     time.sleep(0.05)
@@ -106,7 +101,7 @@ def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, sl
     run_dir = tmp_path / "run"
     process = start(train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=2, script=slow)
     for victim, step in ((1, 17), (0, 33)):
-        until(lambda step=step: max(steps_logged(run_dir), default=0) >= step or process.poll() is not None)
+        eventually(lambda step=step: max(steps_logged(run_dir), default=0) >= step or process.poll() is not None)
         ranks_of(process)[victim].kill()
     output = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, output
@@ -132,8 +127,8 @@ def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
         path.write_bytes(content)
     found = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
     assert found.returncode == 0, found.stderr
-    assert "step 60 is damaged (model.pt does not match" in found.stderr
-    assert "step 55 is damaged (optimizer.pt does not match" in found.stderr
+    assert "step 60 is damaged (model.pt has sha256" in found.stderr
+    assert "step 55 is damaged (optimizer.pt has sha256" in found.stderr
     assert_same_weights(run_dir, undisturbed, 60)
     assert len(LocalStore(run_dir / "checkpoints").aside()) == 2
 
@@ -143,9 +138,9 @@ def test_without_torchrun_the_ranks_save_and_leave(slow, tmp_path, prepared):
     run_dir = tmp_path / "run"
     arguments = train_overrides(run_dir, prepared, *LONG, "checkpoint.every=1000")
     process = start(arguments, ranks=2, script=slow)
-    until(lambda: max(steps_logged(run_dir), default=0) >= 3 or process.poll() is not None)
+    eventually(lambda: max(steps_logged(run_dir), default=0) >= 3 or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 3  # two ranks and the watchdog
+    assert len(family) == 2
     process.kill()
     _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
     assert not alive
@@ -155,10 +150,10 @@ def test_without_torchrun_the_ranks_save_and_leave(slow, tmp_path, prepared):
     process.communicate()
 
 
-# Rank 1 of the first life stops in its twelfth step.
+# Rank 1 of the first attempt stops in its twelfth step.
 STOPS = """
 import itertools, os, signal, sys
-from train.tasks.mlm import MaskedLMTask
+from train.tasks.mlm.task import MaskedLMTask
 calls, before = itertools.count(1), MaskedLMTask.loss
 def stopping(self, *arguments):
     if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, "1", "0"):
@@ -183,14 +178,14 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, tmp_path, prepar
     assert_same_weights(run_dir, undisturbed, 60)
     reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
     assert "stuck: rank 1 has been in" in reason
-    assert "forward_backward" in (run_dir / "log/stacks_rank_0000.txt").read_text()
+    assert "_add_gradients" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
 def test_a_second_job_on_the_same_folder_is_refused(slow, tmp_path, prepared):
     run_dir = tmp_path / "run"
     arguments = train_overrides(run_dir, prepared, *LONG, "max_steps=100000")
     first = start(arguments, script=slow)
-    until(lambda: steps_logged(run_dir) or first.poll() is not None)
+    eventually(lambda: steps_logged(run_dir) or first.poll() is not None)
     watched = [run_dir / "config.yaml", run_dir / "environment.json", *(run_dir / "lease").iterdir()]
     before = [path.stat().st_ino for path in watched[:2]]
     second = run(arguments)
@@ -209,7 +204,7 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     slow.write_text(SLOW.replace("0.05", "0.05 * int(os.environ['RANK'])"))
     options = [*LONG, "max_steps=100000", "straggler.windows=2"]
     process = start(train_overrides(run_dir, prepared, *options), ranks=2, restarts=3, script=slow)
-    until(lambda: len(steps_logged(run_dir)) >= 8 or process.poll() is not None)
+    eventually(lambda: len(steps_logged(run_dir)) >= 8 or process.poll() is not None)
     (run_dir / "STOP").touch()
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)
@@ -222,67 +217,41 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     assert "holds the others up" in lines(run_dir, "fault")[0]["reason"]
 
 
-# ---- in this process ------------------------------------------------------------------------------------------------
+# ---- gradients that are no numbers -----------------------------------------------------------------------------------
 
 
-def train(run_dir, data, *overrides):
-    return loop.run(train_config(run_dir, data, *overrides), StopRequest())
-
-
-def spoil(monkeypatch, is_bad):
-    """Make the loss of the calls of `forward` that `is_bad` chooses, counted from 0, no number."""
-    calls = []
-    before = MaskedLMTask.loss
-
-    def loss(self, model, inputs):
-        calls.append(1)
-        return before(self, model, inputs) * (float("nan") if is_bad(len(calls) - 1) else 1.0)
-
-    monkeypatch.setattr(MaskedLMTask, "loss", loss)
-    return calls
-
-
-def test_a_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, prepared, monkeypatch):
-    spoil(monkeypatch, lambda call: call == 3)
-    assert train(tmp_path / "run", prepared) == ("done", 6)
-    trained = lines(tmp_path / "run", "train")
-    assert [line["loss"] is None for line in trained] == [False, False, False, True, False, False]
-    assert "1 steps were skipped: their gradient was not finite" in lines(tmp_path / "run", "fault")[0]["reason"]
-    summary = lines(tmp_path / "run", "summary")[0]
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(toy):
+    toy.scale = spoilt([4])
+    assert toy.train() == ("done", 6)
+    assert [loss is None for loss in toy.values("train", "loss")] == [False, False, False, True, False, False]
+    assert "1 steps were skipped: their gradient was not finite" in toy.faults()[0]
+    (summary,) = toy.lines("summary")
     assert (summary["skipped_steps"], summary["rollbacks"]) == (1, 0)
-    assert LocalStore(tmp_path / "run/checkpoints").manifest(6).progress["skipped"] == 1
+    assert toy.saved()[6]["skipped"] == 1
 
 
-def test_several_in_a_row_bring_the_run_back_and_past_their_data(tmp_path, prepared, monkeypatch):
+def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
     """Steps 4 to 6 have bad data; the run goes back to step 3 and on with the seventh batch."""
-    with monkeypatch.context() as patch:
-        calls = spoil(patch, lambda call: 3 <= call < 6)
-        assert train(tmp_path / "run", prepared, "max_steps=9", "max_epochs=9") == ("done", 9)
-    assert len(calls) == 3 + 3 + 6
-    steps = [line["step"] for line in lines(tmp_path / "run", "train")]
-    assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9]
-    assert lines(tmp_path / "run", "train")[-1]["examples"] == 12 * 8
-    reasons = [line["reason"] for line in lines(tmp_path / "run", "fault")]
-    assert "3 steps in a row had no finite gradient, up to step 6: back to step 3" in reasons[-1]
-    manifest = LocalStore(tmp_path / "run/checkpoints").manifest(9)
-    assert (manifest.progress["rollbacks"], manifest.progress["skipped"]) == (1, 3)
-    # What is skipped is as if it had never been there: the same batches in a run of their own.
-    trained = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "train")}
-    train(tmp_path / "clean", prepared, "max_steps=9", "max_epochs=9", "checkpoint.every=3")
-    clean = {line["step"]: line["loss"] for line in lines(tmp_path / "clean", "train")}
-    assert [trained[step] for step in (1, 2, 3)] == [clean[step] for step in (1, 2, 3)]
-    assert all(trained[step] != clean[step] for step in (4, 5, 6))
+    toy.scale = spoilt(range(4, 7))
+    assert toy.train(max_steps=9) == ("done", 9)
+    assert toy.losses == 3 + 3 + 6
+    assert toy.values("train", "step") == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9]
+    assert toy.values("train", "examples")[-1] == 12 * 8
+    assert "3 steps in a row had no finite gradient, up to step 6: back to step 3" in toy.faults()[-1]
+    assert (toy.saved()[9]["rollbacks"], toy.saved()[9]["skipped"]) == (1, 3)
+    toy.scale = spoilt([])
+    toy.train("clean", max_steps=9)
+    clean, losses = toy.values("train", "loss", "clean"), toy.values("train", "loss")
+    assert losses[:3] == clean[:3] and not set(losses[6:9]) & set(clean)
 
 
-def test_a_checkpoint_of_a_bad_moment_is_as_good_as_another(tmp_path, prepared, monkeypatch):
+def test_a_checkpoint_of_a_bad_moment_is_as_good_as_another(toy):
     """Saved after skipped steps, whose loss is no number: the weights are sound."""
-    with monkeypatch.context() as patch:
-        spoil(patch, lambda call: call in (3, 4, 5))
-        options = ["max_steps=8", "max_epochs=9", "checkpoint.every=5", "log_every=6", "eval_every=null"]
-        assert train(tmp_path / "run", prepared, *options) == ("done", 8)
-    assert "back to step 5" in lines(tmp_path / "run", "fault")[-1]["reason"]
-    assert lines(tmp_path / "run", "train")[-1]["loss"] is not None
-    assert LocalStore(tmp_path / "run/checkpoints").manifest(8).progress["skipped"] == 3
+    toy.scale = spoilt([4, 5, 6])
+    assert toy.train(max_steps=8, checkpoint={"every": 5}, log_every=6, eval_every=None) == ("done", 8)
+    assert "back to step 5" in toy.faults()[-1]
+    assert toy.values("train", "loss")[-1] is not None
+    assert toy.saved()[8]["skipped"] == 3
 
 
 def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeypatch):
@@ -296,7 +265,7 @@ def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeyp
 
     monkeypatch.setattr(loop, "learning_rate", blow_up_once)
     options = ["backend=xla", "model.num_layers=1", "max_steps=8", "max_epochs=9", "eval_every=null", "export=false"]
-    assert train(tmp_path / "run", prepared, *options) == ("done", 8)
+    assert loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest()) == ("done", 8)
     assert "back to step 3" in lines(tmp_path / "run", "fault")[-1]["reason"]
     summary = lines(tmp_path / "run", "summary")[0]
     assert summary["rollbacks"] == 1
@@ -304,106 +273,93 @@ def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeyp
     assert math.isfinite(lines(tmp_path / "run", "eval")[-1]["loss"])
 
 
-def test_a_run_that_keeps_coming_back_ends(tmp_path, prepared, monkeypatch):
-    spoil(monkeypatch, lambda call: call >= 3)
-    with pytest.raises(FloatingPointError, match="after 2 rollbacks"):
-        train(tmp_path / "run", prepared, "max_steps=50", "max_epochs=9", "eval_every=null")
-    ended = outcome(tmp_path / "run")
-    assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
-    assert 3 <= ended["checkpoint"] < 10
-
-
-def test_a_cpu_goes_back_after_exactly_max_skips_steps_however_rare_the_lines_are(tmp_path, prepared, monkeypatch):
-    calls = spoil(monkeypatch, lambda call: call >= 4)
-    options = ["max_steps=50", "max_epochs=9", "eval_every=null", "log_every=20", "nonfinite.max_skips=4"]
-    with pytest.raises(FloatingPointError, match="4 steps in a row had no finite gradient, .* after 2 rollbacks"):
-        train(tmp_path / "run", prepared, *options)
-    assert len(calls) == 4 + 3 * 4
-    skips = [line["reason"] for line in lines(tmp_path / "run", "fault") if "were skipped" in line["reason"]]
-    assert len(skips) == 3 and all(reason.startswith("4 steps were skipped") for reason in skips)
-
-
-def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(
-    tmp_path, prepared, monkeypatch
-):
-    monkeypatch.setattr(Hosts, "known_skips", lambda backend: 0)
-    calls = spoil(monkeypatch, lambda call: call >= 4)
-    options = ["max_steps=50", "max_epochs=9", "eval_every=null", "log_every=10", "nonfinite.max_rollbacks=0"]
-    said = (
-        r"6 steps in a row .* \(nonfinite.max_skips=3, and this device counts by itself: .* every log_every=10 steps\)"
-    )
+@pytest.mark.parametrize("rare", [{}, {"log_every": 20, "nonfinite": NonfiniteConfig(max_skips=4)}], ids=["", "rare"])
+def test_a_run_that_keeps_coming_back_ends_after_exactly_max_skips_steps_however_rare_the_lines_are(toy, rare):
+    skips = 4 if rare else 3
+    toy.scale = lambda call: NAN if call > 4 else 1.0
+    said = f"{skips} steps in a row had no finite gradient, .* after 2 rollbacks"
     with pytest.raises(FloatingPointError, match=said):
-        train(tmp_path / "run", prepared, *options)
-    assert len(calls) == 10
+        toy.train(max_steps=50, eval_every=None, **rare)
+    assert toy.losses == 4 + 3 * skips
+    assert sum("were skipped" in reason for reason in toy.faults()) == (3 if rare else 9)
+    ended = toy.outcome()
+    assert (ended["kind"], ended["goes_on"]) == ("not_finite", False)
+    assert ended["checkpoint"] == max(toy.saved())
 
 
-def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(tmp_path, prepared, monkeypatch):
+def test_a_device_that_counts_by_itself_is_asked_with_each_line_and_the_message_says_so(toy, monkeypatch):
+    monkeypatch.setattr(Skips, "known_streak", lambda skips: 0)
+    toy.scale = lambda call: NAN if call > 4 else 1.0
+    said = r"6 steps in a row .* \(nonfinite.max_skips=3; this device counts skips itself .* every log_every=10 steps\)"
+    with pytest.raises(FloatingPointError, match=said):
+        toy.train(max_steps=50, eval_every=None, log_every=10, nonfinite=NonfiniteConfig(max_rollbacks=0))
+    assert toy.losses == 10
+
+
+def test_rollbacks_are_remembered_by_a_run_that_is_killed_after_one(toy):
     """Else it would come back for ever."""
+    for rollbacks, first in ((1, 4), (2, 1)):
+        toy.losses = 0
 
-    class Killed(BaseException):
-        pass
+        def scale(call, first=first):
+            if call == first + 5:  # the third step after the rollback
+                raise Killed
+            return NAN if first <= call < first + 3 else 1.0
 
-    for past, expected in enumerate((1, 2)):
-        options = ["max_steps=50", "max_epochs=9", "eval_every=null", "checkpoint.every=3"]
-        with monkeypatch.context() as patch:
-            calls = spoil(patch, lambda call, first=3 * (1 - past): first <= call < first + 3)
-            before = loop.learning_rate
-
-            def kill(step, *, before=before, calls=calls, last=8 - 3 * past, **settings):
-                if len(calls) == last:  # two steps after the rollback
-                    raise Killed
-                return before(step, **settings)
-
-            patch.setattr(loop, "learning_rate", kill)
-            with pytest.raises(Killed):
-                train(tmp_path / "run", prepared, *options)
-        steps = LocalStore(tmp_path / "run/checkpoints").steps()
-        assert LocalStore(tmp_path / "run/checkpoints").manifest(steps[-1]).progress["rollbacks"] == expected
+        toy.scale = scale
+        with pytest.raises(Killed):
+            toy.train(max_steps=50, eval_every=None)
+        saved = toy.saved()
+        assert saved[max(saved)]["rollbacks"] == rollbacks
 
 
-def test_a_clock_that_was_set_back_by_an_hour_gives_no_negative_times(tmp_path, prepared, monkeypatch):
-    run_dir = tmp_path / "run"
-    before = loop.learning_rate
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(loop, "learning_rate", lambda step, **given: before(step, **given) if step < 5 else killed())
-        train(run_dir, prepared)
+class Killed(BaseException):
+    pass
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(toy):
+    toy.scale = lambda call: NAN
+    with pytest.raises(FloatingPointError, match="no checkpoint to go back to"):
+        toy.train()
+    assert not toy.saved()
+    assert entry.train_once(toy.config("again")) == cli.FAILED
+    assert "3 steps in a row had no finite gradient" in toy.outcome("again")["reason"]
+
+
+def test_weights_that_are_no_numbers_are_never_saved(toy):
+    """Each save is an alarm, the third ends the run."""
+    hopeless = {"optim": {"lr": 1e39}, "log_every": 1000, "nonfinite": NonfiniteConfig(max_skips=10**6)}
+    with pytest.raises(SavesFail, match=r"\d saves in a row failed; there is no checkpoint"):
+        toy.train(**hopeless, checkpoint={"every": 1}, max_steps=10**5, eval_every=None)
+    assert not toy.saved()
+    assert "is no longer finite" in toy.faults()[0]
+
+
+# ---- what ends a run, and what it then goes on with ------------------------------------------------------------------
+
+
+def test_a_clock_that_was_set_back_by_an_hour_gives_no_negative_times(toy):
+    toy.scale = lambda call: 1.0 if call < 6 else killed()
+    with pytest.raises(RuntimeError, match="killed"):
+        toy.train()
     for name in ("environment.json", "metrics.jsonl"):  # as if they had been written by a clock that was ahead
-        text = (run_dir / name).read_text()
-        text = re.sub(r'(unix_s":\s*)([0-9.]+)', lambda found: f"{found[1]}{float(found[2]) + 3600}", text)
-        (run_dir / name).write_text(text)
-    assert train(run_dir, prepared) == ("done", 6)
-    reasons = [line["reason"] for line in lines(run_dir, "fault")]
-    assert sum("the clock was set back" in reason for reason in reasons) == 1, reasons
-    (fault,) = (line for line in lines(run_dir, "fault") if "steps_lost" in line)
-    summary = lines(run_dir, "summary")[-1]
+        path = toy.folder / "run" / name
+        shifted = re.sub(
+            r'(unix_s":\s*)([0-9.]+)', lambda match: f"{match[1]}{float(match[2]) + 3600}", path.read_text()
+        )
+        path.write_text(shifted)
+    toy.scale = spoilt([])
+    assert toy.train() == ("done", 6)
+    assert sum("the clock was set back" in reason for reason in toy.faults()) == 1
+    (fault,) = (line for line in toy.lines("fault") if "steps_lost" in line)
+    summary = toy.lines("summary")[-1]
     assert fault["recover_s"] > 0 and fault["steps_lost"] == 2
     assert summary["wall_s"] > fault["recover_s"] and summary["mttf_s"] > 0
-    assert all(0 < line["goodput"] < 1 for line in [*lines(run_dir, "train"), summary])
+    assert all(0 < line["goodput"] < 1 for line in [*toy.lines("train"), summary])
 
 
 def killed():
     raise RuntimeError("killed")
-
-
-def test_early_stopping_counts_on_over_an_interruption(tmp_path, prepared):
-    """A rate at which nothing is learnt: each evaluation is worse by the measure of min_delta."""
-    options = [
-        "eval_every=1",
-        "early_stop.patience=4",
-        "early_stop.min_delta=9",
-        "max_epochs=9",
-        "checkpoint.every=100",
-    ]
-    assert train(tmp_path / "whole", prepared, *options, "max_steps=20") == ("early_stop", 5)
-    assert train(tmp_path / "parts", prepared, *options, "max_steps=3") == ("done", 3)
-    assert train(tmp_path / "parts", prepared, *options, "max_steps=20") == ("early_stop", 5)
-
-
-def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to(tmp_path, prepared, monkeypatch):
-    spoil(monkeypatch, lambda call: True)
-    with pytest.raises(FloatingPointError, match="no checkpoint to go back to"):
-        train(tmp_path / "run", prepared)
-    assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 
 @pytest.mark.parametrize(
@@ -414,15 +370,15 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to(tmp_path, prepared
         (MemoryError(), "out_of_host_memory"),
     ],
 )
-def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(tmp_path, prepared, monkeypatch, error, kind):
-    def fail(*_):
+def test_memory_that_runs_out_has_its_own_reason_and_one_more_try(toy, error, kind):
+    def fail(_):
         raise error
 
-    monkeypatch.setattr(MaskedLMTask, "loss", fail)
+    toy.scale = fail
     for goes_on in (True, False):
         with pytest.raises(type(error)):
-            train(tmp_path / "run", prepared)
-        ended = outcome(tmp_path / "run")
+            toy.train()
+        ended = toy.outcome()
         assert (ended["kind"], ended["goes_on"]) == (kind, goes_on)
         assert "peak" in ended["reason"] and "micro_batch_size" in ended["reason"], ended
 
@@ -431,47 +387,29 @@ def test_a_loader_that_the_kernel_killed_is_a_lack_of_memory(monkeypatch):
     """What torch says of it fits other kills too: the kernel's counter decides."""
     error = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     for kills, kind in ((0, "RuntimeError"), (1, "out_of_host_memory")):
-        monkeypatch.setattr(life, "count_oom_kills", lambda _, kills=kills: life.OOM_KILLS_BEFORE + kills)
-        assert life.kind_of(error) == kind
+        monkeypatch.setattr(attempt, "count_oom_kills", lambda _, kills=kills: attempt.OOM_KILLS_BEFORE + kills)
+        assert attempt.kind_of(error) == kind
 
 
-def test_a_watchdog_that_is_gone_is_told_once(tmp_path, prepared, monkeypatch):
-    before = Watchdog.start_process
-
-    def start_and_kill(self, folder):
-        before(self, folder)
-        self.process.kill()
-        self.process.wait()
-
-    monkeypatch.setattr(Watchdog, "start_process", start_and_kill)
-    assert train(tmp_path / "run", prepared, "watchdog.enabled=true") == ("done", 6)
-    told = [line["reason"] for line in lines(tmp_path / "run", "fault")]
-    assert len(told) == 1 and "the watchdog process of this machine is gone" in told[0]
-
-
-def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path, prepared, monkeypatch):
-    """Lines every four steps, a stop at the sixth: its window goes on in the next life."""
-    options = ["max_steps=12", "log_every=4", "eval_every=null", "max_epochs=9", "checkpoint.every=100", "export=false"]
-    train(tmp_path / "whole", prepared, *options)
-
-    stop, before = StopRequest(), loop.learning_rate
-
-    def ask_at_the_sixth(step, **settings):
-        if step == 5:
-            stop.ask("the test")
-        return before(step, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "learning_rate", ask_at_the_sixth)
-        found = loop.run(train_config(tmp_path / "parts", prepared, *options), stop)
-    assert found == ("the test", 7)
-    assert train(tmp_path / "parts", prepared, *options) == ("done", 12)
-    both = [{line["step"]: line["loss"] for line in lines(tmp_path / name, "train")} for name in ("whole", "parts")]
+def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
+    """Lines every four steps, a stop at the sixth: its window goes on in the next attempt."""
+    options = {"max_steps": 12, "log_every": 4, "eval_every": None, "checkpoint": {"every": 100}}
+    toy.train("whole", **options)
+    stop, toy.losses = StopRequest(), 0
+    toy.scale = lambda call: stop.ask("the test") or 1.0 if call == 6 else 1.0
+    assert toy.train("parts", stop=stop, **options) == ("the test", 7)
+    assert toy.train("parts", **options) == ("done", 12)
+    both = [{line["step"]: line["loss"] for line in toy.lines("train", name)} for name in ("whole", "parts")]
     assert both[0] == both[1] and set(both[0]) == {4, 8, 12}
-    assert_same_weights(tmp_path / "whole", tmp_path / "parts", 12)
+    first, *_, last = toy.lines("train", "parts")
+    assert [(line["attempt"], line["step"], line["steps"]) for line in (first, last)] == [(1, 4, 4), (2, 12, 4)]
+    assert toy.values("summary", "attempt", "parts") == [1, 2]
+    summary = toy.lines("summary", "parts")[-1]
+    assert (last["tokens"], last["train_s"]) == (summary["tokens"], summary["train_s"])
+    assert toy.weights(12, "whole") == toy.weights(12, "parts")
 
 
-def test_max_run_s_ends_a_run_with_a_checkpoint(tmp_path, prepared):
-    reason, step = train(tmp_path / "run", prepared, *LONG, "max_steps=100000", "max_run_s=1.5", "preempt.poll_s=0.1")
-    assert reason == "max_run_s=1.5 is over"
-    assert outcome(tmp_path / "run")["checkpoint"] == step
+def test_max_run_s_ends_a_run_with_a_checkpoint(toy):
+    reason, step = toy.train(max_steps=10**6, eval_every=None, max_run_s=0.5)
+    assert reason == "max_run_s=0.5 is over"
+    assert toy.outcome()["checkpoint"] == step

@@ -5,75 +5,77 @@ import time
 
 import pytest
 
-from train import goodput
+from train.attempt import goodput
+from train.attempt.goodput import suggested_interval_s
 from train.config import StragglerConfig
-from train.goodput import suggested_interval_s
-from train.run_clock import RunClock
-from train.stragglers import Stragglers, medians_of_others
+from train.run_folder.run_clock import RunClock
+from train.telemetry.stragglers import Stragglers
 
 
 @pytest.fixture
 def metrics(tmp_path):
     def write(*lines, rest=""):
         path = tmp_path / "metrics.jsonl"
-        path.write_text("".join(json.dumps({"time_unix_s": 100.0, **line}) + "\n" for line in lines) + rest)
+        path.write_text(
+            "".join(json.dumps({"time_unix_s": 100.0, "attempt": 1, **line}) + "\n" for line in lines) + rest
+        )
         return path
 
     return write
 
 
-def trained(step):
-    return {"kind": "train", "step": step}
+def trained(step, **more):
+    return {"kind": "train", "step": step, **more}
 
 
-def test_a_life_that_ended_without_a_word_has_lost_what_came_after_its_checkpoint(metrics):
+RECOVERY = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recover_s": 9.0}
+
+
+def test_an_attempt_without_an_exit_record_has_lost_what_came_after_its_checkpoint(metrics):
     path = metrics(trained(10), {"kind": "checkpoint", "step": 10}, trained(20), rest='{"kind": "tra')
-    found = goodput.lost(path, {}, None, 10)
-    assert (found.steps, found.last_sign_unix_s) == (10, 100.0)
-    assert "killed without a word" in found.reason and "step 20 or later" in found.reason
+    lost = goodput.lost(path, {}, None, attempt=2, step=10)
+    assert (lost.steps, lost.last_sign_unix_s) == (10, 100.0)
+    assert "killed, without an exit record" in lost.reason and "step 20 or later" in lost.reason
 
 
-def test_a_damaged_line_is_no_reason_not_to_go_on(metrics):
-    path = metrics(trained(10), rest='{"kind": "train", "st\x00\n[1]\n{"kind": "train"}\n')
-    with path.open("a") as file:
-        file.write(json.dumps({**trained(12), "time_unix_s": 105.0}) + "\n")
-    assert goodput.lost(path, {}, None, 10).steps == 2
+@pytest.mark.parametrize("damaged", ['{"kind": "train", "st\x00', "[1]", '{"kind": "train"}', "[" * 99_999])
+def test_a_damaged_line_is_no_reason_not_to_go_on(metrics, damaged):
+    path = metrics(trained(10), rest=f"{damaged}\n{json.dumps({**trained(12), 'attempt': 1, 'time_unix_s': 105.0})}\n")
+    assert goodput.lost(path, {}, None, attempt=2, step=10).steps == 2
 
 
-def test_the_lease_knows_of_steps_that_no_line_tells(metrics):
-    path = metrics(trained(10))
-    assert goodput.lost(path, {}, {"step": 17, "released": False}, 10).steps == 7
-    assert goodput.lost(path, {}, {"step": 17, "released": True}, 10).steps == 0
+@pytest.mark.parametrize(("released", "steps"), [(False, 7), (True, 0)])
+def test_the_lease_knows_of_steps_that_no_line_states(metrics, released, steps):
+    lease = {"step": 17, "released": released}
+    assert goodput.lost(metrics(trained(10)), {}, lease, attempt=2, step=10).steps == steps
 
 
-@pytest.mark.parametrize("ended", ["done", "stopped"])
-def test_a_life_that_ended_in_order_has_lost_nothing(metrics, ended):
-    assert goodput.lost(metrics(trained(10)), {"outcome": ended}, None, 10) is None
-    assert goodput.lost(metrics(), {}, None, 0) is None
+@pytest.mark.parametrize(
+    ("outcome", "is_loss"), [("done", False), ("stopped", False), ("failed", True), ("left_at_once", True)]
+)
+def test_only_an_attempt_that_did_not_end_in_order_has_lost_something(metrics, outcome, is_loss):
+    record = {"outcome": "stopped" if outcome == "left_at_once" else outcome, "kind": outcome, "reason": "x"}
+    lost = goodput.lost(metrics(trained(10)), record, None, attempt=2, step=4)
+    assert (lost.steps, "(x)" in lost.reason) == (6, True) if is_loss else lost is None
+    assert goodput.lost(metrics(), record, None, attempt=1, step=0) is None
 
 
-def test_who_left_at_once_has_lost_something(metrics):
-    ended = {"outcome": "stopped", "kind": "left_at_once", "reason": ""}
-    assert goodput.lost(metrics(trained(10)), ended, None, 4).steps == 6
-
-
-def test_only_the_last_life_is_looked_at(metrics):
-    """The first reached step 50, the second died at 35."""
-    fault = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recover_s": 9.0}
-    path, ended = metrics(trained(50), trained(31), fault, trained(35)), {"outcome": "failed", "reason": "x"}
-    found = goodput.lost(path, ended, None, 30)
-    assert found.steps == 5 and "(x)" in found.reason
+def test_only_the_last_attempt_counts_and_nothing_of_this_one(metrics):
+    """The first reached step 50, the second was killed at 35, the third has said that a checkpoint was damaged."""
+    second = [{**line, "attempt": 2} for line in (trained(31), RECOVERY, trained(35))]
+    third = {"kind": "fault", "step": 30, "reason": "damaged", "attempt": 3, "time_unix_s": 900.0}
+    lost = goodput.lost(metrics(trained(50), *second, third), {}, None, attempt=3, step=30)
+    assert (lost.steps, lost.last_sign_unix_s) == (5, 100.0)
 
 
 def test_facts_count_faults_and_nothing_else(metrics):
-    fault = {"kind": "fault", "step": 31, "reason": "", "steps_lost": 20, "recover_s": 9.0}
     alarm = {"kind": "fault", "step": 31, "reason": "slow"}
     summary = {"kind": "summary", "step": 40, "steps_lost": 20, "recover_s": 9.0}
-    path = metrics(trained(10), fault, alarm, summary, {**fault, "steps_lost": 1, "recover_s": 2.0})
-    found = goodput.facts(path, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
-    assert (found["faults"], found["steps_lost"], found["recover_s"], found["mttf_s"]) == (2, 21, 11.0, 400.0)
-    assert found["suggested_interval_s"] == pytest.approx((2 * 0.5 * 400) ** 0.5)
-    assert found["suggested_every"] == 10
+    path = metrics(trained(10), RECOVERY, alarm, summary, {**RECOVERY, "steps_lost": 1, "recover_s": 2.0})
+    facts = goodput.facts(path, wall_s=800.0, stall_s=0.5, save_s=3.0, step_s=2.0, max_loss_s=1800.0)
+    assert (facts["faults"], facts["steps_lost"], facts["recover_s"], facts["mttf_s"]) == (2, 21, 11.0, 400.0)
+    assert facts["suggested_interval_s"] == pytest.approx((2 * 0.5 * 400) ** 0.5)
+    assert facts["suggested_every"] == 10
 
 
 def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes():
@@ -97,8 +99,8 @@ def test_a_run_is_as_old_as_the_clock_says_pauses_included():
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -10.0])
 def test_a_clock_that_was_set_back_is_named_and_the_attempts_are_counted_instead(ahead_s):
     clock = RunClock(time.time() + ahead_s, age_s=5.0)
-    said = clock.go_on(100.0)
-    assert "clock was set back" in said and "earlier attempts took 100 s" in said
+    warning = clock.go_on(100.0)
+    assert "clock was set back" in warning and "earlier attempts took 100 s" in warning
     assert 105 <= clock.run_s() < 160
 
 
@@ -113,8 +115,9 @@ def alarms(works, **settings):
     return [watcher.see(line) for line in works], watcher.fields
 
 
-def places(texts):
-    return [line for line, found in enumerate(texts) if found]
+def alarmed(texts):
+    """Numbers of the lines that gave rise to an alarm."""
+    return [number for number, alarms in enumerate(texts) if alarms]
 
 
 EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
@@ -123,7 +126,7 @@ EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
 def test_a_rank_that_becomes_slow_is_named_once_with_its_machine_and_again_when_that_is_over():
     # The first line is warm-up.
     texts, fields = alarms([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], windows=3)
-    assert places(texts) == [6, 16]
+    assert alarmed(texts) == [6, 16]
     (text,) = texts[6]
     assert text.startswith("rank 2 on host2 holds the others up: its own work takes 2.0 times the median of the other")
     assert "ranks, 3 lines in a row; look at that machine" in text
@@ -133,17 +136,17 @@ def test_a_rank_that_becomes_slow_is_named_once_with_its_machine_and_again_when_
 
 def test_a_rank_that_becomes_slow_again_is_named_again():
     texts, _ = alarms([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], windows=3)
-    assert places(texts) == [7, 27, 47, 67]
+    assert alarmed(texts) == [7, 27, 47, 67]
 
 
 def test_a_rank_that_is_slow_from_the_start_has_no_past_and_needs_twice_as_many_lines():
     texts, _ = alarms([SLOW] * 20, windows=3)
-    assert places(texts) == [6] and "6 lines in a row" in texts[6][0]
+    assert alarmed(texts) == [6] and "6 lines in a row" in texts[6][0]
 
 
 def test_of_two_ranks_the_slow_one_is_measured_by_the_other():
     texts, fields = alarms([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], windows=5)
-    assert places(texts) == [10] and "rank 1 on host1" in texts[10][0]
+    assert alarmed(texts) == [10] and "rank 1 on host1" in texts[10][0]
     assert fields == {"slowest_rank": 1, "slowest_ratio": 1.6}
 
 
@@ -162,7 +165,7 @@ def test_ranks_that_are_slow_in_turns_or_a_little_are_no_stragglers():
 def test_two_slow_ranks_are_both_named_whichever_is_slower():
     slow = [[1.0, 1.0, 1.0, 2.0, 2.1], [1.0, 1.0, 1.0, 2.1, 2.0]]
     texts, _ = alarms([*[[1.0] * 5] * 4, *slow * 3], windows=3)
-    assert places(texts) == [6] and [text.split(" on ")[0] for text in texts[6]] == ["rank 3", "rank 4"]
+    assert alarmed(texts) == [6] and [text.split(" on ")[0] for text in texts[6]] == ["rank 3", "rank 4"]
 
 
 def test_what_a_rank_does_by_chance_anyway_is_not_called_slow():
@@ -171,10 +174,4 @@ def test_what_a_rank_does_by_chance_anyway_is_not_called_slow():
     shared = [*calm, *(calm * 6 + burst * 4) * 6]
     assert not any(alarms([*shared, *burst * 6, *calm * 6], factor=1.5, windows=5)[0])
     texts, _ = alarms([*shared, *[[1.0, 3.0]] * 6], factor=1.5, windows=5)  # slower than ever
-    assert places(texts) == [len(shared) + 4]
-
-
-def test_the_median_of_the_others_leaves_out_the_rank_itself():
-    assert medians_of_others([1.0, 9.0]) == [9.0, 1.0]
-    assert medians_of_others([3.0, 1.0, 2.0]) == [2.0, 3.0, 3.0]
-    assert medians_of_others([1.0, 1.0, 2.0, 4.0]) == [2.0, 2.0, 1.0, 1.0]
+    assert alarmed(texts) == [len(shared) + 4]

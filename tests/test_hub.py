@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 import torch
 from finished_run import SECRETS, write
 from huggingface_hub import constants
+from running import ROOT
 from services.fake_hub import READ_TOKEN, TOKEN, FakeHub
 from services.process import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -30,9 +32,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from train import card, hub
+from train import hub as hub_command
 from train.config import Failure, HubConfig, InputError, S3Config
-from train.run_folder import RunFolder
+from train.publish import card
+from train.publish import push as hub
+from train.run_folder.folder import RunFolder
 
 TO = "jane/tweets"
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -41,9 +45,9 @@ SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "se
 @pytest.fixture
 def the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     """The only Hub that this process knows, with a token that may write to it."""
-    with FakeHub() as found:
-        turn_to(found.endpoint, monkeypatch, tmp_path)
-        yield found
+    with FakeHub() as fake:
+        turn_to(fake.endpoint, monkeypatch, tmp_path)
+        yield fake
 
 
 def turn_to(endpoint: str, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
@@ -68,7 +72,7 @@ def turn_to(endpoint: str, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with its export. Tests that change it work on a copy."""
     run = write(tmp_path_factory.mktemp("runs") / "demo")
-    vocabulary = {word: place for place, word in enumerate([*SPECIAL.values(), "good", "bad"])}
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL.values(), "good", "bad"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(run / "export")
@@ -97,11 +101,12 @@ def config(run: Path, to: str | None = TO, **more: Any) -> Any:
 
 
 def test_a_pushed_model_loads_by_its_id(the_hub: FakeHub, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hub.main([str(finished), "--to", TO]) == 0
+    assert hub_command.main([str(finished), "--to", TO, "--public"]) == 0
     assert capsys.readouterr().out == f"{the_hub.endpoint}/{TO}\n"
+    assert not the_hub.repos["models", TO].private
     loaded = [
-        (AutoModelForSequenceClassification.from_pretrained(place).eval(), AutoTokenizer.from_pretrained(place))
-        for place in (TO, finished / "export")
+        (AutoModelForSequenceClassification.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source))
+        for source in (TO, finished / "export")
     ]
     found = [model(**tokenizer("good bad good", return_tensors="pt")).logits for model, tokenizer in loaded]
     assert torch.equal(*found)
@@ -126,11 +131,6 @@ def test_all_of_it_is_one_commit_and_private(the_hub: FakeHub, finished: Path) -
     assert repo.files["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
 
 
-def test_public_is_for_those_who_ask(the_hub: FakeHub, finished: Path) -> None:
-    assert hub.main([str(finished), "--to", TO, "--public"]) == 0
-    assert not the_hub.repos["models", TO].private
-
-
 def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run: Path, tmp_path: Path) -> None:
     secret = tmp_path / "id_rsa"
     secret.write_text('{"PRIVATE KEY": 1}')
@@ -141,6 +141,8 @@ def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run: Path
     contents = [content if isinstance(content, bytes) else content.read_bytes() for content in files.values()]
     assert not [content for content in contents if b"PRIVATE" in content]
     assert "model.safetensors" in files and "evaluation.json" not in files
+    card_text = files["README.md"]
+    assert isinstance(card_text, bytes) and b"# demo" in card_text  # made anew
 
 
 def test_nothing_private_goes_along(the_hub: FakeHub, finished: Path) -> None:
@@ -153,7 +155,8 @@ def test_nothing_private_goes_along(the_hub: FakeHub, finished: Path) -> None:
     assert {key for line in lines for key, value in line.items() if isinstance(value, str)} == {"kind"}
 
 
-def test_the_card_names_where_it_is_and_keeps_what_its_author_wrote(the_hub: FakeHub, run: Path) -> None:
+def test_pushed_again_the_card_names_where_it_is_and_keeps_what_its_author_wrote(the_hub: FakeHub, run: Path) -> None:
+    hub.push(RunFolder(str(run)), TO, private=True)
     readme = run / "export" / "README.md"
     readme.write_text(readme.read_text() + "\nMy own words.\n")
     hub.push(RunFolder(str(run)), TO, private=True)
@@ -161,24 +164,11 @@ def test_the_card_names_where_it_is_and_keeps_what_its_author_wrote(the_hub: Fak
     assert f'model="{TO}"' in text and text.endswith("\nMy own words.\n")
 
 
-def test_an_older_run_without_a_card_gets_one(the_hub: FakeHub, run: Path) -> None:
-    (run / "export" / "README.md").unlink()
-    assert hub.main([str(run), "--to", TO]) == 0
-    assert b"# demo" in pushed(the_hub)["README.md"]
-
-
-def test_pushed_again_it_is_replaced(the_hub: FakeHub, run: Path) -> None:
-    for text in ("first", "second"):
-        (run / "export" / "README.md").write_text(text)
-        hub.push(RunFolder(str(run)), TO, private=True)
-    assert pushed(the_hub)["README.md"] == b"second"
-
-
 def test_a_dry_run_lists_and_sends_nothing(
     the_hub: FakeHub, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")  # it needs none
-    assert hub.main([str(finished), "--to", TO, "--dry-run"]) == 0
+    assert hub_command.main([str(finished), "--to", TO, "--dry-run"]) == 0
     *files, last = capsys.readouterr().out.splitlines()
     weights = (finished / "export" / "model.safetensors").stat().st_size
     assert [line.split() for line in files if "model.safetensors" in line] == [
@@ -197,22 +187,30 @@ def test_a_run_in_s3_is_pushed_from_another_machine(
             bucket.put(f"demo/{path.relative_to(finished)}", path.read_bytes())
     bucket.put("demo/checkpoints/step_1/weights.pt", b"large")
     flags = ["--endpoint", bucket.service.endpoint, "--region", bucket.config().region, "--path-style"]
-    assert hub.main([bucket.location("demo"), "--to", TO, *flags]) == 0
+    assert hub_command.main([bucket.location("demo"), "--to", TO, *flags]) == 0
     found = pushed(the_hub)
     assert found["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
     assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(found) and len(found) == 7
     assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]  # the copy is gone
 
 
-def test_the_fake_hub_serves_data_sets_too(tmp_path: Path) -> None:
-    """Other tests rely on it. In a process of its own: datasets reads the environment at its import."""
-    rows = "text,label\ngood,1\nbad,0\n"
-    code = "import datasets; print(datasets.load_dataset('lab/texts', split='validation', revision='main')[:])"
-    with FakeHub() as found:
-        found.put("lab/texts", {"train.csv": b"text,label\nbad,0\n", "validation.csv": rows.encode()}, kind="datasets")
-        env = {**os.environ, **found.environment(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "{'text': ['good', 'bad'], 'label': [1, 0]}", done.stderr
+def test_labelled_data_comes_from_the_hub(texts: list[str], tokenizer_folder: Path, tmp_path: Path) -> None:
+    """A process of its own: datasets reads the environment when it is imported."""
+    rows = [f'"{text}",{number % 2}\n'.encode() for number, text in enumerate(texts[:40])]
+    files = {
+        "train.csv": b"".join([b"text,label\n", *rows[:30]]),
+        "validation.csv": b"".join([b"text,label\n", *rows[30:]]),
+    }
+    words = ["task=classify", "data=records", "data.format=hub", "data.path=lab/texts", "data.train=train"]
+    words += ["data.validation=validation", f"data.cache_dir={tmp_path}/cache", "model=albert_tiny", "seq_len=32"]
+    words += [f"model.tokenizer={tokenizer_folder}"]
+    with FakeHub() as fake:
+        fake.put("lab/texts", files, kind="datasets")
+        env = {**os.environ, **fake.environment(tmp_path)}
+        command = [sys.executable, "-m", "train.records", *words]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"train: +30 ", done.stdout) and re.search(r"validation: +10 ", done.stdout), done.stdout
 
 
 # ---- refused before a run ------------------------------------------------------------------------------------------
@@ -246,12 +244,12 @@ REFUSED: list[tuple[Callable[[pytest.MonkeyPatch], None] | None, str, str]] = [
     (None, "tweets", "must be user/name"),
     (None, "jane/a/b", "must be user/name"),
     (None, "jane/two words", "must be user/name"),
-    (None, "mary/tweets", "is of jane, who is not mary"),
+    (None, "mary/tweets", "that of jane, who is neither mary"),
     (no_token, TO, "no token of the Hugging Face Hub"),
     (token_is("hf_wrong"), TO, "does not know the token"),
-    (token_is(READ_TOKEN), TO, "may read, not write"),
-    (offline, TO, "the Hub is not to be had"),
-    (nobody_there, TO, "the Hub is not to be had"),
+    (token_is(READ_TOKEN), TO, "may only read, not write"),
+    (offline, TO, "the Hub cannot be reached"),
+    (nobody_there, TO, "the Hub cannot be reached"),
 ]
 
 
@@ -302,7 +300,7 @@ def test_only_one_rank_asks(the_hub: FakeHub, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("part", ["/api/whoami-v2", "/api/repos/create", "/commit/", "/api/validate-yaml"])
-def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_that_is_told(
+def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     the_hub: FakeHub, finished: Path, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
@@ -312,38 +310,19 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_that_is_told(
     assert "\n" not in str(failed.value)
     assert not any(repo.files for repo in the_hub.repos.values())  # all or nothing
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    again = str(failed.value).split("train.hub ")[1].split()
+    assert hub_command.main(again) == 1
+    assert re.search(r"error: .* the Hub cannot be reached .*; try again later\n$", capsys.readouterr().err)
     the_hub.faults.clear()
-    assert hub.main(str(failed.value).split("train.hub ")[1].split()) == 0
-    assert "model.safetensors" in pushed(the_hub)
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(("broken", "code", "said"), [("export", 2, "no exported model"), ("all", 2, "no run folder")])
-def test_what_is_no_finished_run_is_refused(
-    the_hub: FakeHub, run: Path, capsys: pytest.CaptureFixture[str], broken: str, code: int, said: str
-) -> None:
-    shutil.rmtree(run if broken == "all" else run / "export")
-    assert hub.main([str(run), "--to", TO]) == code
-    assert said in capsys.readouterr().err
-    assert the_hub.repos == {}
-
-
-def test_the_command_tells_what_is_wrong_in_one_line(
-    the_hub: FakeHub, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert hub.main([str(finished), "--to", "tweets"]) == 2
-    nobody_there(monkeypatch)
-    assert hub.main([str(finished), "--to", TO]) == 1
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("error: --to tweets must be user/name")
-    assert "the Hub is not to be had" in second and second.endswith("try again later")
+    assert hub_command.main(again) == 0
+    assert "model.safetensors" in pushed(the_hub) and the_hub.repos["models", TO].private
 
 
 # ---- the token -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", [TOKEN, READ_TOKEN, "hf_wrongtoken", "hf_illegal\x0btoken"])
-def test_the_token_is_told_to_nobody(
+def test_the_token_is_shown_to_nobody(
     the_hub: FakeHub,
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -353,7 +332,7 @@ def test_the_token_is_told_to_nobody(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("HF_TOKEN", token)
-    told = []
+    errors = []
     for act in (
         lambda: hub.check_push(config(run.parent / "new")),
         lambda: hub.push(RunFolder(str(run)), TO, private=True),
@@ -361,15 +340,15 @@ def test_the_token_is_told_to_nobody(
         try:
             act()
         except (InputError, Failure):
-            told.append(traceback.format_exc())
-    hub.main([str(run), "--to", TO])
-    assert bool(told) == (token != TOKEN)
+            errors.append(traceback.format_exc())
+    hub_command.main([str(run), "--to", TO])
+    assert bool(errors) == (token != TOKEN)
     card.write(RunFolder(str(run)))
-    found = capfd.readouterr()
+    printed = capfd.readouterr()
     texts = [
-        *told,
-        found.out,
-        found.err,
+        *errors,
+        printed.out,
+        printed.err,
         caplog.text,
         *(repo.files.get("README.md", b"").decode() for repo in the_hub.repos.values()),
     ]
@@ -391,5 +370,5 @@ def test_a_hub_that_is_silent_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setattr(hub, "ASK_S", 0.2)
     monkeypatch.setitem(the_hub.faults, "/api/whoami-v2", 0)  # 0: no answer
-    with pytest.raises(InputError, match="the Hub is not to be had .*[Tt]ime"):
+    with pytest.raises(InputError, match="the Hub cannot be reached .*[Tt]ime"):
         hub.check_push(config(tmp_path))

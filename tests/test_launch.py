@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -18,14 +17,18 @@ import pytest
 from forks import free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
-from train import attempt, cli, launcher, loop
+from train import entry as attempt
+from train import loop
+from train.attempt.preempt import StoppedEarly, StopRequest
 from train.backend import rendezvous
 from train.backend.rendezvous import join
-from train.board import Board
+from train.cli import compose as cli
+from train.cli.command import guarded
 from train.config import Failure, InputError
-from train.launched import Launched, launched
-from train.launcher import die_with_launcher
-from train.preempt import StoppedEarly, StopRequest
+from train.host import launcher
+from train.host.launched import Launched, launched
+from train.host.launcher import die_with_launcher, leave_it_to_the_first
+from train.telemetry.tensorboard import Board
 
 HANG_S = 60.0  # never waited for unless a test fails
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -121,20 +124,18 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(("rank", "absent"), [(0, "rank 1, 2 of 3"), (2, r"rank 0 of 3 \(Connection refused\)")])
-def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(lonely, monkeypatch, caplog, rank: int, absent: str):
+def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(lonely, monkeypatch, log, rank: int, absent: str):
     lonely(rank)
-    monkeypatch.setattr(rendezvous, "SAY_EVERY_S", 0.3)
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
-    with pytest.raises(Failure, match=f"^{absent} did not come to 127.0.0.1:.* within 1 s \\(backend.timeout_s\\)$"):
+    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.3)
+    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 1 s \\(backend.timeout_s\\)$"):
         join("gloo", 1.0)
-    said = [record.getMessage() for record in caplog.records]
+    said = log.messages
     assert len(said) >= 2 and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
 
 
-def test_ranks_are_named_once_by_rank_0(monkeypatch, caplog):
+def test_ranks_are_named_once_by_rank_0(monkeypatch, log):
     """Rank 0 has come, rank 2 has not: rank 1 leaves it to rank 0 to say so."""
-    monkeypatch.setattr(rendezvous, "SAY_EVERY_S", 0.2)
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.2)
     port = free_port()
     errors: list[str] = []
 
@@ -149,7 +150,7 @@ def test_ranks_are_named_once_by_rank_0(monkeypatch, caplog):
     for rank in ranks:
         rank.join(HANG_S)
     assert sorted(errors) == ["another rank", "rank 2 of 3"]
-    assert {record.getMessage().split(" at ")[0] for record in caplog.records} == {"waiting for rank 2 of 3"}
+    assert {text.split(" at ")[0] for text in log.messages} == {"waiting for rank 2 of 3"}
 
 
 def test_one_signal_ends_the_wait_for_other_ranks(lonely):
@@ -173,7 +174,7 @@ def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():
 IN_TORCH = """
 from datetime import timedelta
 import torch.distributed as dist
-from train import preempt
+from train.attempt import preempt
 preempt.GRACE_S = 0.2
 with preempt.StopRequest() as stop, stop.nothing_to_save():
     store = dist.HashStore()
@@ -200,7 +201,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
     assert attempt.attempt() == cli.STOPPED
-    said = "stopped on SIGINT before there was anything to save; the same command goes on\n"
+    said = "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     assert capsys.readouterr().err == said
     assert not (tmp_path / "run").exists()
 
@@ -209,7 +210,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
 CHILD = """
 import signal, time
-from train.launcher import die_with_launcher
+from train.host.launcher import die_with_launcher
 signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), exit()))
 die_with_launcher()
 print("ready", flush=True)
@@ -284,11 +285,34 @@ def test_no_rank_outlives_a_torchrun_that_is_killed_while_they_start(tmp_path, p
 
 # ---- what ends for good ----------------------------------------------------------------------------------------------
 
+
+def test_one_rank_of_a_machine_reports_however_late_the_first_one_is(monkeypatch, capsys, tmp_path):
+    """Rank 1 has waited in vain, and speaks; rank 0 comes after it. torchrun makes the folders."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(launcher, "FIRST_REPORTS_S", 0.0)
+    before, spoken = signal.getsignal(signal.SIGTERM), []
+    for rank in (1, 0):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}/error.json"))
+        assert guarded(refuse, before_error=lambda rank=rank: leave_it_to_the_first(rank)) == cli.REFUSED
+        spoken.append(capsys.readouterr().err)
+    signal.signal(signal.SIGTERM, before)
+    assert spoken == ["error: no data\n", ""]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # as under a torchrun without logs
+    assert not leave_it_to_the_first(0)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not leave_it_to_the_first(0)
+
+
+def refuse() -> int:
+    raise InputError("no data")
+
+
 ONE_RANK = """
 import os, sys
-from train import launcher, loop
+from train import loop
+from train.host import launcher
 from train.config import InputError
-launcher.FIRST_SPEAKS_S = 0.5
+launcher.FIRST_REPORTS_S = 0.5
 if os.environ["RANK"] == "1":
     def refuse(*_):
         raise InputError("this rank has no data")
@@ -299,7 +323,7 @@ sys.exit(main())
 LOST = """
 import sys
 from train import loop
-from train.lease import LeaseLost
+from train.run_folder.lease import LeaseLost
 def lose(*_):
     raise LeaseLost("another job has it")
 loop.open_and_fit = lose
@@ -333,7 +357,7 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
 
 SPEAKS = """
 import sys
-from train.console import use_console
+from train.cli.console import use_console
 use_console("stdout", "stderr")
 print("x" * 100_000)
 print("y", file=sys.stderr)
@@ -389,13 +413,13 @@ def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, pr
 LOSES_DATA = """
 import sys
 from pathlib import Path
-from train import loop
-before = loop.validate
-def validate(life, *more, **named):
+from train import evaluation
+before = evaluation.measure
+def measure(life, *more, **named):
     for path in Path(life.cfg.data.path).glob("validation-*"):
         path.unlink()
     return before(life, *more, **named)
-loop.validate = validate
+evaluation.measure = measure
 from train.__main__ import main
 sys.exit(main())
 """

@@ -1,18 +1,14 @@
 """Lines on a disk that is full for a while: what it refuses waits, and nothing is there by half."""
 
 import contextlib
-import json
 import resource
 
 import pytest
-from running import lines, train_config
 from torch.utils.tensorboard import SummaryWriter
 
-from train import lines as module
-from train import loop
-from train.board import Board
-from train.lines import LineFile
-from train.preempt import StopRequest
+from train.telemetry import lines as module
+from train.telemetry.lines import LineFile
+from train.telemetry.tensorboard import Board
 
 
 @contextlib.contextmanager
@@ -64,31 +60,28 @@ def test_a_line_that_never_got_through_leaves_nothing(tmp_path, told):
     assert path.read_text() == "first\nsecond\n"
 
 
-def test_a_full_disk_costs_a_run_nothing_but_time(tmp_path, prepared, monkeypatch):
+def test_a_full_disk_costs_a_run_nothing_but_time(toy, monkeypatch):
     """From the third step to the sixth no file may grow: no line, no log, no checkpoint."""
-    options = ["max_steps=9", "eval_every=null", "checkpoint.every=1", "checkpoint.max_failures=99", "tensorboard=true"]
-    cfg = train_config(tmp_path / "calm", prepared, *options, "max_epochs=9")
-    loop.run(cfg, StopRequest())
-    before, limit = loop.learning_rate, contextlib.ExitStack()
+    options = {"max_steps": 9, "eval_every": None, "checkpoint": {"every": 1, "max_failures": 99}, "tensorboard": True}
+    toy.train("calm", **options)
+    limit, toy.losses = contextlib.ExitStack(), 0
 
-    def fill_and_free(step, **settings):
-        if step == 2:
-            limit.enter_context(files_may_hold((tmp_path / "run/metrics.jsonl").stat().st_size + 100))
-        if step == 6:
+    def fill_and_free(call):
+        if call == 3:
+            limit.enter_context(files_may_hold((toy.folder / "run/metrics.jsonl").stat().st_size + 100))
+        if call == 7:
             limit.close()
-        return before(step, **settings)
+        return 1.0
 
     # Output that pytest catches goes to files as well.
     monkeypatch.setattr("tqdm.tqdm.write", lambda *_, **__: None)
     monkeypatch.setattr(module.logger, "propagate", False)
-    monkeypatch.setattr(loop, "learning_rate", fill_and_free)
+    toy.scale = fill_and_free
     with limit:
-        found = loop.run(train_config(tmp_path / "run", prepared, *options, "max_epochs=9"), StopRequest())
-    assert found == ("done", 9)
-    losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("calm", "run")]
-    assert losses[0] == losses[1] and len(losses[0]) == 9
-    assert any("checkpoint of step" in line["reason"] for line in lines(tmp_path / "run", "fault"))
-    assert json.loads((tmp_path / "run/outcome.json").read_text())["checkpoint"] == 9
+        assert toy.train(**options) == ("done", 9)
+    assert toy.values("train", "loss") == toy.values("train", "loss", "calm") and len(toy.lines("train")) == 9
+    assert any("checkpoint of step" in reason for reason in toy.faults())
+    assert toy.outcome()["checkpoint"] == 9
 
 
 @pytest.mark.parametrize("when", ["add", "close"])

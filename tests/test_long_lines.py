@@ -14,10 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from train import prepare
-from train.config import FilesCorpusConfig, InputError
-from train.data.corpus import open_corpus
-from train.data.documents import MAX_LINE_CHARS, STRETCH_CHARS, stretches
-from train.data.tokenizer import MAX_LINE_BYTES, short_lines
+from train.data.files.text import MAX_LINE_CHARS, STRETCH, STRETCH_CHARS, stretches
+from train.data.text.tokenizer import MAX_LINE_BYTES, short_lines
 
 # Checksums of the shards as they were before very long lines were cut.
 RECORDED = {
@@ -117,55 +115,26 @@ def test_a_line_is_cut_for_the_tokenizer_in_time_that_grows_with_its_length() ->
     assert Counted.copied < 20 * len(text)
 
 
-def test_stretches_are_the_text_and_cut_only_very_long_lines() -> None:
+def test_stretches_are_the_text_and_cut_only_very_long_lines(prepared: Path) -> None:
     ordinary = ["\n", "short\n", long_text(MAX_LINE_CHARS - 2) + "\n"]
-    lines = [
-        *ordinary,
-        long_text(3 * MAX_LINE_CHARS) + "\n",
-        "x" * (2 * MAX_LINE_CHARS) + "\n",
-        long_text(MAX_LINE_CHARS) + "\n",
-        *ordinary,
-        long_text(MAX_LINE_CHARS),
-    ]
-    found = list(stretches(io.StringIO("".join(lines))))
-    assert "".join(found) == "".join(lines)
-    assert found[:3] == ordinary
-    assert sum(len(line) > STRETCH_CHARS for line in found) == 2  # the ordinary ones
-    words = set(long_text(3 * MAX_LINE_CHARS).split())
-    assert all(set(line.split()[:-1]) <= words for line in found if "x" not in line)
-
-
-def test_tokens_of_stretches_are_those_of_the_line(prepared: Path) -> None:
+    long = [long_text(3 * MAX_LINE_CHARS) + "\n", "x" * (2 * MAX_LINE_CHARS) + "\n", long_text(MAX_LINE_CHARS) + "\n"]
+    lines = [*ordinary, *long, *ordinary]
+    parts = list(stretches(io.StringIO("".join(lines))))
+    assert "".join(parts) == "".join(lines)
+    assert parts[:3] == ordinary
+    assert sum(len(part) > STRETCH_CHARS for part in parts) == 2  # the ordinary ones
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
-    text = long_text(MAX_LINE_CHARS + 1)
-    parts = list(stretches(io.StringIO(text)))
-    assert len(parts) > 10
-    found = tokenizer.encode_batch([part.strip() for part in parts], add_special_tokens=False)
-    assert sum((each.ids for each in found), []) == tokenizer.encode(text, add_special_tokens=False).ids
+    line = long_text(3 * STRETCH_CHARS)
+    encoded = tokenizer.encode_batch([part.strip() for part in STRETCH.findall(line)], add_special_tokens=False)
+    assert len(encoded) >= 3
+    assert sum((part.ids for part in encoded), []) == tokenizer.encode(line, add_special_tokens=False).ids
 
 
-def test_one_line_of_text_is_prepared_as_documents_and_its_progress_is_shown(prepared: Path, tmp_path: Path) -> None:
+def test_one_line_of_text_is_prepared_as_documents(prepared: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
-    path.write_text(long_text(3 * 2**20))
+    path.write_text(long_text(5 * 2**18))
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     manifest = prepare.prepare(prepare_config(tmp_path / "out", path, ready))
     assert manifest is not None
-    assert manifest.counts["documents"] == pytest.approx(3 * 2**20 / STRETCH_CHARS, abs=1)
+    assert manifest.counts["documents"] == pytest.approx(5 * 2**18 / STRETCH_CHARS, abs=1)
     assert manifest.rows("validation") > 0
-    corpus = open_corpus(FilesCorpusConfig(kind="text", name="test", path=str(path)))
-    sizes = [document.source_bytes for document in corpus.documents()]
-    assert sum(sizes) == path.stat().st_size and max(sizes) < 1.1 * MAX_LINE_CHARS
-
-
-def test_without_a_separator_a_very_long_line_stays_in_one_document(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text(f"first\n{long_text(2 * MAX_LINE_CHARS)}\nlast")
-    corpus = open_corpus(FilesCorpusConfig(kind="text", name="test", path=str(path), separator=None))
-    assert [document.text for document in corpus.documents()] == [path.read_text()]
-
-
-def test_a_line_after_a_very_long_one_is_named_by_its_number(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text(f"{long_text(2 * MAX_LINE_CHARS)}\n\nbinary \0")
-    with pytest.raises(InputError, match=r"text\.txt:3: a NUL"):
-        list(open_corpus(FilesCorpusConfig(kind="text", name="test", path=str(path))).documents())

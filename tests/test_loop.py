@@ -7,15 +7,17 @@ import shutil
 import pytest
 import torch
 from running import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
+from toy import Rows
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import environment, loop, prepare
-from train.checkpoints.saver import SavesFail
-from train.checkpoints.store import LocalStore
-from train.config import InputError
-from train.data.shards import ShardSet, read_manifest
+from train import loop, prepare
+from train.attempt.preempt import StopRequest
+from train.config import BackendConfig, InputError
+from train.config.checkpoints import BestConfig
+from train.config.train import EarlyStopConfig
+from train.data.shards.format import ShardSet, read_manifest
+from train.host import environment
 from train.models.encoder import MaskedLM
-from train.preempt import StopRequest
 
 
 def train(run_dir, data, *overrides):
@@ -96,78 +98,12 @@ def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
     assert lines(tmp_path / "run", "train")[-1]["mfu"] > 0
 
 
-def test_early_stopping_ends_a_run_that_learns_nothing(tmp_path, prepared):
-    flat = ["optim.lr=1e-12", "eval_every=1", "early_stop.patience=2", "early_stop.min_delta=0.01"]
-    assert train(tmp_path / "run", prepared, *flat) == ("early_stop", 3)
-    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir()
-    assert (tmp_path / "run" / "export" / "config.json").is_file()
-    assert train(tmp_path / "run", prepared, *flat) == ("early_stop", 3)  # it stays stopped
-    assert len(lines(tmp_path / "run", "train")) == 3
-
-
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path, prepared):
-    """Weights blown up to infinity by a hopeless learning rate: exit code 1, a reason, no silent hours."""
-    found = run(train_overrides(tmp_path / "run", prepared, "optim.lr=1e38", "optim.warmup_steps=0"))
-    assert found.returncode == 1
-    assert "had no finite gradient" in json.loads((tmp_path / "run/outcome.json").read_text())["reason"]
-    assert "3 steps in a row had no finite gradient" in lines(tmp_path / "run", "fault")[-1]["reason"]
-
-
-def test_weights_that_are_no_numbers_are_never_saved(tmp_path, prepared):
-    """Each save is an alarm, the third ends the run."""
-    hopeless = ["optim.lr=1e39", "optim.warmup_steps=0", "log_every=1000", "checkpoint.every=1", "checkpoint.keep=2"]
-    hopeless += ["nonfinite.max_skips=1000"]  # steps are faster than saves
-    with pytest.raises(SavesFail, match=r"\d saves in a row failed; there is no checkpoint"):
-        train(tmp_path / "run", prepared, *hopeless, "max_steps=50", "eval_every=null")
-    assert not LocalStore(tmp_path / "run/checkpoints").steps()
-    assert "is no longer finite" in lines(tmp_path / "run", "fault")[0]["reason"]
-
-
-def test_an_exit_file_is_of_this_life_and_says_why_it_was_refused(tmp_path, prepared):
-    run_dir = tmp_path / "run"
-    assert run(train_overrides(run_dir, prepared, "max_steps=1")).returncode == 0
-    exit_file = run_dir / "log" / "exit_rank_0000.json"
-    assert json.loads(exit_file.read_text())["reason"] == "done"
-    assert run(train_overrides(run_dir, prepared, "backend.device=cuda")).returncode == 2
-    assert "refused: backend.device=cuda" in json.loads(exit_file.read_text())["reason"]
-
-
-def test_a_run_that_never_took_a_step_does_not_keep_its_folder(tmp_path, prepared):
-    with pytest.raises(InputError, match="no CUDA device"):
-        train(tmp_path / "run", prepared, "backend.device=cuda")
-    assert train(tmp_path / "run", prepared, "seed=9") == ("done", 6)
-
-
 def test_a_pretrained_model_of_another_tokenizer_is_refused(finished, prepared, tmp_path):
     other = prepare.prepare(prepare_config(tmp_path / "data", write_corpus(tmp_path / "t.txt", seed=5)))
     assert other.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
     cfg = train_config(tmp_path / "run", tmp_path / "data", f"model.pretrained={finished / 'export'}")
     with pytest.raises(InputError, match="has another tokenizer than the data"):
         loop.run(cfg, StopRequest())
-
-
-def test_a_longer_run_goes_on_from_a_shorter_one(tmp_path, prepared):
-    train(tmp_path / "run", prepared, "max_steps=3")
-    assert train(tmp_path / "run", prepared, "max_steps=5") == ("done", 5)
-    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["optim=lamb", "optim.schedule=cosine"],
-        ["task.whole_word=true", "task.max_ngram=1", "task.max_predictions=3"],
-        ["backend.precision=bf16", "micro_batch_size=4"],
-        ["max_steps=null", "max_epochs=0.5", "optim.schedule=polynomial", "optim.power=2"],
-        ["max_steps=null", "max_examples=30", "data.num_workers=1", "optim.max_grad_norm=null"],
-    ],
-    ids=["lamb", "words", "bf16", "epochs", "examples"],
-)
-def test_the_options_run(tmp_path, prepared, overrides):
-    reason, step = train(tmp_path / "run", prepared, "eval_every=null", *overrides)
-    assert reason == "done"
-    assert lines(tmp_path / "run", "eval")[-1]["step"] == step
-    assert all(math.isfinite(line["loss"]) for line in lines(tmp_path / "run", "train"))
 
 
 def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
@@ -181,26 +117,7 @@ def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
     assert lines(tmp_path / "run", "eval")[-1]["loss"] == pytest.approx(lines(finished, "eval")[-1]["loss"], rel=1e-5)
 
 
-# ---- refused -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["seq_len=64"], "seq_len=64, but"),
-        (["model.max_positions=16"], "seq_len=32 is longer than the model's 16 positions"),
-        (["model.vocab_size=100"], "model.vocab_size=100 is smaller than the tokenizer's 120"),
-        (["task.max_predictions=30"], "task.max_predictions=30 leaves nothing"),
-        (["global_batch_size=4096"], "fewer than one batch of 4096"),
-        (["data.path=/no/such/data"], "data.path=/no/such/data does not exist"),
-        (["backend.device=cuda"], "this machine shows no CUDA device"),
-        (["backend.grad_compression=bf16"], "needs CUDA"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_it_starts(tmp_path, prepared, overrides, says):
-    with pytest.raises(InputError, match=says):
-        train(tmp_path / "run", prepared, *overrides)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+# ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
@@ -211,12 +128,12 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     shard.write_bytes(content)
     found = run(train_overrides(tmp_path / "run", data), ranks=2)
     assert found.returncode != 0
-    assert found.stderr.count("is damaged: sha256") == 1
+    assert found.stderr.count("has sha256") == 1
     assert f'File "{ROOT / "train"}' not in found.stderr  # no stack trace of ours; torchrun prints its own
 
 
 def test_only_rank_0_speaks(tmp_path, prepared):
-    found = run(train_overrides(tmp_path / "run", prepared), ranks=2)
+    found = run(train_overrides(tmp_path / "run", prepared, "export=false"), ranks=2)
     assert found.returncode == 0, found.stderr
     assert found.stderr.count("step 6/6") == 1
     assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
@@ -227,3 +144,109 @@ def test_only_rank_0_speaks(tmp_path, prepared):
 def test_a_machine_without_git_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.commit() is None
+
+
+# ---- what the loop decides -------------------------------------------------------------------------------------------
+
+
+def test_early_stopping_ends_a_run_that_learns_nothing_for_good_and_exports_it(toy):
+    toy.scores = iter([3.0, 2.0, 1.995, 2.5, 7.0])  # the third is the best, but by less than min_delta
+    flat = {"eval_every": 1, "early_stop": EarlyStopConfig(patience=2, min_delta=0.01), "export": True}
+    assert toy.train(**flat) == ("early_stop", 4)
+    assert (toy.folder / "run/export/model.pt").is_file() and max(toy.saved()) == 4
+    assert (toy.saved()[4]["best_step"], toy.outcome()["outcome"]) == (3, "done")
+    assert toy.train(**flat) == ("early_stop", 4)  # it stays stopped
+    assert len(toy.lines("train")) == 4
+
+
+def test_early_stopping_counts_on_over_an_interruption(toy):
+    toy.scores = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    options = {"eval_every": 1, "early_stop": EarlyStopConfig(patience=4), "checkpoint": {"every": 100}}
+    assert toy.train(**options, max_steps=3) == ("done", 3)
+    assert toy.train(**options, max_steps=20) == ("early_stop", 5)
+
+
+def test_a_stop_on_an_evaluation_step_leaves_the_evaluation_to_the_next_start(toy):
+    """Who is asked to stop may have two minutes; the validation data may take longer."""
+    toy.train("whole", eval_every=1)
+    assert toy.stopped_at_once("parts", eval_every=1) == ("SIGTERM", 1)
+    assert not toy.lines("eval", "parts")
+    toy.train("parts", eval_every=1)
+    assert toy.values("eval", "step", "parts") == [1, 2, 3, 4, 5, 6]
+    assert toy.values("eval", "loss", "parts") == toy.values("eval", "loss", "whole")
+
+
+def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):
+    toy.scores = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    options = {"checkpoint": {"best": True, "keep": 2, "every": 3}, "best": BestConfig(export=True)}
+    assert toy.train(eval_every=1, export=True, **options) == ("done", 6)
+    assert list(toy.saved()) == [2, 3, 6]
+    exported = torch.load(toy.folder / "run/export/model.pt")
+    assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == toy.weights(2)
+
+
+def test_a_wish_for_a_save_is_granted_once_and_the_run_goes_on(toy):
+    stop = StopRequest()
+    toy.scale = lambda call: stop.ask_save("a notice") or 1.0 if call == 2 else 1.0
+    assert toy.train(stop=stop, checkpoint={"every": 100}) == ("done", 6)
+    assert list(toy.saved()) == [3, 6] and stop.saves_soon is None
+
+
+def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_in_order(toy, monkeypatch):
+    draw, bad = Rows.draw, []
+
+    def fails(self, items):
+        bad.append(bad[0] if bad else items[3, 0])  # a row of the fourth of the batches that are drawn together
+        if bad[0] in items:
+            raise InputError("shard 7 is damaged")
+        return draw(self, items)
+
+    monkeypatch.setattr(Rows, "draw", fails)
+    assert refusal(toy, eval_every=None) == "shard 7 is damaged"
+    assert toy.values("train", "step") == [1, 2, 3]
+    assert (toy.outcome()["outcome"], toy.outcome()["goes_on"]) == ("refused", False)
+
+
+def refusal(toy, **changes):
+    with pytest.raises(InputError) as error:
+        toy.train(**changes)
+    return str(error.value)
+
+
+def test_an_exit_record_is_of_this_attempt_and_says_why_it_was_refused(toy):
+    toy.train(max_steps=1)
+    record = toy.folder / "run/log/exit_rank_0000.json"
+    assert json.loads(record.read_text())["reason"] == "done"
+    assert "no CUDA device" in refusal(toy, backend=BackendConfig(device="cuda"))
+    assert "refused: backend.device=cuda" in json.loads(record.read_text())["reason"]
+
+
+def test_a_run_that_never_took_a_step_does_not_keep_its_folder(toy):
+    assert "no CUDA device" in refusal(toy, backend=BackendConfig(device="cuda"))
+    assert toy.train(seed=9) == ("done", 6)
+
+
+def test_a_longer_run_goes_on_from_a_shorter_one(toy):
+    toy.train(max_steps=3)
+    assert toy.train(max_steps=5) == ("done", 5)
+    assert toy.values("train", "step") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"max_steps": None, "max_epochs": 0.25}, 5),
+        ({"max_steps": None, "max_examples": 30, "optim": {"max_grad_norm": None}}, 3),
+        ({"global_batch_size": None, "micro_batch_size": 4, "optim": {"schedule": "cosine"}}, 6),
+        ({"micro_batch_size": 2, "backend": BackendConfig(device="cpu", precision="bf16")}, 6),
+    ],
+    ids=["epochs", "examples", "cosine", "bf16"],
+)
+def test_the_options_run(toy, changes, steps):
+    assert toy.train(eval_every=None, **changes) == ("done", steps)
+    assert toy.values("eval", "step") == [steps]
+    assert all(math.isfinite(loss) for loss in toy.values("train", "loss"))
+
+
+def test_compression_of_gradients_is_refused_where_gloo_adds_them(toy):
+    assert "needs CUDA" in refusal(toy, backend=BackendConfig(device="cpu", grad_compression="bf16"))

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 import random
@@ -15,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,32 +22,20 @@ from typing import Any
 
 import psutil
 import pytest
+from running import eventually
 
-from train import monitor
-from train.monitor import MachineMonitor, Sample, open_monitor
-from train.monitor_neuron import Notes, Parser, Reading
+from train.telemetry import monitor
+from train.telemetry.monitor import MachineMonitor, Sample, open_monitor
+from train.telemetry.monitor_neuron import Notes, Parser, Reading
 
 RECORDED = Path(__file__).parent / "recorded" / "monitor"
 PERIOD_S = 0.02
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0  # never waited for unless a test fails
 
 
-@pytest.fixture(autouse=True)
-def notes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)  # another test's run may have turned it off
-    caplog.set_level(logging.INFO, "train")
-    return caplog
-
-
-def eventually(found: Callable[[], Any]) -> Any:
-    """The first true value, or a failure after the deadline."""
-    until_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < until_s:
-        value = found()
-        if value:
-            return value
-        time.sleep(0.01)
-    raise AssertionError("nothing came")
+@pytest.fixture
+def notes(log: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    return log
 
 
 def recorded(name: str) -> list[bytes]:
@@ -89,12 +75,6 @@ def test_machines_added_up_are_one_machine_with_all_devices() -> None:
     assert fields["hardware_mfu"] == pytest.approx(7e13 / (3 * 95e12))
     assert fields["device_errors"] == 3
     assert added[-1] == one.num_alarms == 2
-
-
-def test_a_machine_without_readings_does_not_change_the_means() -> None:
-    known = gathered(Reading({"device_utilisation": (0.5, 1.0)}))
-    added = [a + b for a, b in zip(known.values(), Sample().values(), strict=True)]
-    assert Sample.from_values(added).fields(peak_flops_per_s=None) == {"device_utilisation": 0.5}
 
 
 def test_what_has_no_source_is_left_out() -> None:
@@ -259,16 +239,16 @@ def is_gone(pid: int) -> bool:
 def test_a_healthy_tool_gives_readings_and_is_gone_after_close(tool: Any, tmp_path: Path, notes: Any) -> None:
     tool(*recorded("trn1"))
     with opened() as watch:
-        fields = fields_with(watch, "device_utilisation")
+        fields = fields_with(watch, "device_utilisation") | fields_with(watch, "cpu_utilisation")
         pid = child_of(tmp_path)
     assert fields["device_utilisation"] == pytest.approx(0.52)
-    assert fields["device_memory_bytes"] == 7e9 and fields["host_memory_bytes"] > 0 and "cpu_utilisation" in fields
+    assert fields["device_memory_bytes"] == 7e9 and fields["host_memory_bytes"] > 0
     assert not psutil.pid_exists(pid)
     assert not notes.records
 
 
 def test_a_tool_that_ignores_the_request_is_ended(tool: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("train.monitor_neuron.STOP_S", 0.1)
+    monkeypatch.setattr("train.telemetry.monitor_neuron.STOP_S", 0.1)
     tool(*recorded("trn1"), ignores="SIGTERM")
     with opened() as watch:
         fields_with(watch, "device_utilisation")
@@ -316,19 +296,17 @@ def test_a_tool_that_dies_is_noted_once_and_its_readings_stop(tool: Any, notes: 
     assert "ended (exit code 3, driver went away)" in note.message
 
 
-@pytest.mark.parametrize("kind", ["neuron", "nvidia", "nvidia, really"])
+@pytest.mark.parametrize("kind", ["neuron", "nvidia"])
 def test_a_missing_tool_or_driver_is_one_note(kind: str, notes: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("train.monitor_neuron.FOLDER", str(tmp_path))
+    monkeypatch.setattr("train.telemetry.monitor_neuron.FOLDER", str(tmp_path))
     if kind == "nvidia":
         monkeypatch.setattr(monitor, "pynvml", FakeNvml([], driver=False))
-    if kind == "nvidia, really" and Path("/proc/driver/nvidia").exists():
-        pytest.skip("this machine has the driver")
-    with opened(kind.split(",")[0]) as watch:
+    with opened(kind) as watch:
         assert set(fields_with(watch, "cpu_utilisation")) == {"cpu_utilisation", "host_memory_bytes"}
         assert watch.alarms() == []
     (note,) = notes.records
-    assert "training goes on" in note.message
+    assert "training continues" in note.message
 
 
 def test_a_file_that_cannot_be_run_is_one_note(tmp_path: Path, notes: Any, monkeypatch: Any) -> None:
@@ -346,7 +324,7 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool: Any, tmp_pat
     tool(*recorded("trn1"), ignores="" if how == "killed" else "SIGPIPE")
     run = (
         "import os, signal, sys, time\n"
-        "from train.monitor import open_monitor\n"
+        "from train.telemetry.monitor import open_monitor\n"
         "watch = open_monitor('neuron', num_devices=2, is_first_on_machine=True, run_tag='run_a').__enter__()\n"
         "while 'device_utilisation' not in watch.read().totals: time.sleep(0.01)\n"
         f"if {how == 'killed'}: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -395,21 +373,11 @@ def test_cpu_readings_see_the_work_and_memory_of_this_process_and_its_children()
         child.wait()
 
 
-def test_a_process_that_began_between_two_looks_counts_whole_and_one_that_ended_not_at_all() -> None:
-    cpu = monitor.Cpu(1, 1.0, {1: 5.0, 2: 50.0})
-    own = psutil.Process()
-    cpu.processes = lambda: [own]  # type: ignore[method-assign]
-    times = own.cpu_times()
-    busy_s, _ = cpu.look()
-    assert busy_s >= times.user + times.system  # process 2 and its 50 s are gone, this one is new
-    assert list(cpu.used_s) == [own.pid]
-
-
 def test_all_ranks_of_a_machine_are_counted() -> None:
     """Ranks are a launcher's children; the first of them sees the others."""
     rank = (
         "import json, os, time\n"
-        "from train.monitor import Cpu\n"
+        "from train.telemetry.monitor import Cpu\n"
         "for _ in range(500):\n"  # the other may not have been started yet
         "    found = [each.pid for each in Cpu(2, 1.0).processes()]\n"
         "    if len(found) == 2: break\n"

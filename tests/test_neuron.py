@@ -13,11 +13,15 @@ import torch.distributed as dist
 from running import ROOT, lines, run, train_config, train_overrides
 
 from train import __main__ as program
-from train import cli, loop, machine, monitor_neuron
+from train import loop
+from train.attempt.preempt import StopRequest
 from train.backend import neuron
+from train.backend.base import load
 from train.backend.ddp import DDP
+from train.cli import compose as cli
 from train.config import BackendConfig, InputError
-from train.preempt import StopRequest
+from train.host import machine
+from train.telemetry import monitor_neuron
 
 # As in test_equality.py: sums of float32 in another order, six steps.
 TOLERANCE = 2e-5
@@ -88,7 +92,7 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
     assert summary["backend"] == "neuron"
     assert not lines(found, "fault")
     log = (found / "log/rank_0000.txt").read_text()
-    assert log.count("no-neuron-monitor is neither on PATH nor in") == log.count("training goes on") == 1
+    assert log.count("no-neuron-monitor is neither on PATH nor in") == log.count("training continues") == 1
 
 
 def test_two_ranks_are_one(by_ddp, prepared, tmp_path, monkeypatch):
@@ -186,14 +190,14 @@ def test_random_numbers_of_the_device_are_saved_and_put_back(device, tmp_path):
     torch.save(state, tmp_path / "state.pt")
     wanted = torch.rand(4), torch.rand(4, generator=generator)
     backend.seed(4)
-    backend.set_rng_state(backend.load(tmp_path / "state.pt"))
+    backend.set_rng_state(load(tmp_path / "state.pt"))
     found = torch.rand(4), torch.rand(4, generator=generator)
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 def test_the_device_of_each_rank_draws_other_numbers(device):
     backend, drawn = neuron.Neuron(BackendConfig()), []
-    for backend.rank in (0, 1):
+    for backend.world.rank in (0, 1):
         backend.seed(3)
         drawn += torch.rand(4, generator=device.generators[0]).tolist()
     assert len(set(drawn)) == 8
@@ -211,9 +215,12 @@ def test_random_numbers_of_another_backend_are_no_obstacle(device):
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (None, "torch-neuronx 2.13 or newer, not none; on trn1 say backend=xla"),
-        ("2.9.0.2.15.32035+abc", "torch-neuronx 2.13 or newer, not 2.9.0.2.15.32035+abc; on trn1 say backend=xla"),
-        ("1.0", "torch-neuronx 2.13 or newer, not 1.0"),
+        (None, "2.13 or newer, and this machine has none; set backend=xla on trn1"),
+        (
+            "2.9.0.2.15.32035+abc",
+            "2.13 or newer, and this machine has 2.9.0.2.15.32035+abc; set backend=xla on trn1",
+        ),
+        ("1.0", "torch-neuronx 2.13 or newer, and this machine has 1.0"),
     ],
     ids=["none", "the XLA build", "the stub"],
 )
@@ -252,7 +259,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(prepared, tmp_path, monkeypatch, 
     """On this machine as it is."""
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *NEURON)])
     assert program.main() == cli.REFUSED
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("starting ")]
     assert line.startswith("error: backend=neuron needs native PyTorch")
 
 

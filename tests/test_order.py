@@ -2,9 +2,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from torch.utils.data import DistributedSampler
 
-from train.data.order import PADDING, EpochOrder, EvalOrder, ShardSampler, Windows
+from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, Windows
 
 SHARD_ROWS = [40, 30, 8, 20, 5]
 ROWS, G = sum(SHARD_ROWS), 24
@@ -97,36 +96,19 @@ def test_one_window_is_the_full_permutation_that_runs_had_before_windows():
     assert order.rows(0, ROWS).tolist() == np.random.default_rng([5, 2]).permutation(ROWS).tolist()
 
 
-def test_the_sampler_is_torchs_and_deals_an_epoch_to_its_ranks():
-    samplers = [sampler(rank=rank, world_size=4, windows=Windows(2)) for rank in range(4)]
-    assert isinstance(samplers[0], DistributedSampler)
-    shares = [list(one) for one in samplers]
-    assert [len(one) for one in samplers] == [len(share) for share in shares] == [ROWS // G * G // 4] * 4
-    order = samplers[0].epoch_order(0).rows(0, ROWS // G * G)
-    assert [row for four in zip(*shares, strict=True) for row in four] == order.tolist()
-    samplers[1].set_epoch(3)
-    assert samplers[1].consumed_rows == 3 * (ROWS // G * G)
-    assert list(samplers[1]) == samplers[1].epoch_order(3).rows(0, ROWS // G * G)[1::4].tolist()
-
-
-def test_its_state_is_the_sequences_consumed_and_goes_on_with_other_ranks():
-    before = sampler(rank=1, world_size=2, windows=Windows(2))
-    before.consumed_rows = 5 * G
-    assert before.state_dict() == {"consumed_rows": 5 * G, "seed": 0, "window_shards": 2}
-    after = sampler(rank=2, world_size=4, windows=Windows(2))
-    after.load_state_dict(before.state_dict())
-    assert list(after) == after.epoch_order(1).rows(G, ROWS // G * G)[2::4].tolist()
-    with pytest.raises(ValueError, match="window_shards=2, this one has 1"):
-        sampler(windows=Windows(1)).load_state_dict(before.state_dict())
+def test_a_rank_reads_every_wth_row_of_a_step():
+    order = sampler(rank=2, world_size=4, windows=Windows(2), consumed_rows=G)
+    expected = order.epoch_order(0).rows(G, 2 * G)[2::4]
+    assert next(order.micro_batches(G // 4)).tolist() == expected.tolist()
 
 
 def test_upcoming_windows_begin_with_the_one_that_is_being_read():
     order = sampler(windows=Windows(2))
     ends = order.epoch_order(0).ends
     order.consumed_rows = int(ends[0])
-    found = [window.tolist() for window in islice(order.upcoming_windows(), 3)]
+    upcoming = [window.tolist() for window in islice(order.upcoming_windows(), 3)]
     expected = [*order.epoch_order(0).windows[1:], *order.epoch_order(1).windows]
-    assert found == [window.tolist() for window in expected[:3]]
+    assert upcoming == [window.tolist() for window in expected[:3]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])

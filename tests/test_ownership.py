@@ -1,28 +1,23 @@
-"""A run folder is a run's by its own marks, or new; and whoever has lost it to another job writes no more to it."""
+"""A run folder is a run's by its own marks, or new; and a job that has lost it to another one writes no more to it."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from types import SimpleNamespace
 
-import botocore.endpoint
 import pytest
-from forks import start_forked
-from running import eventually, lines, train_config, train_overrides
+from running import train_config
 
-from train import exported, loop
+from train import loop
+from train.attempt.attempt import refusals
+from train.attempt.preempt import StopRequest
+from train.attempt.recovery import Recovery
 from train.config import InputError
-from train.lease import Lease, identity
-from train.life import refusals
-from train.machine import read_process
-from train.outcome import Outcome
-from train.ownership import LeaseLost, check_owner, name_of
-from train.preempt import StopRequest
-from train.recovery import Recovery
-from train.run_folder import RunFolder
-from train.storage import LocalFolder, canonical_json
+from train.run_folder import exported
+from train.run_folder.folder import RunFolder
+from train.run_folder.lease import Lease, identity
+from train.run_folder.outcome import Outcome
+from train.run_folder.ownership import LeaseLost, check_owner, name_of
+from train.storage.folders import LocalFolder, canonical_json
 
 DISK_AND_S3 = pytest.mark.parametrize("kind", ["disk", "s3"])
 RUN = {"data": "d", "seed": 0, "global_batch_size": 8}  # an identity
@@ -31,9 +26,13 @@ EVERY_STEP = ["checkpoint.every=1", "eval_every=1", "export=false", "max_steps=5
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch, tmp_path):
-    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=lambda _: None))
+def cache(monkeypatch, tmp_path, pauses):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def kind():
+    return "disk"
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def content(folder):
 
 
 def put(folder, name, content=b""):
-    """A file of somebody else, who may give it any name."""
+    """A file of another program, which may have any name."""
     if folder.is_remote:
         folder.storage.write(name, content)
     else:
@@ -61,10 +60,9 @@ def check(folder, *, data_path="nowhere"):
     folder.check_is_ours(RUN, data_path=data_path, force=False)
 
 
-# ---- whose folder it is ---------------------------------------------------------------------------------------------
+# ---- which folder is a run's ----------------------------------------------------------------------------------------
 
 
-@DISK_AND_S3
 @pytest.mark.parametrize(
     "name",
     [
@@ -89,12 +87,9 @@ def test_a_folder_with_files_that_are_not_a_runs_is_refused(folder, name):
     assert content(folder) == kept if name != ".gitignore" else "outcome.json" not in folder.storage.names()
 
 
-@DISK_AND_S3
-@pytest.mark.parametrize(
-    "environment", [b"", b"[]", b"{}", b'{"identity": "me"}', b'{"identity": {"seed": 1}}', b"\xff"]
-)
-def test_an_environment_of_somebody_else_makes_no_run_folder(folder, environment):
-    folder.storage.write("environment.json", environment)
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"identity": "me"}', b'{"identity": {"seed": 1}}', b"\xff"])
+def test_an_environment_of_another_program_makes_no_run_folder(folder, content):
+    folder.storage.write("environment.json", content)
     with pytest.raises(InputError, match="holds files that are not a run's"):
         check(folder)
 
@@ -119,7 +114,6 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
         folder.check_is_ours({**RUN, "seed": 1}, data_path="nowhere", force=False)
 
 
-@DISK_AND_S3
 def test_a_run_whose_environment_is_damaged_is_refused(folder):
     with Lease(folder.storage, LIVE_S):
         folder.storage.write("environment.json", b'{"identity": {"da')
@@ -183,7 +177,7 @@ def test_a_refusal_says_nothing_in_the_outcome_of_somebody_else(tmp_path, prepar
     assert json.loads(theirs.read_text())["reason"] == "refused: no such thing"
 
 
-# ---- who has lost it ------------------------------------------------------------------------------------------------
+# ---- after it was lost ----------------------------------------------------------------------------------------------
 
 
 def take_over(storage, number=2):
@@ -201,7 +195,7 @@ def take_over(storage, number=2):
 
 
 @DISK_AND_S3
-def test_whoever_has_lost_the_folder_changes_no_file_of_it(folder):
+def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
     folder.log.mkdir(parents=True)
     with Lease(folder.storage, LIVE_S) as lease:
         folder.guard = lease.check
@@ -237,7 +231,6 @@ def test_whoever_has_lost_the_folder_changes_no_file_of_it(folder):
     assert new == ({folder.exit_path} if folder.is_remote else set())
 
 
-@DISK_AND_S3
 def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(folder, prepared, monkeypatch):
     """At step 3 of 50, with a checkpoint, an evaluation and a line of the metrics at every step."""
     is_due, before = Recovery.is_due, {}
@@ -250,39 +243,6 @@ def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(fo
         return is_due(self, num_asked)
 
     monkeypatch.setattr(Recovery, "is_due", lose_it)
-    s3 = folder.storage.s3 if folder.is_remote else None
-    more = [f"s3.endpoint={s3.endpoint}", f"s3.region={s3.region}", "s3.path_style=true"] if s3 else []
     with pytest.raises(LeaseLost, match="is lost: process .* on node-2"):
-        loop.run(train_config(folder.location, prepared, *EVERY_STEP, *more), StopRequest())
-    after = content(folder)
-    for name in ("checkpoints/step_00000004", "log/rank_0000.txt"):  # what S3 still took is no checkpoint
-        after = {path: text for path, text in after.items() if not (folder.is_remote and path.startswith(name))}
-        before = {path: text for path, text in before.items() if path in after or not path.startswith(name)}
-    assert after == before
-
-
-@pytest.mark.parametrize("awake", ["it is asked to stop", "its watchdog thinks that it is stuck"])
-def test_a_rank_that_froze_until_another_job_had_finished_its_run_leaves_that_alone(tmp_path, prepared, awake):
-    folder, errors, by_watchdog = RunFolder(str(tmp_path / "run")), tmp_path / "err", awake.startswith("its watchdog")
-    more = ["checkpoint.every=1000000", "max_steps=1000000", f"watchdog.step_s={3 if by_watchdog else 600}"]
-    arguments = train_overrides(folder.path, prepared, *more)
-    process = start_forked(["train", *arguments], os.environ, err=errors)
-    try:
-        eventually(lambda: folder.metrics.is_file() and len(lines(folder.path, "train")) > 5)
-        os.kill(process.pid, signal.SIGSTOP)
-        eventually(lambda: read_process(process.pid).state == "T")
-        take_over(folder.storage)
-        before = content(folder)
-        if not by_watchdog:
-            os.kill(process.pid, signal.SIGCONT)
-            process.terminate()
-        process.join(60)
-    finally:
-        process.kill()
-        process.join()
-    assert process.exitcode == (-signal.SIGKILL if by_watchdog else 1)
-    eventually(lambda: not by_watchdog or "watchdog: stuck: rank 0 has been in" in errors.read_text())
-    assert "is lost: process" in errors.read_text() and "owns it, with lease 2" in errors.read_text()
-    after, log = content(folder), "log/rank_0000.txt"  # which may tell of what was done while it froze
-    assert {**after, log: b""} == {**before, log: b""}
-    assert folder.location in errors.read_text() and b"is lost" not in after[log]
+        loop.run(train_config(folder.location, prepared, *EVERY_STEP), StopRequest())
+    assert content(folder) == before

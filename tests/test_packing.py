@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from train.data.packing import Packer, Rows
+from train.data.text.packing import Packer, Rows
 
 CLS, SEP = 2, 3
 STARTS = np.arange(1000) % 3 == 0  # every third piece begins a word
@@ -66,9 +66,3 @@ def test_the_sequences_do_not_depend_on_how_the_documents_arrive():
     assert (whole.tokens == parts.tokens).all()
     assert (whole.pivot == parts.pivot).all()
     assert (whole.same_document == parts.same_document).all()
-
-
-def test_no_documents_give_no_sequences():
-    rows = add(packer(), [])
-    assert rows.tokens.shape == (0, 16)
-    assert len(rows) == 0

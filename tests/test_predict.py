@@ -2,67 +2,30 @@
 
 import csv
 import json
-import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from running import train_config, write_corpus
+from finetuning import FP32, squad, tuned
+from running import train_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from train import cli, loop, predict
-from train.config import ModelConfig, TrainConfig, to_dict
-from train.data.tokenizer import train_tokenizer
+from train import predict
+from train.cli import compose as cli
+from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_classifier
-from train.preempt import StopRequest
 from train.tasks import predictor
 
 LABELS = ["bad", "fair", "good"]
 BERT = ModelConfig(architecture="bert", max_positions=64, hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
-FP32 = ["--device", "cpu", "--precision", "fp32"]
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt").read_text().replace("\n\n", "\n").splitlines()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(texts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6).save_pretrained(str(folder))
-    return folder
-
-
-def trained(run_dir, tokenizer, **given):
-    given = {
-        "data": "records",
-        "model": "albert_tiny",
-        "model.hidden_size": 32,
-        "model.intermediate_size": 64,
-        "model.embedding_size": 16,
-        "model.num_heads": 2,
-        "model.tokenizer": tokenizer,
-        "data.num_workers": 0,
-        "data.cache_dir": run_dir.parent / "cache",
-        "run_dir": run_dir,
-        "max_steps": 2,
-        "global_batch_size": 8,
-        "optim.lr": 3e-3,
-        "tensorboard": "false",
-        "backend.device": "cpu",
-        "backend.precision": "fp32",
-    } | given
-    loop.run(cli.load_config(TrainConfig, [f"{key}={value}" for key, value in given.items()]), StopRequest())
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def labelled(texts, tokenizer, tmp_path_factory):
+def labelled(texts, tokenizer_folder, tmp_path_factory):
     """A run on CSV with a dialect and column names of its own, and the rows that it was evaluated on."""
     place = tmp_path_factory.mktemp("labelled")
     lines = [(f"row{i}", f'{LABELS[i % 3]} "{text}"', LABELS[i % 3]) for i, text in enumerate(texts[:60])]
@@ -70,40 +33,32 @@ def labelled(texts, tokenizer, tmp_path_factory):
         with (place / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file, quoting=csv.QUOTE_ALL, doublequote=False, escapechar="\\")
             writer.writerows([("name", "body", "stars"), *part])
-    given = {"data.columns.id": "name", "data.columns.text": "body", "data.columns.label": "stars"}
-    given |= {"data.path": place, "data.train": "train.csv", "data.validation": "dev.csv", "data.escape": "'\\\\'"}
-    run = trained(place / "run", tokenizer, task="classify", seq_len=64, **{"data.lengths": "[16,32]"}, **given)
+    columns = ["data.columns.id=name", "data.columns.text=body", "data.columns.label=stars", r"data.escape='\\'"]
+    given = ["task=classify", "data=records", "seq_len=64", "data.lengths=[16,32]", f"data.path={place}"]
+    files = ["data.train=train.csv", "data.validation=dev.csv"]
+    run = tuned(place / "run", tokenizer_folder, *given, *columns, *files)
     return run, place / "dev.csv"
 
 
 @pytest.fixture(scope="module")
-def answering(texts, tokenizer, tmp_path_factory):
+def answering(texts, tokenizer_folder, tmp_path_factory):
     """A run on questions of which every third has no answer, and those it was evaluated on."""
-    place, rng = tmp_path_factory.mktemp("answering"), random.Random(0)
-
-    def paragraph(number):
-        context = " ".join(rng.choices(texts, k=rng.randint(1, 6)))
-        word = rng.choice(context.split())
-        answers = [{"text": word, "answer_start": context.index(word)}] if number % 3 else []
-        question = {"id": f"q{number}", "question": f"{word} ?", "answers": answers, "is_impossible": not answers}
-        return {"context": context, "qas": [question]}
-
-    for name, count in (("train", 16), ("dev", 14)):
-        content = {"version": "2.0", "data": [{"paragraphs": [paragraph(number) for number in range(count)]}]}
-        (place / f"{name}.json").write_text(json.dumps(content))
-    task = {"task": "qa", "task.stride": 8, "task.max_question_tokens": 12, "task.unanswerable": "true"}
-    files = {"data.path": place, "data.train": "train.json", "data.validation": "dev.json"}
-    run = trained(place / "run", tokenizer, seq_len=48, **{"data.lengths": "[16]"}, **task, **files)
+    place = tmp_path_factory.mktemp("answering")
+    for name, seed, count in (("train", 0, 16), ("dev", 1, 14)):
+        (place / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=count, v2=True)))
+    task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "task.unanswerable=true", "seq_len=48"]
+    files = ["data=records", f"data.path={place}", "data.train=train.json", "data.validation=dev.json"]
+    run = tuned(place / "run", tokenizer_folder, *task, *files, "data.lengths=[16]")
     return run, place / "dev.json"
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory):
+def folder(tokenizer_folder, tmp_path_factory):
     """A model of transformers that no run of ours made."""
     place = tmp_path_factory.mktemp("folder")
     torch.manual_seed(0)
     build_classifier(BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(place)
-    shutil.copytree(tokenizer, place, dirs_exist_ok=True)
+    shutil.copytree(tokenizer_folder, place, dirs_exist_ok=True)
     return place
 
 
@@ -146,23 +101,6 @@ def test_labels_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-def test_a_file_goes_through_memory_in_parts(labelled, tmp_path, monkeypatch):
-    run, dev = labelled
-    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(predictor, "TOKENISED_TOGETHER", 3)
-    seen = []
-    read = predictor.Predictor.predict
-
-    def watched(self, rows, *rest, **more):
-        seen.append(len(rows))
-        return read(self, rows, *rest, **more)
-
-    monkeypatch.setattr(predictor.Predictor, "predict", watched)
-    assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "out.jsonl"), *FP32]) == 0
-    check_same_labels(lines_of(tmp_path / "out.jsonl"), lines_of(run / "predictions/validation.jsonl"))
-    assert seen == [7, 7, 6]
-
-
 def test_long_texts_make_smaller_parts(monkeypatch):
     monkeypatch.setattr(predict, "CHARS_AT_ONCE", 10)
     rows = [{"id": "0", "text": "x" * length} for length in (3, 4, 50, 1, 2)]
@@ -202,7 +140,7 @@ def test_without_an_evaluation_a_threshold_has_to_be_given(answering, tmp_path, 
     run, _ = answering
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
     question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo", *FP32]
-    assert "evaluation.json names no threshold" in refused(capsys, *question)
+    assert "evaluation.json has no threshold" in refused(capsys, *question)
     assert predict.main([*map(str, question), "--null-threshold", "0"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"id", "answer", "score", "n_best"}
 
@@ -240,28 +178,22 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
         assert line["probabilities"] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_texts_without_labels_have_none_and_pairs_are_read_together(folder, tmp_path, capsys):
-    (tmp_path / "new.tsv").write_text("text\tother\nba be\tdo\nba be\tlo lo\n")
-    found = []
+def test_pairs_are_read_together_and_labels_that_the_model_does_not_know_are_reported(folder, tmp_path, capsys):
+    (tmp_path / "new.tsv").write_text("text\tother\tlabel\nba be\tdo\t1\nba be\tlo lo\t1\n")
+    answers = []
     for flags in ([], ["--text-pair-column", "other"]):
         assert predict.main([str(folder), "--input", str(tmp_path / "new.tsv"), *flags, *FP32]) == 0
         output = capsys.readouterr()
-        assert not output.err
-        found.append([json.loads(line) for line in output.out.splitlines()])
-    assert list(found[0][0]) == ["id", "prediction", "probabilities"]
-    assert found[0][0]["probabilities"] == found[0][1]["probabilities"]
-    assert found[1][0]["probabilities"] != found[1][1]["probabilities"]
+        assert output.err == "no row has a label that the model knows: bad, fair, good\n"
+        answers.append([json.loads(line) for line in output.out.splitlines()])
+        assert [line["label"] for line in answers[-1]] == [None, None]
+    assert answers[0][0]["probabilities"] == answers[0][1]["probabilities"]
+    assert answers[1][0]["probabilities"] != answers[1][1]["probabilities"]
     assert predict.main([str(folder), "--text", "ba be", "--text-pair", "do", *FP32]) == 0
-    line = json.loads(capsys.readouterr().out)
-    assert line["probabilities"] == pytest.approx(found[1][0]["probabilities"], abs=1e-5)
-
-
-def test_labels_that_the_model_does_not_know_are_said_so(folder, tmp_path, capsys):
-    (tmp_path / "new.csv").write_text("text,label\nba be,1\n")
-    assert predict.main([str(folder), "--input", str(tmp_path / "new.csv"), *FP32]) == 0
-    found = capsys.readouterr()
-    assert found.err == "no row has a label that the model knows: bad, fair, good\n"
-    assert json.loads(found.out)["label"] is None
+    output = capsys.readouterr()
+    line = json.loads(output.out)
+    assert list(line) == ["id", "prediction", "probabilities"] and not output.err
+    assert line["probabilities"] == pytest.approx(answers[1][0]["probabilities"], abs=1e-5)
 
 
 def test_csv_out_has_a_column_for_each_label(labelled, tmp_path):
@@ -314,63 +246,42 @@ def test_bad_input_is_one_line_and_leaves_no_file(labelled, content, line, tmp_p
     assert (tmp_path / "out.jsonl").read_text() == "older"
 
 
-@pytest.mark.parametrize(
-    ("given", "line"),
-    [
-        (["--text", "x", "--output", "{here}/no/out.jsonl"], "there is no folder"),
-        (["--text", "x", "--output", "{here}/out.txt"], "must end in .jsonl or .csv"),
-        (["--input", "{here}/new.jsonl", "--output", "{here}/new.jsonl"], "is the input"),
-        (["--text", "x", "--output", "s3://bucket/out.jsonl"], "written to this machine"),
-        (["--text", "x", "--batch-size", "0"], "--batch-size 0 must be above 0"),
-        (["--text", "x", "--context", "y"], "--question and --context go together"),
-        (["--input", "{here}/new.jsonl", "--text-pair", "x"], "--text-pair goes with --text"),
-        (["--text", "x", "--device", "neuron"], "runs on the CPU and CUDA devices"),
-        (["--input", "{here}/new.jsonl", "--format", "xml"], "--format=xml is not known"),
-    ],
-    ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_flags_are_checked_before_any_work(given, line, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(predict, "find", None)
-    (tmp_path / "new.jsonl").write_text('{"text": "ba"}\n')
-    assert line in refused(capsys, tmp_path, *(argument.format(here=tmp_path) for argument in given))
-
-
 def test_it_is_one_process(capsys, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "start it without torchrun" in refused(capsys, "model", "--text", "x")
 
 
-def test_there_has_to_be_something_to_read(capsys):
-    for given in ([], ["--text", "x", "--input", "y"]):
-        assert predict.main(["model", *given]) == 2
-        assert "--text" in capsys.readouterr().err
-
-
-def test_typed_texts_are_checked(folder, capsys):
+def test_the_input_is_not_the_output_and_typed_texts_are_checked(folder, tmp_path, capsys):
+    rows = tmp_path / "new.jsonl"
+    rows.write_text('{"text": "ba"}\n')
+    assert "is the input" in refused(capsys, folder, "--input", rows, "--output", rows)
+    given = [folder, "--input", rows, "--text-pair", "x"]
+    assert "--text-pair: these flags do not go together" in refused(capsys, *given)
     assert refused(capsys, folder, "--text", " ", *FP32) == "--text: it is empty"
     assert refused(capsys, folder, "--text", "b\udcff", *FP32).startswith("--text: byte 0xff is not utf-8")
 
 
 def test_what_a_model_is_not_for(labelled, answering, capsys):
     asks, labels = ["--question", "x", "--context", "y"], ["--text", "x"]
-    assert "labels texts: give --text or --input" in refused(capsys, labelled[0], *asks, *FP32)
+    assert "labels texts: give --text, or --input" in refused(capsys, labelled[0], *asks, *FP32)
     assert "answers questions: give --question and --context" in refused(capsys, answering[0], *labels, *FP32)
-    assert "learnt single texts: see --text-pair" in refused(capsys, labelled[0], *labels, "--text-pair", "y", *FP32)
+    pair = ["--text-pair", "y", *FP32]
+    assert "learnt without text_pair: see --text-pair" in refused(capsys, labelled[0], *labels, *pair)
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
-    assert "learnt single texts: see --text-pair-column" in refused(capsys, labelled[0], *more, *FP32)
+    assert "learnt without text_pair: see --text-pair-column" in refused(capsys, labelled[0], *more, *FP32)
 
 
-def test_a_pretraining_has_no_head(tmp_path, tokenizer, capsys):
+def test_a_pretraining_has_no_head(tmp_path, tokenizer_folder, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(train_config(run, tmp_path))))
     (run / "metrics.jsonl").touch()
-    assert "is a pretraining: it has no head" in refused(capsys, run, "--text", "x", *FP32)
+    assert "is a run of task=mlm: its model has no head" in refused(capsys, run, "--text", "x", *FP32)
     build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(tmp_path / "export")
-    shutil.copytree(tokenizer, tmp_path / "export", dirs_exist_ok=True)
+    shutil.copytree(tokenizer_folder, tmp_path / "export", dirs_exist_ok=True)
     line = refused(capsys, tmp_path / "export", "--text", "x", *FP32)
-    assert "no head for labels or answers (its config.json names the architecture BertForMaskedLM)" in line
+    assert "no head that predicts (its config.json names the architecture BertForMaskedLM)" in line
 
 
 def test_models_that_are_not_there(labelled, tmp_path, capsys):
@@ -389,8 +300,8 @@ def test_models_that_are_not_there(labelled, tmp_path, capsys):
     [
         ("no_head", "its head was not trained"),
         ("no_weights", "cannot be loaded"),
-        ("nan", "gives NaN"),
-        ("regression", "does not give one of several labels to a text: 3 outputs, problem_type regression"),
+        ("nan", "computes NaN"),
+        ("regression", "must choose one of several labels; it has 3 outputs and problem_type regression"),
     ],
 )
 def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Preparation: what it writes, that it is the same every time, that it goes on, and what it refuses."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -11,18 +10,18 @@ import tempfile
 import numpy as np
 import pytest
 from forks import run_forked
-from running import ROOT, SEQ_LEN, prepare_config, run, write_corpus
+from running import ROOT, SEQ_LEN, prepare_config
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from train import prepare
 from train.config import InputError
-from train.data import preparation, tokenizer
-from train.data.corpus import open_corpus
-from train.data.encoding import starts_of
-from train.data.packing import Packer
-from train.data.preparation import digest
-from train.data.shards import ShardSet, check_files, read_manifest
+from train.data.random_bits import text_uniform
+from train.data.shards.format import ShardSet, check_files, read_manifest
+from train.data.text import preparation, tokenizer
+from train.data.text.corpus import open_corpus
+from train.data.text.encoding import starts_of
+from train.data.text.packing import Packer
 
 
 def content(folder):
@@ -31,36 +30,15 @@ def content(folder):
     return {name: (folder / name).read_bytes() for name in sorted(names)}
 
 
-def test_the_manifest_tells_what_is_there(prepared):
+def test_the_manifest_holds_what_is_there(prepared):
     manifest = read_manifest(prepared)
     check_files(prepared, manifest, checksums=True)
-    assert manifest.seq_len == SEQ_LEN
-    assert manifest.rows("train") > 100
-    assert manifest.rows("validation") > 20
-    assert manifest.counts["documents"] == 120
-    assert 0 < manifest.counts["unigram_entropy"] < np.log(120)
-
-
-def test_the_text_can_be_read_back(prepared, corpus):
-    manifest = read_manifest(prepared)
-    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    found = []
-    for split in ("train", "validation"):
-        shards = ShardSet(prepared, manifest, split)
-        for tokens in shards.rows(np.arange(len(shards))).tokens:
-            assert (tokens[0], tokens[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
-            found.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    words = corpus.read_text().split()
-    assert len(" ".join(found).split()) > 0.97 * len(words)
-    assert sum(word in words for text in found for word in text.split()[1:-1]) > 0.9 * len(words) * 0.9
-
-
-def test_unigram_entropy_is_that_of_the_training_tokens(prepared):
-    shards = ShardSet(prepared, read_manifest(prepared), "train")
+    assert (manifest.seq_len, manifest.counts["documents"]) == (SEQ_LEN, 120)
+    shards = ShardSet(prepared, manifest, "train")
     tokens = shards.rows(np.arange(len(shards))).tokens.ravel()
     share = np.bincount(tokens[tokens >= 5]) / (tokens >= 5).sum()
     entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
-    assert read_manifest(prepared).counts["unigram_entropy"] == pytest.approx(entropy, abs=0.01)  # the tail
+    assert manifest.counts["unigram_entropy"] == pytest.approx(entropy, abs=0.01)  # the tail
 
 
 def test_the_same_text_and_seed_give_the_same_bytes(prepared, corpus, tmp_path):
@@ -75,23 +53,6 @@ def test_another_seed_holds_out_other_documents(prepared, corpus, tmp_path):
     assert content(tmp_path / "other")[held_out] != content(prepared)[held_out]
 
 
-def test_equal_documents_are_never_on_both_sides(tmp_path):
-    text = write_corpus(tmp_path / "text.txt").read_text()
-    (tmp_path / "twice.txt").write_text(text + "\n\n" + text)
-    manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "twice.txt"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
-    decoded = {}
-    for split in ("train", "validation"):
-        shards = ShardSet(tmp_path / "out", manifest, split)
-        rows = shards.rows(np.arange(len(shards))).tokens
-        decoded[split] = " ".join(tokenizer.batch_decode(rows, skip_special_tokens=True))
-    sentences = {document.split(".")[0] for document in text.split("\n\n")}
-    seen = {split: {sentence for sentence in sentences if sentence in found} for split, found in decoded.items()}
-    assert len(seen["train"]) > 50
-    assert len(seen["validation"]) > 10
-    assert not seen["train"] & seen["validation"]
-
-
 def test_finished_work_is_not_done_twice(prepared, corpus):
     before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
     prepare.prepare(prepare_config(prepared, corpus))
@@ -104,7 +65,10 @@ import os, signal, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from running import prepare_config
 from train import prepare
-from train.data import encoding, merge, preparation, tokenizer
+from train.data.text import encoding
+from train.data.text import merge
+from train.data.text import preparation
+from train.data.text import tokenizer
 encoding.CHUNK_CHARS = 1000
 kept = {target}
 calls = 0
@@ -127,28 +91,36 @@ def killed_at(output, corpus, target, call, *overrides):
     assert died.returncode == -signal.SIGKILL, died.stderr
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """A preparation in several shards that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    prepare.prepare(prepare_config(folder, corpus, *SMALL))
+    return content(folder)
+
+
 REMEMBERED = [("preparation.write_shard", 4), ("merge.write_manifest", 1)]  # what was done by then is
 
 
 @pytest.mark.parametrize(
     ("target", "call"),
     [
-        ("tokenizer.train_tokenizer", 1),
         ("tokenizer.publish_tokenizer", 1),
-        ("preparation.write_shard", 1),
         *REMEMBERED,
     ],
 )
-def test_a_killed_preparation_goes_on_to_the_same_bytes(corpus, tmp_path, target, call):
-    prepare.prepare(prepare_config(tmp_path / "whole", corpus, *SMALL))
+def test_a_killed_preparation_continues_to_the_same_bytes(corpus, whole, tmp_path, target, call):
     output = tmp_path / "killed"
     killed_at(output, corpus, target, call)
     assert bool(list(output.glob("part-*"))) == ((target, call) in REMEMBERED)
     with pytest.raises(InputError, match="did not finish"):
         read_manifest(output)
+    before = {path: path.stat().st_mtime_ns for path in output.glob("train-*.safetensors")}
     prepare.prepare(prepare_config(output, corpus, *SMALL))
-    assert content(output) == content(tmp_path / "whole")
+    assert content(output) == whole
     assert len(content(output)) > 8  # several shards
+    kept = [path for path, time in before.items() if path.stat().st_mtime_ns == time]
+    assert len(kept) >= 2 or (target, call) not in REMEMBERED
     assert not list(output.glob("part-*"))
 
 
@@ -159,35 +131,21 @@ def test_a_merge_that_was_killed_before_it_tidied_up_is_tidied_up(corpus, tmp_pa
     assert not list((tmp_path / "out").glob("part-*"))
 
 
-def test_a_resumed_preparation_keeps_what_was_written(corpus, tmp_path):
-    output = tmp_path / "killed"
-    killed_at(output, corpus, "preparation.write_shard", 4)
-    before = {path.name: path.stat().st_mtime_ns for path in output.glob("train-*.safetensors")}
-    assert len(before) >= 2
-    prepare.prepare(prepare_config(output, corpus, *SMALL))
-    kept = [name for name, time in before.items() if (output / name).stat().st_mtime_ns == time]
-    assert len(kept) >= 2
-
-
-def test_an_unsplit_preparation_is_one_stream_of_all_documents(prepared, corpus):
-    """Packed here again, in one go, from the same pieces."""
+def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_gives_it(prepared, corpus):
+    """Packed here again, in one go, from the same pieces. So equal documents are never on both sides."""
     manifest = read_manifest(prepared)
     info = manifest.tokenizer
-    assert [shard.file for shard in manifest.splits["train"]] == ["train-00000.safetensors"]
     pieces = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
-    texts = [text for text in corpus.read_text().split("\n\n") if digest(text, 0)[0] >= 0.2]
-    ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
-    packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), 0, np.dtype(np.uint16))
-    rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
-    found = ShardSet(prepared, manifest, "train").rows(np.arange(manifest.rows("train")))
-    for name in ("tokens", "pivot", "same_document"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(rows, name))
-
-
-@pytest.mark.parametrize(("seq_len", "dtype"), [(8, np.uint16), (512, np.uint16), (65535, np.uint32)])
-def test_shards_are_64_mib_whatever_their_sequences(seq_len, dtype):
-    rows = preparation.rows_of_shard(seq_len, np.dtype(dtype))
-    assert 0.98 * 2**26 < rows * (seq_len * np.dtype(dtype).itemsize + 3) <= 2**26
+    for number, split in enumerate(("train", "validation")):
+        assert [shard.file for shard in manifest.splits[split]] == [f"{split}-00000.safetensors"]
+        texts = [text for text in corpus.read_text().split("\n\n") if (text_uniform(text, 0)[0] < 0.2) == number]
+        ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
+        packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), number, np.dtype(np.uint16))
+        rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
+        found = ShardSet(prepared, manifest, split).rows(np.arange(manifest.rows(split)))
+        assert len(rows) > 20
+        for name in ("tokens", "pivot", "same_document"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(rows, name))
 
 
 def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):
@@ -207,22 +165,18 @@ def test_of_a_large_corpus_the_tokenizer_reads_stretches_from_all_over(tmp_path)
     assert found == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
 
 
-def test_a_pretrained_tokenizer_is_taken_as_it_is(prepared, corpus, tmp_path):
-    again = prepare.prepare(
-        prepare_config(tmp_path / "out", corpus, f"tokenizer.pretrained={prepared / 'tokenizer'}", "seq_len=16")
-    )
-    assert again.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
-    assert again.seq_len == 16
-
-
-def test_a_tokenizer_that_was_saved_with_truncation_and_padding_still_reads_whole_documents(prepared, corpus, tmp_path):
+def test_a_pretrained_tokenizer_that_was_saved_with_truncation_and_padding_reads_whole_documents(
+    prepared, corpus, tmp_path
+):
     folder = shutil.copytree(prepared / "tokenizer", tmp_path / "tokenizer")
     stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
     stored.enable_truncation(8)
     stored.enable_padding(length=8)
     stored.save(str(folder / "tokenizer.json"))
     again = prepare.prepare(prepare_config(tmp_path / "out", corpus, f"tokenizer.pretrained={folder}"))
-    assert again.counts["tokens"] == read_manifest(prepared).counts["tokens"]
+    before = read_manifest(prepared)
+    assert again.counts["tokens"] == before.counts["tokens"]
+    assert again.tokenizer.vocab_size == before.tokenizer.vocab_size
 
 
 def test_special_tokens_spelt_in_a_text_do_not_structure_it(corpus, tmp_path):
@@ -248,15 +202,26 @@ def refused(output, corpus, *overrides):
     return str(error.value)
 
 
-def test_an_empty_corpus_is_refused(tmp_path):
-    (tmp_path / "empty.txt").write_text(" \n\n  \n")
-    assert "holds no text" in refused(tmp_path / "out", tmp_path / "empty.txt")
-
-
-def test_a_corpus_shorter_than_a_sequence_is_refused(tmp_path, prepared):
-    (tmp_path / "short.txt").write_text("the old city\n\nthe new house\n")
+@pytest.mark.parametrize(
+    ("content", "overrides", "expected"),
+    [
+        (b" \n\n  \n", [], "holds no text"),
+        (b"the old city\n\nthe new house\n", ["{ready}"], "less than one sequence of 32"),
+        (
+            b"one two\n\ntwo one\n\n" * 20,
+            ["validation_fraction=0.5"],
+            "is more than this text can fill: give more text",
+        ),
+        (b"\n\nbinary \0\n", [], "text.txt:3: a NUL character"),  # not as an error of the tokenizer
+        (b"one", ["validation_fraction=0.999999"], "none of 1 documents is left for the tokenizer by validation_fr"),
+    ],
+)
+def test_text_that_is_too_little_or_none_is_refused(tmp_path, prepared, content, overrides, expected):
+    (tmp_path / "text.txt").write_bytes(content)
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
-    assert "less than one sequence of 32" in refused(tmp_path / "out", tmp_path / "short.txt", ready)
+    assert expected in refused(
+        tmp_path / "out", tmp_path / "text.txt", *(text.format(ready=ready) for text in overrides)
+    )
 
 
 @pytest.mark.parametrize("asked_for", [8000, 20])
@@ -267,19 +232,6 @@ def test_a_vocabulary_that_does_not_suit_the_text_is_refused_with_one_that_does(
     prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the refused call stands in the way
 
 
-def test_text_for_which_no_vocabulary_is_small_enough_gets_no_advice_that_would_be_refused(tmp_path):
-    (tmp_path / "text.txt").write_text("\n\n".join(["one two", "two one"] * 20))
-    said = refused(tmp_path / "out", tmp_path / "text.txt", "validation_fraction=0.5")
-    assert said.endswith("is more than this text can fill: give more text")
-
-
-def test_an_error_of_the_corpus_is_not_told_as_one_of_the_tokenizer(tmp_path, corpus):
-    path = tmp_path / "text.txt"
-    path.write_bytes(corpus.read_bytes() + b"\n\nbinary \0\n")
-    said = refused(tmp_path / "out", path)
-    assert said.startswith(f"{path}:") and said.endswith("(utf-16?)")
-
-
 def test_an_interrupt_while_the_tokenizer_is_trained_is_one():
     def texts():
         yield "some text"
@@ -287,21 +239,6 @@ def test_an_interrupt_while_the_tokenizer_is_trained_is_one():
 
     with pytest.raises(KeyboardInterrupt):
         tokenizer.train_tokenizer(texts(), vocab_size=30, lowercase=True, train_bytes=1000)
-
-
-def test_documents_that_are_all_held_out_are_said_to_be(tmp_path):
-    (tmp_path / "text.txt").write_text("the only document of all")
-    said = refused(tmp_path / "out", tmp_path / "text.txt", "validation_fraction=0.999999")
-    assert said.startswith("none of 1 documents is left for the tokenizer by validation_fraction=0.999999")
-
-
-def test_undecodable_bytes_are_named(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"good line\n\ncaf\xe9 au lait\n")
-    assert "0xe9" in refused(tmp_path / "out", tmp_path / "latin.txt")
-
-
-def test_a_missing_path_is_refused(tmp_path):
-    assert "missing.txt" in refused(tmp_path / "out", tmp_path / "missing.txt")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, corpus):
@@ -327,23 +264,16 @@ def test_a_full_temporary_folder_is_one_line(tmp_path, corpus, monkeypatch, erro
     assert refused(tmp_path / "out", corpus).startswith("no temporary folder can be made: No such file")
 
 
-def test_a_preparation_with_other_settings_is_left_alone(prepared, corpus, tmp_path):
+def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, corpus, tmp_path):
     copy = shutil.copytree(prepared, tmp_path / "copy")
     before = content(copy)
     assert "seq_len: 32 there, 64 here" in refused(copy, corpus, "seq_len=64")
     assert "tokenizer.vocab_size: 120 there, 100 here" in refused(copy, corpus, "tokenizer.vocab_size=100")
-    assert content(copy) == before
-
-
-def test_a_corpus_that_changed_is_noticed(tmp_path):
-    text = write_corpus(tmp_path / "text.txt")
-    prepare.prepare(prepare_config(tmp_path / "out", text))
-    text.write_text(text.read_text() + "\nMore.\n")
+    more = tmp_path / "text.txt"
+    more.write_text(corpus.read_text() + "\nMore.\n")
     with pytest.raises(InputError, match="the corpus has changed"):
-        prepare.prepare(prepare_config(tmp_path / "out", text))
-
-
-def test_somebody_elses_folder_is_left_alone(tmp_path, corpus):
+        prepare.prepare(prepare_config(copy, more))
+    assert content(copy) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
     assert "not empty and not a preparation" in refused(tmp_path / "out", corpus)
@@ -361,32 +291,14 @@ def test_a_refused_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_
     prepare.prepare(prepare_config(output, corpus))
 
 
-# ---- data that was changed afterwards ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def copy(prepared, tmp_path):
-    return shutil.copytree(prepared, tmp_path / "copy")
-
-
-def test_a_manifest_edited_by_hand_is_refused(copy):
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["splits"]["train"][0]["rows"] -= 1
-    (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match="was changed after it was written"):
-        read_manifest(copy)
-    (copy / "manifest.json").write_text("{")
-    with pytest.raises(InputError, match="is not a manifest"):
-        read_manifest(copy)
-
-
-def test_a_damaged_shard_is_named(copy):
+def test_a_damaged_shard_is_named(prepared, tmp_path):
+    copy = shutil.copytree(prepared, tmp_path / "copy")
     shard = copy / "train-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
     check_files(copy, read_manifest(copy), checksums=False)
-    with pytest.raises(InputError, match=r"train-00000.safetensors is damaged"):
+    with pytest.raises(InputError, match=r"train-00000.safetensors has sha256"):
         check_files(copy, read_manifest(copy), checksums=True)
     shard.write_bytes(content[:-8])
     with pytest.raises(InputError, match=r"bytes, the manifest says"):
@@ -394,20 +306,6 @@ def test_a_damaged_shard_is_named(copy):
     shard.unlink()
     with pytest.raises(InputError, match=r"is missing"):
         check_files(copy, read_manifest(copy), checksums=False)
-
-
-def test_another_tokenizer_is_refused(copy):
-    tokenizer = copy / "tokenizer" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("▁", "_"))
-    with pytest.raises(InputError, match="is not the tokenizer that made the shards"):
-        check_files(copy, read_manifest(copy), checksums=False)
-
-
-def test_the_command_line_says_it_in_one_line_and_exits_with_2(tmp_path):
-    found = run([f"output={tmp_path / 'o'}", "corpus=text", "corpus.path=/no/such/text"], module="train.prepare")
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: ")
-    assert len(found.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": 5}', '{"settings": {"parts": "x"}}'])

@@ -8,9 +8,10 @@ import sys
 import pytest
 from running import eventually, prepare_config
 
-from train import prepare, progress
-from train.data import encoding
-from train.progress import Stage
+from train import prepare
+from train.cli import progress
+from train.cli.progress import Stage
+from train.data.text import encoding
 
 
 @pytest.fixture

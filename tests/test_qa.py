@@ -1,7 +1,6 @@
 """Question answering: contexts to windows and back, places of answers, evaluation by questions."""
 
 import json
-import random
 from itertools import pairwise
 
 import numpy as np
@@ -9,33 +8,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from running import write_corpus
+from finetuning import squad, tuning
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForQuestionAnswering, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from train import cli
-from train.config import InputError, QAConfig, TrainConfig
-from train.data.masking import IGNORE_INDEX
-from train.data.order import PADDING
-from train.data.tokenizer import train_tokenizer
-from train.storage import LocalFolder
+from train.cli import compose as cli
+from train.config import InputError, TrainConfig
+from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.batches.masking import IGNORE_INDEX
+from train.data.shards.order import PADDING
+from train.storage.folders import LocalFolder
 from train.tasks import build_task
-from train.tasks.featurize import QAFeaturizer, place_of
-from train.tasks.qa import losses_of, statistics
-from train.tasks.spans import LOWEST
+from train.tasks.qa import QAConfig
+from train.tasks.qa.spans import LOWEST
+from train.tasks.qa.task import losses_of, statistics
+from train.tasks.qa.windows import QAFeaturizer, answer_tokens
 
 SEQ_LEN = 48
 SURE = 20.0  # a logit
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt").read_text().replace("\n\n", "\n").splitlines()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(texts):
-    return train_tokenizer(texts, vocab_size=120, lowercase=True, train_bytes=10**6)
 
 
 def byte_tokenizer():
@@ -53,52 +43,17 @@ def featurizer(tokenizer, *, seq_len=SEQ_LEN, **task):
     return QAFeaturizer(tokenizer, seq_len=seq_len, task=QAConfig(**{"stride": 8, "max_question_tokens": 12, **task}))
 
 
-def squad(texts, *, seed, questions, v2=False):
-    """A SQuAD file: contexts of several sentences, answers of some words of theirs; in v2 every third has none."""
-    rng = random.Random(seed)
-    paragraphs = []
-    for number in range(questions):
-        context = " ".join(rng.choices(texts, k=rng.randint(1, 6)))
-        words = context.split(" ")
-        first = rng.randrange(len(words) - 1)
-        text = " ".join(words[first : first + rng.randint(1, 2)])
-        start = len(" ".join(words[:first])) + (first > 0)
-        answers = [] if v2 and number % 3 == 0 else [{"text": text, "answer_start": start}]
-        question = {"id": f"q{number}", "question": f"  {rng.choice(words)} ?", "answers": answers}
-        paragraphs.append({"context": context, "qas": [question | ({"is_impossible": not answers} if v2 else {})]})
-    return {"version": "2.0" if v2 else "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
-
-
 @pytest.fixture(scope="module")
-def make(texts, tokenizer, tmp_path_factory):
+def make(texts, tokenizer_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qa")
-    tokenizer.save_pretrained(str(folder / "tokenizer"))
     for name, seed, questions, v2 in (("train", 1, 20, False), ("dev", 2, 9, False), ("dev2", 3, 12, True)):
         (folder / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=questions, v2=v2)))
 
     def make(*overrides, validation="dev"):
-        given = {
-            "task": "qa",
-            "task.stride": 8,
-            "task.max_question_tokens": 12,
-            "data": "records",
-            "model": "albert_tiny",
-            "model.hidden_size": 32,
-            "model.intermediate_size": 64,
-            "model.embedding_size": 16,
-            "model.num_heads": 2,
-            "model.tokenizer": folder / "tokenizer",
-            "data.path": folder,
-            "data.train": "train.json",
-            "data.validation": f"{validation}.json",
-            "data.cache_dir": folder / "cache",
-            "run_dir": folder / "run",
-            "seq_len": SEQ_LEN,
-            "max_steps": 2,
-            "global_batch_size": 8,
-        }
-        given |= dict(one.split("=", 1) for one in overrides)
-        return build_task(cli.load_config(TrainConfig, [f"{key}={value}" for key, value in given.items()]))
+        files = [f"data.path={folder}", "data.train=train.json", f"data.validation={validation}.json"]
+        given = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "data=records", f"seq_len={SEQ_LEN}"]
+        given = tuning(folder / "run", tokenizer_folder, *given, *files, *overrides)
+        return build_task(cli.load_config(TrainConfig, given))
 
     return make
 
@@ -162,19 +117,19 @@ def test_a_short_context_is_one_window_and_an_empty_one_has_no_places(tokenizer)
 def test_questions_are_stripped_on_the_left_and_cut():
     one = featurizer(byte_tokenizer())  # to which spaces are tokens
     rows = {"question": ["   ba be", "ba be", "ba be na " * 20], "context": ["no"] * 3}
-    found = one.features(rows, [0, 1, 2], split="x")
-    assert found["input_ids"][0] == found["input_ids"][1]
-    assert found["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
+    windows = one.features(rows, [0, 1, 2], split="x")
+    assert windows["input_ids"][0] == windows["input_ids"][1]
+    assert windows["context_first"][2] == 12 + 3  # and <s>, </s>, </s>
     assert one.notes("x") == {"cut_questions": 1, "answers_in_no_window": 0}
+    few = featurizer(byte_tokenizer(), max_question_tokens=5)
+    assert few.cut("\U0001f600\U0001f600") == "\U0001f600"  # four bytes each: the second does not fit
+    assert few.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
 
 
-def test_a_cut_question_is_short_even_where_its_beginning_is_read_in_more_pieces():
-    one = featurizer(byte_tokenizer(), max_question_tokens=5)
-    assert one.cut("\U0001f600\U0001f600") == "\U0001f600"  # four bytes each: the second does not fit
-    assert one.cut("\u6771\u4eac\u6771\u4eac") == "\u6771"
-
-
-def test_an_answer_that_no_window_holds_is_counted(tokenizer, texts):
+def test_the_first_answer_is_learnt_and_one_that_no_window_holds_is_counted(tokenizer, texts):
+    answers = {"text": ["na", "ba"], "answer_start": [3, 0]}
+    rows = {"question": ["be"], "context": ["ba na"], "answers": [answers]}
+    assert text_at(featurizer(tokenizer).features(rows, [0], split="x"), 0, "ba na") == "na"
     context = " ".join(texts[:6])
     rows = {"question": ["ba"], "context": [context], "answers": [{"text": [context], "answer_start": [0]}]}
     one = featurizer(tokenizer)
@@ -182,18 +137,11 @@ def test_an_answer_that_no_window_holds_is_counted(tokenizer, texts):
     assert one.notes("x")["answers_in_no_window"] == 1
 
 
-def test_the_first_answer_is_the_one_to_learn(tokenizer):
-    answers = {"text": ["na", "ba"], "answer_start": [3, 0]}
-    rows = {"question": ["be"], "context": ["ba na"], "answers": [answers]}
-    found = featurizer(tokenizer).features(rows, [0], split="x")
-    assert text_at(found, 0, "ba na") == "na"
-
-
 OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])  # the second with its space, two of one character
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "place"),
+    ("begin", "end", "tokens"),
     [
         (0, 3, (5, 5)),
         (4, 7, (6, 6)),
@@ -205,22 +153,16 @@ OFFSETS = np.array([[0, 3], [3, 7], [8, 9], [8, 9], [9, 12]])  # the second with
         (9, 13, (0, 0)),  # goes on behind the window
     ],
 )
-def test_places_of_answers(begin, end, place):
-    assert place_of(begin, end, OFFSETS, 5) == place
-
-
-def test_what_begins_before_a_window_is_not_in_it():
-    assert place_of(2, 7, OFFSETS[1:], 5) == (0, 0)
-    assert place_of(0, 1, OFFSETS[:0], 5) == (0, 0)
+def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
+    assert answer_tokens(begin, end, OFFSETS, 5) == tokens
+    assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)  # begins before it
 
 
 def test_windows_without_room_are_refused_with_the_numbers(tokenizer):
-    says = (
-        "task.stride=40 leaves no room: of seq_len=48 .* task.max_question_tokens=12 and special tokens 3, so that 33 "
-    )
+    says = "leaves no room: .* task.max_question_tokens=12 of seq_len=48 and special tokens take 3, which leaves 33 "
     with pytest.raises(InputError, match=says):
         featurizer(tokenizer, stride=40)
-    with pytest.raises(InputError, match="so that 0 are left"):
+    with pytest.raises(InputError, match="which leaves 0 for the context"):
         featurizer(tokenizer, max_question_tokens=64)
     just = featurizer(tokenizer, stride=32)  # of 33
     rows = {"question": ["ba be na " * 9], "context": ["no na " * 60]}
@@ -233,7 +175,7 @@ def test_a_tokenizer_without_cls_in_front_is_refused(tokenizer):
         single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>")
-    with pytest.raises(InputError, match="is not what a sequence begins with"):
+    with pytest.raises(InputError, match="does not begin sequences with its"):
         featurizer(other)
 
 
@@ -318,9 +260,10 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == examples["id"]
     assert len(lines[0]["answers"]) == 20 and lines[0]["answers"][0]["probability"] > 0.99
-    told = json.loads((tmp_path / "evaluation.json").read_text())
-    assert told["step"] == 3 and told["splits"]["validation"]["exact_match"] == 100
-    assert told["splits"]["validation"]["questions"] == 9
+    output = json.loads((tmp_path / "evaluation.json").read_text())
+    assert output["step"] == 3 and output["splits"]["validation"]["exact_match"] == 100
+    assert output["splits"]["validation"]["questions"] == 9 == task.details["splits"]["validation"]["examples"]
+    assert set(task.facts) == {"padding_share", "cut_questions_share", "answers_in_no_window_share"}
 
 
 def test_a_wrong_answer_counts_once_whatever_the_number_of_its_windows(task):
@@ -342,8 +285,8 @@ def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     assert {name for name, text in given.items() if not text} == {"q0", "q3", "q6", "q9"}
     lines = (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
-    told = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
-    assert told["threshold"] == told["best_f1_threshold"]
+    output = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
+    assert output["threshold"] == output["best_f1_threshold"]
 
 
 def test_v2_with_a_threshold_of_its_own(make, tmp_path):
@@ -367,32 +310,18 @@ def test_part_of_the_data_ends_with_a_whole_question(make, task, tmp_path):
     assert [task.cut(windows, most) for most in range(1, 6)] == [3, 3, 3, 3, 5]  # one question at least
 
 
-def test_statistics_of_a_model_are_those_of_its_logits(task):
+def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_lengths(make, task):
     torch.manual_seed(0)
     model = task.build_model().eval()
     inputs = one_batch(task, [0, 1, PADDING])
+    several = make("data.lengths=[16,32]")
+    assert several.k == 16 and several.buckets.lengths == (16, 32, 48)
     with torch.no_grad():
-        found = task.eval_statistics(model, inputs)
+        rows = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
-    torch.testing.assert_close(found, statistics(logits, inputs, 20))
-    assert found.shape == (3, 82) and (found[2, 2:22] == LOWEST).all() and found[2, 0] == 0
-
-
-def test_batches_of_several_lengths_have_statistics_of_one_width(make):
-    task = make("data.lengths=[16,32]")
-    assert task.k == 16 and task.buckets.lengths == (16, 32, 48)
-    model = task.build_model().eval()
-    for bucket in (1, 2):
-        row = int(np.flatnonzero(task.buckets.evaluation == bucket)[0])
-        with torch.no_grad():
-            assert task.eval_statistics(model, one_batch(task, [row + (bucket << 48)])).shape == (1, 2 + 4 * 16)
-
-
-def test_an_export_is_plain_transformers(task, tmp_path):
-    model = task.build_model()
-    task.export(model, tmp_path)
-    assert AutoModelForQuestionAnswering.from_pretrained(tmp_path).config.num_labels == 2
-    assert (tmp_path / "tokenizer.json").is_file()
-    assert task.flops_per_example(model, SEQ_LEN) > 0
-    assert task.details["kind"] == "qa" and task.details["splits"]["validation"]["examples"] == 9
-    assert set(task.facts) == {"padding_share", "cut_questions_share", "answers_in_no_window_share"}
+        for bucket in (1, 2):
+            row = int(np.flatnonzero(several.buckets.evaluation == bucket)[0])
+            inputs_of_length = one_batch(several, [row + (bucket << BUCKET_SHIFT)])
+            assert several.eval_statistics(model, inputs_of_length).shape == (1, 2 + 4 * 16)
+    torch.testing.assert_close(rows, statistics(logits, one_batch(task, [0, 1, PADDING]), 20))
+    assert rows.shape == (3, 82) and (rows[2, 2:22] == LOWEST).all() and rows[2, 0] == 0

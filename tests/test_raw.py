@@ -1,17 +1,21 @@
-"""Labelled rows of any format as the same tables; what cannot be used is named, counted and refused."""
+"""Labelled rows and questions of any format as the same tables; what cannot be used is named, counted and refused."""
 
 import gzip
 import json
-import tempfile
+import os
 from pathlib import Path
+from tempfile import mkdtemp
 
 import datasets
 import huggingface_hub.constants
 import pytest
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config
-from train.data.raw import read_raw, read_texts
-from train.data.raw_identity import fingerprint
+from train.data.records.raw import read_raw, read_texts
+from train.data.records.sources import version
+from train.tasks.classify.task import CLASSIFY_ROWS
+from train.tasks.qa import QAConfig
+from train.tasks.qa.windows import qa_rows
 
 S3 = S3Config()
 ROWS = [(f"text number {number}", str(number % 2)) for number in range(40)]
@@ -39,13 +43,13 @@ def csv_of(rows, header=("text", "label"), delimiter=","):
     return "".join(delimiter.join(row) + "\n" for row in [header, *rows])
 
 
-def read(path, *, kind="classify", seed=0, **settings):
+def read(path, *, seed=0, s3=S3, kind=CLASSIFY_ROWS, **settings):
     columns = settings.pop("columns", {})
     cfg = RecordsConfig(path=str(path), columns=ColumnsConfig(**columns), **settings)
-    return read_raw(cfg, kind, S3, seed=seed, scratch=Path(tempfile.gettempdir(), path).parent.parent / "scratch")
+    return read_raw(cfg, kind, s3, seed=seed, folder=Path(mkdtemp()))
 
 
-def new_rows(path, *, kind="classify", labels=(), **settings):
+def new_rows(path, *, labels=(), kind=CLASSIFY_ROWS, **settings):
     cfg = RecordsConfig(path="unused", columns=ColumnsConfig(**settings.pop("columns", {})), **settings)
     return list(read_texts(cfg, kind, str(path), S3, labels=labels))
 
@@ -63,7 +67,7 @@ def test_backslash_escapes_in_quoted_fields(folder):
     put(folder, "dev.csv", csv_of(ROWS))
     raw = read(path, validation="dev.csv", escape="\\", max_bad_rows=1)
     assert raw.splits["train"]["text"][:] == ['he said "hi" \\ ok', "two\nlines, one comma"]
-    assert raw.dropped["train"]["examples"] == [f"{path}:5: an empty text"]  # the line that it begins on
+    assert raw.dropped["train"].bad_examples == [f"{path}:5: an empty text"]  # the line that it begins on
     with pytest.raises(InputError, match=r"a\.csv:2: not CSV: ',' expected after '\"'"):
         texts_of(path)
 
@@ -80,14 +84,22 @@ def test_all_of_the_original_text_comes_through(folder):
         " blanks ",
         "é😀,;\t'",
     ]
-    escaped = [text.replace("\\", "\\\\").replace('"', '\\"') for text in originals]
-    path = put(
-        folder, "a.csv", csv_of([(f'"{text}"', f'"{len(text) % 2}"') for text in escaped], ('"text"', '"label"'))
-    )
-    assert texts_of(path, escape="\\") == originals
-    doubled = [text.replace('"', '""') for text in originals]
-    path = put(folder, "b.csv.gz", csv_of([(f'"{text}"', "1") for text in doubled]))
-    assert texts_of(path) == originals
+    for name, escape, quoted in (("a.csv", "\\", '\\"'), ("b.csv.gz", None, '""')):
+        texts = [text.replace("\\", "\\\\") if escape else text for text in originals]
+        rows = "".join('"' + text.replace('"', quoted) + '","1"\n' for text in texts)
+        assert texts_of(put(folder, name, f"text,label\n{rows}"), escape=escape) == originals
+    path = put(folder, "c.csv", "1,good\n0,bad\n")
+    rows = new_rows(path, header=False, columns={"text": "1", "label": "0"})
+    assert rows == [{"id": "0", "text": "good", "label": "1"}, {"id": "1", "text": "bad", "label": "0"}]
+
+
+def test_other_encodings(folder):
+    for encoding in ("latin-1", "utf-16"):
+        assert texts_of(put(folder, "a.csv", "text\ncafé\n".encode(encoding)), encoding=encoding) == ["café"]
+    with pytest.raises(InputError, match=r"a\.csv:1: no header: .*encoding"):
+        texts_of(folder / "a.csv")
+    marked = put(folder, "b.csv", "\ufefftext\ncafé\n")
+    assert [texts_of(marked, encoding=name) for name in ("utf-8", "utf_8", "UTF8", "U8")] == [["café"]] * 4
 
 
 def test_glue_tsv(folder):
@@ -102,12 +114,6 @@ def test_glue_tsv(folder):
     assert raw.splits["train"].column_names == ["id", "text", "text_pair", "label"]
     assert row["text"] == f'"open {row["id"]}' and row["text_pair"] == 'he said "so"'
     assert raw.labels == ["entailment", "neutral"] and raw.splits["train"].features["label"].names == raw.labels
-
-
-def test_without_a_header_columns_are_numbers(folder):
-    path = put(folder, "a.csv", "1,good\n0,bad\n")
-    rows = new_rows(path, header=False, columns={"text": "1", "label": "0"})
-    assert rows == [{"id": "0", "text": "good", "label": "1"}, {"id": "1", "text": "bad", "label": "0"}]
 
 
 BAD = b"""text,label
@@ -137,25 +143,20 @@ REASONS = [
 ]
 
 
-def test_bad_rows_are_named_by_line_counted_and_left_out(folder):
+def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
     put(folder, "a.csv", BAD)
     path = put(folder, "good.csv", csv_of(ROWS))
-    raw = read(path, validation="a.csv", labels=["0", "1"], max_bad_rows=9)
+    settings = {"validation": "a.csv", "labels": ["0", "1"]}
+    raw = read(path, **settings, max_bad_rows=9)
     assert raw.splits["validation"]["text"][:] == ["fine", "next row", "also fine"]
     assert raw.splits["validation"]["id"][:] == ["0", "4", "11"]  # rows, not lines: those that are bad count
     dropped = raw.dropped["validation"]
-    assert dropped["bad_rows"] == 9 and dropped["left_out"] == 0 and raw.dropped["train"]["bad_rows"] == 0
-    for place, reason in zip(dropped["examples"], REASONS, strict=True):
-        assert place.startswith(f"{folder}/{reason}"), place
-
-
-def test_too_many_bad_rows_are_refused_with_the_first_ones(folder):
-    put(folder, "a.csv", BAD)
-    path = put(folder, "good.csv", csv_of(ROWS))
+    assert dropped.bad_rows == 9 and dropped.left_out == 0 and raw.dropped["train"].bad_rows == 0
+    for example, reason in zip(dropped.bad_examples, REASONS, strict=True):
+        assert example.startswith(f"{folder}/{reason}"), example
     with pytest.raises(InputError, match=r"validation: 9 bad rows, data.max_bad_rows=8 .*a\.csv:3: 3 fields") as error:
-        read(path, validation="a.csv", labels=["0", "1"], max_bad_rows=8)
+        read(path, **settings, max_bad_rows=8)
     assert "\n" not in str(error.value)
-    assert not list((folder.parent / "scratch").glob("raw-*/*"))  # nothing half-written
     path = put(folder, "many.csv", csv_of([*ROWS, *[("", "1")] * 30]))
     with pytest.raises(InputError) as error:
         read(path, max_bad_rows=20)
@@ -166,17 +167,12 @@ def test_too_many_bad_rows_are_refused_with_the_first_ones(folder):
     ("content", "settings", "message"),
     [
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
-        ("text;label\na;1\n", {}, r"no column text .*; the columns are: text;label"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
         (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
         ("text,label\n", {}, r"train: no row is left: none is in .*/a\.csv$"),
         ("", {}, r"train: no row is left: none is in .*/a\.csv$"),
-        (
-            "text,label\na,1\n",
-            {"validation_fraction": 1 - 1e-9},
-            "train: no row .* of 1 rows comes to all, as rows",
-        ),
-        ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .*comes to none"),
+        ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row .* of 1 rows is all, as rows"),
+        ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* is none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
         (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* 40 that data.label_map"),
         (csv_of(ROWS), {"encoding": "utf-99"}, "data.encoding=utf-99 is not known"),
@@ -194,22 +190,6 @@ def test_unusable_data_is_one_line(folder, content, settings, message):
     with pytest.raises(InputError, match=message) as error:
         read(put(folder, "a.csv", content), **settings)
     assert "\n" not in str(error.value)
-
-
-def test_broken_gzip_is_one_line(folder):
-    path = put(folder, "a.csv", gzip.compress(csv_of(ROWS).encode())[:-20])
-    Path(path).rename(f"{path}.gz")
-    with pytest.raises(InputError, match=r"a\.csv\.gz cannot be read"):
-        read(f"{path}.gz")
-
-
-def test_other_encodings(folder):
-    assert texts_of(put(folder, "a.csv", "text\ncafé\n".encode("latin-1")), encoding="latin-1") == ["café"]
-    assert texts_of(put(folder, "b.csv", "text\ncafé\n".encode("utf-16")), encoding="utf-16") == ["café"]
-    marked = put(folder, "c.csv", "\ufefftext\ncafé\n")
-    assert [texts_of(marked, encoding=name) for name in ("utf-8", "utf_8", "UTF8", "U8")] == [["café"]] * 4
-    with pytest.raises(InputError, match=r"b\.csv:1: no header: .*encoding"):
-        texts_of(folder / "b.csv")
 
 
 # ---- splits -------------------------------------------------------------------------------------------------------
@@ -255,29 +235,20 @@ def test_files_below_a_folder(folder):
     assert raw.splits["train"]["text"][:] == [text for text, _ in ROWS[:30]]
     assert raw.splits["train"]["id"][:] == [str(number) for number in range(30)]
     assert raw.splits["validation"]["label"][:] == [1] and raw.splits["mismatched"]["label"][:] == [0]
-    (folder / "dev.jsonl").unlink()
-    (folder / "mm.jsonl").unlink()
-    assert len(read(folder / "sub", train="part-0.csv", validation="part-1.csv").splits["validation"]) == 10
 
 
 # ---- labels -------------------------------------------------------------------------------------------------------
 
 
-def test_labels_are_found_and_sorted_numbers_as_numbers(folder):
-    rows = [(f"text {number}", str(number % 12)) for number in range(200)]
-    raw = read(put(folder, "a.csv", csv_of(rows)))
+def test_labels_are_found_and_sorted_or_keep_the_order_of_the_settings(folder):
+    numbers = [(f"text {number}", str(number % 12)) for number in range(200)]
+    raw = read(put(folder, "a.csv", csv_of(numbers)))
     assert raw.labels == [str(number) for number in range(12)]
     assert all(raw.labels[row["label"]] == str(int(row["id"]) % 12) for row in raw.splits["train"])
-    assert read(put(folder, "b.csv", csv_of([("a", "no"), ("b", "Yes"), ("c", "maybe")]))).labels == [
-        "Yes",
-        "maybe",
-        "no",
-    ]
-
-
-def test_labels_of_the_settings_keep_their_order(folder):
+    words = csv_of([("a", "no"), ("b", "Yes"), ("c", "maybe")])
+    assert read(put(folder, "b.csv", words)).labels == ["Yes", "maybe", "no"]
     put(folder, "dev.csv", csv_of([("x", "maybe"), ("y", "1")]))
-    path = put(folder, "a.csv", csv_of(ROWS))
+    path = put(folder, "c.csv", csv_of(ROWS))
     raw = read(path, validation="dev.csv", labels=["1", "0", "maybe"])
     assert raw.labels == ["1", "0", "maybe"] and raw.splits["validation"]["label"][:] == [2, 0]
     assert all(raw.labels[row["label"]] == str(int(row["id"]) % 2) for row in raw.splits["train"])
@@ -298,8 +269,8 @@ def test_label_map(folder):
         3: "good",
         4: "good",
     }
-    assert raw.dropped["train"]["left_out"] == 30
-    assert "a.jsonl:6: unknown label 1.5; the labels are bad, good" in raw.dropped["train"]["examples"][0]
+    assert raw.dropped["train"].left_out == 30
+    assert "a.jsonl:6: unknown label 1.5; the labels are bad, good" in raw.dropped["train"].bad_examples[0]
 
 
 # ---- formats ------------------------------------------------------------------------------------------------------
@@ -324,7 +295,7 @@ def test_json_lines_with_objects_in_them(folder):
         "int), not a str",
         "half",
     ]
-    for number, (place, reason) in enumerate(zip(raw.dropped["train"]["examples"], reasons, strict=True)):
+    for number, (place, reason) in enumerate(zip(raw.dropped["train"].bad_examples, reasons, strict=True)):
         assert f"a.json:{81 + 2 * number}: " in place and reason in place
     with pytest.raises(InputError, match=r"a\.json: one JSON list"):
         read(put(folder, "a.json", "[{}]"))
@@ -361,24 +332,30 @@ def test_names_of_labels_in_the_data(folder, kind):
         read(path, **settings, columns={"text": "body"})
 
 
-def test_saved_data_sets(folder):
+def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
     table().save_to_disk(folder / "one")
     assert sum(map(len, read(folder / "one").splits.values())) == 40
-    with pytest.raises(InputError, match="holds one data set, not splits test"):
-        read(folder / "one", validation="test")
     datasets.DatasetDict(train=table(), test=table()).save_to_disk(folder / "two")
-    with pytest.raises(InputError, match="has no split dev; there are train, test"):
-        read(folder / "two", validation="dev")
+    (folder / "three").mkdir()
+    put(folder, "three/train.jsonl", '{"text": "a", "label": 1}\n{"text": \n')
+    for name, settings, message in (
+        ("one", {"validation": "test"}, "holds one data set, not splits test"),
+        ("two", {"validation": "dev"}, "has no split dev; there are train, test"),
+        ("three", {"format": "hub"}, f"data.path={folder}/three cannot be read as a data set: "),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            read(folder / name, **settings)
+        assert "\n" not in str(error.value)
 
 
-def test_a_hub_id_that_is_not_to_be_had(folder):
+def test_a_hub_id_that_cannot_be_loaded(folder):
     with pytest.raises(
         InputError, match="user/set is no file or folder here, and as a Hub data set: .*data.path=FOLDER"
     ) as e:
         read("user/set")
     assert "\n" not in str(e.value)
     with pytest.raises(InputError, match="as a Hub data set"):
-        fingerprint(RecordsConfig(path="user/set"), S3)
+        version(RecordsConfig(path="user/set"), S3)
     for path in (folder / "nowhere", "nowhere/train.csv"):
         with pytest.raises(InputError, match="there is no such file or folder"):
             read(path)
@@ -387,88 +364,68 @@ def test_a_hub_id_that_is_not_to_be_had(folder):
 def test_hub_settings_reach_the_library(folder, monkeypatch):
     asked = []
 
-    def load(path, name, *, split, revision, cache_dir):
-        asked.append((path, name, split, revision, cache_dir))
+    def load(path, *, name, revision, split):
+        asked.append((path, name, split, revision))
         return table()
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     raw = read("user/set", name="plain", revision="abc", train="train[:50%]", validation="dev")
-    assert asked == [("user/set", "plain", split, "abc", None) for split in ("train[:50%]", "dev")]
+    assert asked == [("user/set", "plain", split, "abc") for split in ("train[:50%]", "dev")]
     assert list(raw.splits) == ["train", "validation"]
 
 
 def test_one_row_of_json_lines_may_lack_a_column(folder):
     lines = [json.dumps({"text": text, "label": label}) for text, label in ROWS]
     path = put(folder, "a.jsonl", "\n".join(['{"text": "first"}', *lines]))
-    with pytest.raises(InputError, match=r"1 bad rows, data.max_bad_rows=0 are allowed: .*a\.jsonl:1: no label"):
-        read(path)
     raw = read(path, max_bad_rows=1)
-    assert sum(map(len, raw.splits.values())) == 40 and raw.dropped["train"]["bad_rows"] == 1
+    assert sum(map(len, raw.splits.values())) == 40
+    assert raw.dropped["train"].bad_examples == [f"{path}:1: no label"]
     path = put(folder, "b.jsonl", '[]\n{"text": "first"}\n{"body": "x"}\n')
     with pytest.raises(InputError, match=r"b\.jsonl:2: no column label .*; the columns are: text, body"):
         read(path, max_bad_rows=3)
 
 
-def test_a_folder_with_a_broken_file_is_one_line(folder):
-    put(folder, "train.jsonl", '{"text": "a", "label": 1}\n{"text": \n')
-    with pytest.raises(InputError, match=f"data.path={folder} cannot be read as a data set: ") as error:
-        read(folder, format="hub")
-    assert "\n" not in str(error.value)
+# ---- new data, versions, S3 -----------------------------------------------------------------------------------
 
 
-# ---- new data, fingerprints, S3 -----------------------------------------------------------------------------------
-
-
-def test_new_texts_need_no_labels(folder):
+def test_new_texts_need_no_labels_and_pairs_need_one_text(folder):
     path = put(folder, "a.tsv", "text\nfirst\nsecond\n")
     assert new_rows(path) == [{"id": "0", "text": "first"}, {"id": "1", "text": "second"}]
     path = put(folder, "b.csv", "id,text,label\nx,first,2\ny,second,\nz,third,9\n")
     rows = new_rows(path, columns={"id": "id"}, label_map={"2": "good"}, labels=["good", "bad"], format="parquet")
     assert [(row["id"], row["label"]) for row in rows] == [("x", "good"), ("y", None), ("z", None)]
-    with pytest.raises(InputError, match=r"c\.csv:3: an empty text"):
-        new_rows(put(folder, "c.csv", "text,n\nfirst,1\n,2\n"), max_bad_rows=5)
-    with pytest.raises(InputError, match=r"d\.csv:2: no column text"):
-        new_rows(put(folder, "d.csv", "body\nfirst\n"))
+    pair = {"text": "a", "text_pair": "b"}
+    rows = new_rows(put(folder, "c.csv", "a,b\nx,\n,y\nx,y\n"), columns=pair)
+    assert [(row["text"], row["text_pair"]) for row in rows] == [("x", ""), ("", "y"), ("x", "y")]
+    for content, columns, message in (
+        ("text,n\nfirst,1\n,2\n", {}, r"d\.csv:3: an empty text"),
+        ("body\nfirst\n", {}, r"d\.csv:2: no column text"),
+        ("a,b\n, \n", pair, r"d\.csv:2: an empty a"),
+    ):
+        with pytest.raises(InputError, match=message):
+            new_rows(put(folder, "d.csv", content), columns=columns, max_bad_rows=5)
     with pytest.raises(InputError, match="there is no such file"):
         new_rows("nowhere")
 
 
-def test_pairs_need_one_text(folder):
-    path = put(folder, "a.csv", "a,b\nx,\n,y\nx,y\n")
-    pairs = [(row["text"], row["text_pair"]) for row in new_rows(path, columns={"text": "a", "text_pair": "b"})]
-    assert pairs == [("x", ""), ("", "y"), ("x", "y")]
-    with pytest.raises(InputError, match=r"b\.csv:2: an empty a"):
-        new_rows(put(folder, "b.csv", "a,b\n, \n"), columns={"text": "a", "text_pair": "b"})
-
-
-def test_the_fingerprint_is_of_content_and_reading(folder):
+def test_another_file_time_or_setting_of_reading_is_another_version(folder):
     def of(name, **settings):
-        return fingerprint(RecordsConfig(path=str(folder / name), **settings), S3)
+        return version(RecordsConfig(path=str(folder / name), **settings), S3)
 
-    put(folder, "a.csv", csv_of(ROWS))
-    first = of("a.csv")
+    path = Path(put(folder, "a.csv", csv_of(ROWS)))
     put(folder, "b.csv", csv_of(ROWS))
-    assert of("b.csv") == first == of("a.csv", num_workers=3, cache_dir="x", save_to="y", lengths=[16, 32])
-    changes = [
-        {"delimiter": ";"},
-        {"label_map": {"0": "no"}},
-        {"columns": ColumnsConfig(text="b")},
-        {"format": "jsonl"},
-    ]
-    assert len({first, *[of("a.csv", **change) for change in changes]}) == 5
-    assert of("a.csv", max_bad_rows=1) == of("a.csv", format="csv") == of("", train="a.csv") == first
-    names = ("a.csv.gz", "a.tsv", "a.tsv.gz")
-    for name in names:
-        put(folder, name, csv_of(ROWS))
-    assert len({first, *map(of, names)}) == 4  # packed bytes; tabs
-    assert of("a.csv", validation="b.csv") != first
-    put(folder, "a.csv", csv_of(ROWS[:-1]))
-    assert of("a.csv") != first
-    table().save_to_disk(folder / "one")
-    saved = of("one")
-    assert saved == of("one")
-    table(("a", "b")).save_to_disk(folder / "two")
-    assert of("two") != saved
+    table().save_to_disk(folder / "saved")
+    first, saved = of("a.csv"), of("saved")
+    assert first == of("a.csv", num_workers=3, cache_dir="x", save_to="y", lengths=[16, 32], max_bad_rows=1)
+    changes = [{"delimiter": ";"}, {"label_map": {"0": "no"}}, {"columns": ColumnsConfig(text="b")}]
+    changes += [{"format": "jsonl"}, {"validation": "b.csv"}]
+    assert len({first, of("b.csv"), *[of("a.csv", **change) for change in changes]}) == 7
+    for change in (lambda: put(folder, "a.csv", csv_of(ROWS[:-1])), lambda: os.utime(path, (1, 1))):
+        before = of("a.csv")
+        change()
+        assert of("a.csv") != before
+    put(folder / "saved", "more.arrow", "")
+    assert of("saved") != saved
 
 
 def test_data_in_s3(folder, bucket):
@@ -479,30 +436,152 @@ def test_data_in_s3(folder, bucket):
     table().save_to_disk(folder / "saved")
     for path in (folder / "saved").iterdir():
         bucket.put(f"saved/{path.name}", path.read_bytes())
-    s3, scratch = bucket.config(), folder / "scratch"
+    s3 = bucket.config()
 
     def splits(prefix, **settings):
-        cfg = RecordsConfig(path=bucket.location(prefix), **settings)
-        return read_raw(cfg, "classify", s3, seed=0, scratch=scratch).splits
+        return read(bucket.location(prefix), s3=s3, **settings).splits
 
     here = read(folder / "train.csv").splits
-    assert {name: found.to_dict() for name, found in splits("set/train.csv").items()} == {
-        name: found.to_dict() for name, found in here.items()
+    assert {name: rows.to_dict() for name, rows in splits("set/train.csv").items()} == {
+        name: rows.to_dict() for name, rows in here.items()
     }
     found = splits("set", train="*.csv", validation="dev-?.jsonl")
     assert len(found["train"]) == 40 and found["validation"]["text"][:] == ["a"]
     assert sum(map(len, splits("saved").values())) == 40
-    assert fingerprint(RecordsConfig(path=bucket.location("set/train.csv")), s3) == fingerprint(
-        RecordsConfig(path=str(folder / "train.csv")), s3
-    )
     with pytest.raises(InputError, match=r"set/nowhere\.csv: there is no such file"):
         splits("set/nowhere.csv")
     with pytest.raises(InputError, match=r"data\.train=x-\*: there is no such file in s3://"):
         splits("set", train="x-*")
     with pytest.raises(InputError, match=r"train\.csv: both in train and in validation"):
         splits("set", train="train.csv", validation="tr*.csv")
-    bucket.proxy.set()
-    splits("set/train.csv")
-    assert not [request for request in bucket.proxy.requests() if request.method == "GET"]  # it is there already
-    bucket.put("set/train.csv", csv_of(ROWS[:20]).encode())  # another one under the same name is seen
-    assert sum(map(len, splits("set/train.csv").values())) == 20
+    bucket.put("set/train.csv", csv_of([*ROWS, ("", "1")]).encode())
+    with pytest.raises(InputError, match=r"1 bad rows.*: s3://\S+/set/train\.csv:42: an empty text"):
+        splits("set/train.csv")
+    cfg = RecordsConfig(path=bucket.location("set/train.csv"))
+    versions, before = [], len(bucket.proxy.requests("^GET"))
+    for rows in (ROWS, ROWS[::-1]):  # of the same size
+        bucket.put("set/train.csv", csv_of(rows).encode())
+        versions.append(version(cfg, s3))
+    assert versions[0] != versions[1] and len(bucket.proxy.requests("^GET")) == before
+
+
+# ---- questions ----------------------------------------------------------------------------------------------------
+
+CONTEXT = "The Normans (Norman: Nourmands) gave their name to Normandy. Café 😀 owners agreed."
+
+
+def question(name, text="Normandy", start=None, **more):
+    start = CONTEXT.index(text) if start is None else start
+    return {"id": name, "question": f"  what is {name}?", "answers": [{"text": text, "answer_start": start}], **more}
+
+
+def squad(*qas, context=CONTEXT, **more):
+    return json.dumps(
+        {**more, "data": [{"title": "t", "paragraphs": [{"context": context, "qas": list(qas)}]}]}, indent=1
+    )
+
+
+def read_questions(folder, validation="dev.json", *, train="train.json", unanswerable=True, **settings):
+    put(folder, "train.json", squad(question("one"), question("two", "owners"), version="1.1"))
+    kind = qa_rows(QAConfig(unanswerable=unanswerable))
+    return read(folder, kind=kind, train=train, validation=validation, **settings)
+
+
+def test_squad_of_both_versions(folder):
+    plausible = question("impossible", is_impossible=True, plausible_answers=[{"text": "x", "answer_start": 0}])
+    empty = {"id": "empty", "question": "why?", "answers": []}
+    put(folder, "dev.json", squad(plausible, empty, question("there", "😀", is_impossible=False), version="v2.0"))
+    raw = read_questions(folder)
+    assert raw.labels == [] and raw.splits["train"].column_names == ["id", "question", "context", "answers"]
+    assert raw.splits["train"][1] == {
+        "id": "two",
+        "question": "  what is two?",
+        "context": CONTEXT,
+        "answers": {"text": ["owners"], "answer_start": [CONTEXT.index("owners")]},
+    }
+    answers = raw.splits["validation"]["answers"]
+    assert [answer["text"] for answer in answers] == [[], [], ["😀"]]  # offsets are characters, not bytes
+    assert answers[0]["answer_start"] == []
+    with pytest.raises(InputError, match=r"dev\.json, question impossible: no answer; for SQuAD v2 set task.unanswer"):
+        read_questions(folder, unanswerable=False)
+    raw = read_questions(folder, unanswerable=False, max_bad_rows=2)
+    assert raw.splits["validation"]["id"][:] == ["there"] and raw.dropped["validation"].bad_rows == 2
+
+
+def test_answers_that_are_not_where_they_should_be(folder):
+    qas = [
+        question("fine"),
+        question("shifted", start=CONTEXT.index("Normandy") + 1),
+        question("behind", start=1000),
+        question("before", text="The", start=-2),
+        {"id": "none", "question": "why?"},
+        {"id": "shape", "question": "why?", "answers": ["Normandy"]},
+        question(7),
+        {"id": "blank", "question": " ", "answers": []},
+        "no object",
+    ]
+    put(folder, "dev.json", squad(*qas))
+    with pytest.raises(
+        InputError, match=r"7 bad rows, .*dev\.json, question shifted: answer 'Normandy' is not at char"
+    ):
+        read_questions(folder)
+    raw = read_questions(folder, max_bad_rows=7)
+    assert raw.splits["validation"]["id"][:] == ["fine", "7"]
+    named = [example.partition(": ")[0].rpartition(", ")[2] for example in raw.dropped["validation"].bad_examples]
+    bad = ("shifted", "behind", "before", "none", "shape", "blank")
+    assert named == [*(f"question {name}" for name in bad), "data[0].paragraphs[0].qas[8]"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"data": [\n}', r"dev\.json:2: not JSON: "),
+        ('{"data": {}}', "is not SQuAD"),
+        ('{"data": [{"paragraphs": 3}]}', r"dev\.json, data\[0\]: no list paragraphs"),
+        (squad(question("one"), question("one")), "two rows have the id one"),
+        (squad(question("one")).replace("Norman:", "\\ud83d"), "half of a surrogate pair"),
+        ('{"data": []}', "validation: no row is left"),
+    ],
+)
+def test_broken_squad_is_one_line(folder, content, message):
+    put(folder, "dev.json", content)
+    with pytest.raises(InputError, match=message) as error:
+        read_questions(folder, format="squad")
+    assert "\n" not in str(error.value)
+
+
+def test_answers_in_the_shape_of_the_hub_are_checked_too(folder):
+    rows = {
+        "id": ["a", "b", "c"],
+        "question": ["q"] * 3,
+        "context": [CONTEXT] * 3,
+        "answers": [
+            {"text": ["Normandy", "The"], "answer_start": [CONTEXT.index("Normandy"), 0]},
+            {"text": [], "answer_start": []},
+            {"text": ["Normandy"], "answer_start": [3]},
+        ],
+    }
+    tables = datasets.DatasetDict(train=datasets.Dataset.from_dict(rows), dev=datasets.Dataset.from_dict(rows))
+    tables.save_to_disk(folder / "saved")
+    with pytest.raises(InputError, match="split train, row 3: answer 'Normandy' is not at character 3 of the context"):
+        read_questions(folder / "saved", "dev", train="train")
+    raw = read_questions(folder / "saved", "dev", train="train", max_bad_rows=1, columns={"id": "id"})
+    assert raw.splits["train"]["answers"][:] == rows["answers"][:2] and raw.splits["train"]["id"][:] == ["a", "b"]
+
+
+def test_contexts_are_held_out_whole(folder):
+    qas = [[{"id": f"{number}-{i}", "question": "q", "answers": []} for i in range(5)] for number in range(100)]
+    paragraphs = [{"context": f"{number} is it", "qas": part} for number, part in enumerate(qas)]
+    put(folder, "all.json", json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    splits = read_questions(folder, None, train="all.json", validation_fraction=0.3).splits
+    held_out = set(splits["validation"]["context"])
+    assert 10 < len(held_out) < 50 and len(splits["validation"]) == 5 * len(held_out)
+    assert not held_out & set(splits["train"]["context"])
+
+
+def test_new_questions_may_have_answers(folder):
+    kind = qa_rows(QAConfig())
+    path = put(folder, "new.jsonl", '{"question": "q", "context": "c"}\n')
+    assert new_rows(path, kind=kind) == [{"id": "0", "question": "q", "context": "c"}]
+    asked, answered = new_rows(put(folder, "new.json", squad({"id": "a", "question": "q"}, question("one"))), kind=kind)
+    assert "answers" not in asked and (answered["id"], answered["answers"]["text"]) == ("one", ["Normandy"])

@@ -1,38 +1,31 @@
-"""Saves beside the training: of the moment they were asked for, one at a time, and an alarm when they fail.
-
-`python -m tests.test_saver FOLDER real` fills a disk of its own during saves, see `main`.
-"""
+"""Saves beside the training: of the moment they were asked for, one at a time, and an alarm when they fail."""
 
 import errno
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
-from running import ROOT, lines, run, train_config, train_overrides
+from running import lines, run, train_config, train_overrides
 from torch import nn
 
 from train import loop
+from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
 from train.backend.guards import tied_names
 from train.checkpoints import saver as saver_module
-from train.checkpoints import store as store_module
 from train.checkpoints.loader import load, newest_valid
 from train.checkpoints.manifest import LATEST, step_of
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Facts, Saver, SavesFail
-from train.checkpoints.store import LocalStore
+from train.checkpoints.store_disk import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.optim import build_optimizer
-from train.ownership import LeaseLost
-from train.preempt import StopRequest
+from train.parallel.data import Replica
+from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 
 PATIENCE_S = 60.0  # never waited for unless a test fails
@@ -58,7 +51,12 @@ def backend():
 
 def saver_of(store, *, may_commit=lambda: None, after_commit=lambda: None, **settings):
     cfg = CheckpointConfig(**settings)
-    return Saver(cfg, store, backend(), Facts(1, {}, {}, {}), may_commit=may_commit, after_commit=after_commit)
+    facts = Facts(1, {}, {}, {})
+    return Saver(cfg, store, replica(*built()), backend(), facts, may_commit=may_commit, after_commit=after_commit)
+
+
+def replica(model, optimizer):
+    return Replica(backend(), model, optimizer)
 
 
 def built(*, width=16, adamw=None):
@@ -80,16 +78,17 @@ def tensors(model, optimizer):
 
 
 def save(saver, step, trained, **options):
-    saver.save(Progress(step=step), *trained, {"loss_sum": 0.0}, metric=None, **options)
+    saver.engine = replica(*trained)
+    saver.save(Progress(step=step), {"loss_sum": 0.0}, metric=None, **options)
 
 
 def saved(saver, step, trained):
     """Save and wait; gives the failure."""
     save(saver, step, trained)
     saver.wait()
-    (found,) = saver.take()
-    assert found.step == step
-    return found.failure
+    (result,) = saver.take()
+    assert result.step == step
+    return result.failure
 
 
 def left(store):
@@ -97,7 +96,7 @@ def left(store):
     return [path.name for path in store.path.iterdir() if step_of(path.name) is None and path.name != LATEST]
 
 
-# ---- beside the training -------------------------------------------------------------------------------------------
+# ---- beside the training --------------------------------------------------------------------------------------------
 
 
 def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_path):
@@ -106,7 +105,8 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     wanted = [tensor.detach().clone() for tensor in tensors(*trained)]
     torch.manual_seed(7)
     random = torch.get_rng_state()
-    saver.save(progress, *trained, {"loss_sum": 1.5}, metric=2.5)
+    saver.engine = replica(*trained)
+    saver.save(progress, {"loss_sum": 1.5}, metric=2.5)
     assert store.reached.wait(PATIENCE_S)
     assert store.steps() == [] and saver.take() == [] and saver.newest is None
     for _ in range(3):
@@ -114,11 +114,11 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     progress.step, progress.window["steps"] = 99, 99
     store.opened.set()
     saver.close(waits=True)
-    (found,) = saver.take()
-    assert (found.step, found.failure, saver.newest) == (3, None, 3)
-    assert found.save_s >= found.stall_s == saver.stalls_s[0]
+    (result,) = saver.take()
+    assert (result.step, result.failure, saver.newest) == (3, None, 3)
+    assert result.save_s >= result.stall_s == saver.stalls_s[0]
     other = built()
-    loaded = load(store, *other, backend(), identity={}, settings={}, force=False)
+    loaded = load(store, replica(*other), backend(), identity={}, settings={}, force=False)
     for tensor, before, now in zip(tensors(*other), wanted, tensors(*trained), strict=True):
         assert torch.equal(tensor, before) and not torch.equal(tensor, now)
     assert (loaded.progress.step, loaded.progress.window, store.manifest(3).metric) == (3, {"steps": 2}, 2.5)
@@ -126,7 +126,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_save_that_comes_too_early_is_left_out_and_told(tmp_path):
+def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
     store, trained = Gate(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     wanted = trained[0][0].weight.detach().clone()
@@ -135,11 +135,11 @@ def test_a_save_that_comes_too_early_is_left_out_and_told(tmp_path):
     save(saver, 6, trained)
     (skipped,) = saver.take()
     assert (skipped.step, skipped.num_bytes) == (6, 0)
-    assert "left out: the one before has been on its way for 0 s" in skipped.failure
+    assert "left out: the save before has been under way for 0 s" in skipped.failure
     assert saver.failures_in_a_row == 0  # slow is no failure
     store.opened.set()
     saver.close(waits=True)
-    assert [(found.step, found.failure) for found in saver.take()] == [(3, None)]
+    assert [(result.step, result.failure) for result in saver.take()] == [(3, None)]
     assert store.steps() == [3]
     assert torch.equal(torch.load(tmp_path / "step_00000003/model.pt")["0.weight"], wanted)
 
@@ -147,11 +147,11 @@ def test_a_save_that_comes_too_early_is_left_out_and_told(tmp_path):
 def test_a_save_that_does_not_end_is_no_better_than_one_that_fails(tmp_path):
     store, trained = Gate(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0, max_failures=2, max_loss_s=1e-9)
-    told = []
+    seen = []
     for number in (3, 6, 9):
         save(saver, number, trained)
-        told.append(saver.failure is not None)
-    assert told == [False, False, True]
+        seen.append(saver.failure is not None)
+    assert seen == [False, False, True]
     store.opened.set()
     saver.close(waits=True)
     assert saver.take()[-1].step == 3 and saver.failure is None
@@ -183,16 +183,16 @@ def test_a_save_waits_a_while_for_the_one_before(tmp_path, monkeypatch):
     save(saver, 6, trained)
     saver.close(waits=True)
     assert len(waited) == 1 and 0 < waited[0] <= 30.0
-    assert [found.failure for found in saver.take()] == [None, None] and store.steps() == [3, 6]
+    assert [result.failure for result in saver.take()] == [None, None] and store.steps() == [3, 6]
 
 
 def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
     store, trained = Gate(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
-    save(saver, 6, trained, must=True, beat=store.opened.set)  # who waits without one waits for ever
+    save(saver, 6, trained, must=True, beat=store.opened.set)  # without one it would wait for ever
     saver.close(waits=True)
-    assert [(found.step, found.failure) for found in saver.take()] == [(3, None), (6, None)]
+    assert [(result.step, result.failure) for result in saver.take()] == [(3, None), (6, None)]
     assert store.steps() == [3, 6]
 
 
@@ -201,14 +201,15 @@ def test_host_memory_is_made_once_and_before_the_first_save(tmp_path, adamw):
     model = nn.Linear(64, 64)
     trained = model, build_optimizer(OptimConfig(), model.parameters(), adamw=adamw)
     saver = saver_of(LocalStore(tmp_path))
-    saver.warm(*trained)
+    saver.engine = replica(*trained)
+    saver.warm()
     saver.warming.result()
-    places = [buffer.data_ptr() for buffer in saver.staging.buffers]
-    assert len(places) == len(set(places)) == len(tensors(*trained))
+    addresses = [buffer.data_ptr() for buffer in saver.staging.buffers]
+    assert len(addresses) == len(set(addresses)) == len(tensors(*trained))
     for number in (3, 6):
         assert saved(saver, number, trained) is None
-        assert [buffer.data_ptr() for buffer in saver.staging.buffers] == places
-    assert places[0] != trained[0].weight.data_ptr()
+        assert [buffer.data_ptr() for buffer in saver.staging.buffers] == addresses
+    assert addresses[0] != trained[0].weight.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -227,13 +228,13 @@ def test_tied_weights_are_stored_once_and_load_tied(tmp_path, prepared, options)
     stored = torch.load(tmp_path / "step_00000003/model.pt", weights_only=True)
     for first, second in tied:
         assert stored[first].data_ptr() == stored[second].data_ptr()
-    load(store, models[1], optimizers[1], backend(), identity={}, settings={}, force=False)
+    load(store, replica(models[1], optimizers[1]), backend(), identity={}, settings={}, force=False)
     assert tied_names(models[1]) == tied
     for name, value in models[1].state_dict().items():
         assert torch.equal(value, models[0].state_dict()[name]), name
 
 
-# ---- saves that fail -----------------------------------------------------------------------------------------------
+# ---- saves that fail ------------------------------------------------------------------------------------------------
 
 
 class Refusing(LocalStore):
@@ -268,17 +269,17 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_
 
 def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_path):
     store, trained = Refusing(tmp_path), built()
-    saver, told = saver_of(store, max_failures=2), []
+    saver, seen = saver_of(store, max_failures=2), []
     for number, refused in enumerate(["model.pt", "", "commit", "model.pt"], start=1):
         store.refused = refused
         saved(saver, number, trained)
-        told.append(saver.failure)
-    assert told[:3] == [None] * 3
-    assert str(told[3]) == f"2 saves in a row failed; the newest checkpoint is of step 2 ({tmp_path})"
+        seen.append(saver.failure)
+    assert seen[:3] == [None] * 3
+    assert str(seen[3]) == f"2 saves in a row failed; the newest checkpoint is of step 2 ({tmp_path})"
     assert store.steps() == [2]
 
 
-def test_a_failure_after_the_commit_is_told_as_that(tmp_path):
+def test_a_failure_after_the_commit_is_reported_as_that(tmp_path):
     def fail():
         raise FULL
 
@@ -301,7 +302,7 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
     assert (store.steps(), left(store)) == ([3], [])
 
 
-def test_who_lost_the_run_folder_does_not_commit(tmp_path):
+def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
     lost = []
 
     def may_commit():
@@ -323,106 +324,15 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
     assert saved(saver, 3, trained) is None
     num_bytes = sum(tensor.nbytes for tensor in tensors(*trained)) + torch.get_rng_state().nbytes
     monkeypatch.setattr(DDP, "save", lambda *_: pytest.fail("written"))
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) - 1))
     assert f"No space left on device: {num_bytes * 1.1 / 1e9:.3g} GB are needed" in saved(saver, 6, trained)
     assert (store.steps(), left(store)) == ([3], [])
     monkeypatch.undo()
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) + 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, int(num_bytes * 1.1) + 1))
     assert saved(saver, 6, trained) is None
 
 
-# ---- a disk that fills up ------------------------------------------------------------------------------------------
-
-PAGE = 4096
-DISK_PAGES = 128
-
-
-class Filling:
-    """A disk that somebody else fills, just when a save begins, up to so many pages."""
-
-    def __init__(self, disk):
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_PAGES * PAGE}", "none", disk], check=True)
-        self.file = disk / "other"
-
-    def leave(self, pages):
-        self.file.unlink(missing_ok=True)
-        if pages is not None:
-            free = shutil.disk_usage(self.file.parent).free // PAGE
-            self.file.write_bytes(b"x" * PAGE * max(0, free - pages))
-
-
-class Pretending:
-    """Where this user may not mount: each sync but so many fails."""
-
-    def __init__(self, disk):
-        self.left, self.fsync = None, os.fsync
-        os.fsync = self.sync
-
-    def leave(self, pages):
-        self.left = pages
-
-    def sync(self, handle):
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise FULL
-        self.fsync(handle)
-
-
-def main(disk, answer, *, is_real):
-    """One save after the other on a disk with room for some pages more; what came of each goes to `answer`."""
-    filling = (Filling if is_real else Pretending)(disk)
-
-    class Raced(LocalStore):
-        pages = None
-
-        def scratch(self, step, num_bytes):
-            folder = super().scratch(step, num_bytes)
-            filling.leave(self.pages)
-            return folder
-
-    store, trained, found = Raced(disk / "checkpoints"), built(width=512), []
-    saver = saver_of(store, max_failures=DISK_PAGES)
-    assert saved(saver, 3, trained) is None
-    for pages in range(0, DISK_PAGES // 2, 3):
-        store.pages = pages
-        failure = saved(saver, 6, trained)
-        filling.leave(None)
-        newest, faults = newest_valid(store)
-        found.append({"failure": failure, "newest": newest.step, "faults": faults, "left": left(store)})
-        if newest.step == 6:
-            store.remove(6)
-    answer.write_text(json.dumps(found))
-
-
-def test_wherever_the_disk_gets_full_the_checkpoint_before_is_whole(tmp_path):
-    """On a disk of its own, where this user may mount; elsewhere only syncs say so."""
-    disk, answer = tmp_path / "disk", tmp_path / "answer.json"
-    disk.mkdir()
-    alone = ["unshare", "--user", "--map-root-user", "--mount"]
-    trial = subprocess.run([*alone, "mount", "-t", "tmpfs", "none", disk], capture_output=True)
-    may_mount = trial.returncode == 0
-    words = [sys.executable, "-m", "tests.test_saver", disk, answer, "real" if may_mount else ""]
-    done = subprocess.run(
-        [*(alone if may_mount else []), *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(answer.read_text())
-    failed = [one for one in found if one["failure"] is not None]
-    assert len(failed) >= 5 and [one["failure"] for one in found][-1] is None
-    for one in found:
-        assert one["faults"] == one["left"] == []
-        assert one["newest"] == 6 or one["failure"] is not None
-        assert one["failure"] is None or "No space left on device" in one["failure"]
-    assert [one["newest"] for one in found] == sorted(one["newest"] for one in found)
-    assert {one["newest"] for one in found} == {3, 6}
-
-
-# ---- whole runs ----------------------------------------------------------------------------------------------------
+# ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
 def train(run_dir, data, *overrides):
@@ -430,71 +340,13 @@ def train(run_dir, data, *overrides):
     return loop.run(train_config(run_dir, data, *options), StopRequest())
 
 
-def refuse(monkeypatch, steps):
-    """No room for the checkpoints of these steps."""
-    scratch = LocalStore.scratch
-
-    def refusing(self, step, num_bytes):
-        if step in steps:
-            raise FULL
-        return scratch(self, step, num_bytes)
-
-    monkeypatch.setattr(LocalStore, "scratch", refusing)
-
-
 def outcome(run_dir):
     return json.loads((run_dir / "outcome.json").read_text())
 
 
-def steps_of(run_dir):
-    return LocalStore(run_dir / "checkpoints").steps()
-
-
-def alarms(run_dir):
-    return [line["reason"] for line in lines(run_dir, "fault")]
-
-
-def alarm(step):
-    return f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
-
-
-def test_training_goes_on_while_the_disk_is_full(tmp_path, prepared, monkeypatch):
-    train(tmp_path / "whole", prepared)
-    refuse(monkeypatch, {2, 3})
-    assert train(tmp_path / "run", prepared, "checkpoint.max_failures=3") == ("done", 6)
-    assert steps_of(tmp_path / "run") == [1, 4, 5, 6]
-    assert alarms(tmp_path / "run") == [alarm(2), alarm(3)]
-    assert [line["step"] for line in lines(tmp_path / "run", "checkpoint")] == [1, 4, 5, 6]
-    assert (outcome(tmp_path / "run")["outcome"], outcome(tmp_path / "run")["checkpoint"]) == ("done", 6)
-    losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("run", "whole")]
-    assert losses[0] == losses[1]
-
-
-def test_a_run_whose_saves_fail_again_and_again_stops(tmp_path, prepared, monkeypatch):
-    refuse(monkeypatch, range(3, 99))
-    says = r"\d saves in a row failed; the newest checkpoint is of step 2"  # more on a slow machine
-    with pytest.raises(SavesFail, match=says):
-        train(tmp_path / "run", prepared, "checkpoint.max_failures=2", "max_steps=20", "max_epochs=9")
-    found = outcome(tmp_path / "run")
-    assert (found["outcome"], found["kind"], found["goes_on"]) == ("failed", "saves_fail", True)
-    assert found["checkpoint"] == 2 and re.search(says, found["reason"])
-    assert alarms(tmp_path / "run")[:2] == [alarm(3), alarm(4)] and re.search(says, alarms(tmp_path / "run")[-1])
-    assert lines(tmp_path / "run", "train")[-1]["step"] < 20
-
-
-def test_a_run_whose_last_save_fails_has_failed(tmp_path, prepared, monkeypatch):
-    refuse(monkeypatch, {6})
-    with pytest.raises(SavesFail, match="saving step 6: OSError: .*No space left.*the newest checkpoint is of step 5"):
-        train(tmp_path / "run", prepared)
-    found = outcome(tmp_path / "run")
-    assert (found["outcome"], found["kind"], found["checkpoint"]) == ("failed", "saves_fail", 5)
-    assert alarms(tmp_path / "run")[0] == alarm(6)
-    monkeypatch.undo()
-    assert train(tmp_path / "run", prepared) == ("done", 6)  # the same command goes on
-
-
-def test_a_run_whose_last_save_succeeds_is_done(tmp_path, prepared, monkeypatch):
-    """Although the one before failed, and that was known only when the last one began."""
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, step):
+    """Not if the one before has, even if that is known only when the last one begins. The same command continues."""
     last_begins = threading.Event()
     wait, scratch = Saver.wait, LocalStore.scratch
 
@@ -502,16 +354,26 @@ def test_a_run_whose_last_save_succeeds_is_done(tmp_path, prepared, monkeypatch)
         last_begins.set()
         wait(self, *options)
 
-    def refusing(self, step, num_bytes):
-        if step == 5:
+    def refusing(self, now, num_bytes):
+        if now == step:
             assert last_begins.wait(PATIENCE_S)
             raise FULL
-        return scratch(self, step, num_bytes)
+        return scratch(self, now, num_bytes)
 
     monkeypatch.setattr(Saver, "wait", waiting)
     monkeypatch.setattr(LocalStore, "scratch", refusing)
+    if step == 5:
+        assert train(tmp_path / "run", prepared) == ("done", 6)
+        assert outcome(tmp_path / "run")["checkpoint"] == 6
+    else:
+        with pytest.raises(SavesFail, match="saving step 6: OSError: .*No space left.* newest checkpoint is of step 5"):
+            train(tmp_path / "run", prepared)
+        ended = outcome(tmp_path / "run")
+        assert (ended["outcome"], ended["kind"], ended["checkpoint"]) == ("failed", "saves_fail", 5)
+    alarm, *_ = (line["reason"] for line in lines(tmp_path / "run", "fault"))
+    assert alarm == f"checkpoint of step {step}: OSError: [Errno 28] No space left on device"
+    monkeypatch.undo()
     assert train(tmp_path / "run", prepared) == ("done", 6)
-    assert outcome(tmp_path / "run")["checkpoint"] == 6 and alarms(tmp_path / "run") == [alarm(5)]
 
 
 def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
@@ -521,15 +383,12 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     asked.reason = "SIGTERM"
     loop.run(train_config(run_dir, prepared, *options), asked)
     shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "metrics.jsonl").unlink()  # which tells that there was one
+    (run_dir / "metrics.jsonl").unlink()  # which says that there was one
     (run_dir / "checkpoints").write_text("in the way")
-    found = run(train_overrides(run_dir, prepared, *options), ranks=2)
-    assert found.returncode == 1
-    assert "saves in a row failed; there is no checkpoint" in outcome(run_dir)["reason"]
-    assert outcome(run_dir)["kind"] == "saves_fail"
+    done = run(train_overrides(run_dir, prepared, *options), ranks=2)
+    assert done.returncode == 1
+    ended = outcome(run_dir)
+    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
+    assert "saves in a row failed; there is no checkpoint" in ended["reason"]
     reasons = [json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"] for rank in range(2)]
     assert all("2 saves in a row failed" in reason for reason in reasons)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), is_real=sys.argv[3] == "real")

@@ -3,8 +3,6 @@
 import json
 import shutil
 import socket
-import threading
-import time
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -13,13 +11,13 @@ from running import train_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, CanineTokenizer, PreTrainedTokenizerFast
 
-from train import cli, loop
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.cli import compose as cli
 from train.config import InputError, ModelConfig, S3Config, TrainConfig
-from train.models import source
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_classifier
-from train.models.source import once, resolved, task_tokenizer
-from train.preempt import StopRequest
+from train.models.source import resolved, task_tokenizer
 
 LOCAL = S3Config()
 WORDS = ["the", "a", "cat", "dog", "sat"]
@@ -118,27 +116,7 @@ def test_a_run_in_s3_is_fetched_once_and_again_when_it_has_changed(run, bucket, 
     assert other.pretrained != cfg.pretrained
 
 
-@pytest.mark.parametrize("key", ["init_from", "tokenizer"])
-def test_a_place_that_is_nothing_is_refused(key, tmp_path, bucket, folder):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes/readme.txt").touch()
-    (tmp_path / "begun").mkdir()
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / "begun" / name).touch()
-    bucket.put("notes/readme.txt", b"")
-    for place, says in (
-        ("/no/such/place", "there is no such folder"),
-        ("./runs/none", "there is no such folder"),
-        (str(tmp_path / "notes"), "is neither a run .* nor a folder of transformers"),
-        (str(tmp_path / "begun"), "is a run with neither an export nor a checkpoint yet"),
-        (bucket.location("notes"), "is neither a run .* nor a folder of transformers"),
-        (bucket.location("runs/none"), "there is nothing in that folder"),
-    ):
-        with pytest.raises(InputError, match=f"model.{key}={place}.*{says}"):
-            resolved(ModelConfig(**{key: place}), bucket.config(), tmp_path / "cache")
-
-
-def test_a_hub_id_that_is_not_to_be_had_is_one_line(tmp_path, monkeypatch):
+def test_a_hub_id_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # asked in vain, the Hub is asked for long
     cfg = resolved(from_run("no-such-user/no-such-model"), LOCAL, tmp_path)
     with pytest.raises(InputError, match="tokenizer no-such-user/no-such-model cannot be loaded") as error:
@@ -147,35 +125,6 @@ def test_a_hub_id_that_is_not_to_be_had_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="no-such-user/no-such-model cannot be loaded") as error:
         build_classifier(cfg, labels=["a", "b"], vocab_size=10, pad_id=0, seq_len=16)
     assert "\n" not in str(error.value)
-
-
-def test_the_ranks_of_a_machine_wait_for_the_first(tmp_path, monkeypatch):
-    made, found = [], []
-    (tmp_path / "models").mkdir()
-    monkeypatch.setattr(source, "make_folder", lambda path: path)  # its test file is named after the process
-
-    def make(target):
-        made.append(target)
-        time.sleep(0.2)
-        (target / "file").touch()
-
-    ranks = [threading.Thread(target=lambda: found.append(once(tmp_path, {"of": "it"}, make))) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert len(made) == 1 and len(found) == 4 and len(set(found)) == 1
-
-
-def test_what_failed_leaves_nothing_and_is_tried_again(tmp_path):
-    def fail(target):
-        (target / "half").touch()
-        raise InputError("no")
-
-    with pytest.raises(InputError):
-        once(tmp_path, {"of": "it"}, fail)
-    assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
-    assert once(tmp_path, {"of": "it"}, lambda target: (target / "file").touch()).startswith(str(tmp_path))
 
 
 def test_a_local_folder_asks_nobody(folder, tmp_path, monkeypatch):
@@ -231,7 +180,7 @@ def test_a_tokenizer_that_will_not_do_is_refused(make, says, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_weights_without_a_tokenizer_are_told(folder, tmp_path):
+def test_weights_without_a_tokenizer_are_refused(folder, tmp_path):
     """transformers makes one that knows no word."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folder / name)

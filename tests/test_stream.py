@@ -1,425 +1,88 @@
-"""Training from S3: the run that reads from disk, bit for bit, whatever S3 does; or one named error on all ranks."""
+"""Training from S3: the run that reads from disk, bit for bit, whatever S3 does; or one named error."""
 
-import json
+import contextlib
 import os
 import random
+import signal
 import sys
-import threading
-import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from forks import launch, run_forked
-from running import lines, prepare_config, run, train_config, train_overrides
+from forks import launch, run_forked, start_forked
+from running import SEQ_LEN, eventually, lines, prepare_config, run, train_config, train_overrides
 from services.fault_proxy import Fault
-from streaming import SHARD, assert_same, losses, num_shards, overrides, train_from, upload
+from streaming import alive, descendants, losses, num_shards, overrides, upload, windowed
 
-from train import attempt, loop, prepare, s3_patience, storage
-from train.config import InputError, ShardsConfig, Unreachable
-from train.data import fetch
-from train.data.cache import Cache
-from train.data.download import Downloader, Part
-from train.data.shards import Shard, read_manifest
-from train.preempt import StopRequest
-from train.s3 import S3Folder
-from train.storage import sha256_bytes
+from train import entry as attempt
+from train import loop, prepare
+from train.attempt.preempt import StopRequest
+from train.cli import compose as cli
+from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
+from train.data.shards import cache, download, fetch, fetcher
+from train.data.shards.cache import Cache
+from train.data.shards.download import Downloader, Part
+from train.data.shards.format import Shard, read_manifest
+from train.data.shards.order import ShardSampler
+from train.data.shards.prepared import TOKENIZER, PreparedData
+from train.storage import folders as storage
+from train.storage.folders import sha256_bytes
+from train.storage.s3 import S3Folder
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
-def test_a_run_from_s3_is_the_run_from_disk(bucket, shards, from_disk, tmp_path):
-    train_from(bucket, tmp_path / "run", upload(bucket, shards))
-    assert_same(tmp_path / "run", from_disk)
-    gets = [
-        request.path for request in bucket.proxy.requests() if request.method == "GET" and "safetensors" in request.path
-    ]
-    manifest = read_manifest(shards)
-    names = [shard.file for split in manifest.splits.values() for shard in split]
-    assert sorted(path.rpartition("/")[2] for path in gets) == sorted(names)  # once each
+# ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_and_loader_processes_share_one_download_of_each_shard(bucket, shards, from_disk, tmp_path):
-    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
-    found = run([*settings, "data.num_workers=3"], ranks=2)
-    assert found.returncode == 0, found.stderr
-    assert losses(tmp_path / "run") == pytest.approx(losses(from_disk), rel=2e-5)
-    shard_gets = bucket.proxy.requests(r"^GET .*safetensors")
-    assert len(shard_gets) == len({request.path for request in shard_gets}) == num_shards(shards)
-
-
-# ---- faults --------------------------------------------------------------------------------------------------------
-
-FAULTS = {
-    "one request in twenty fails": [
-        Fault("status", SHARD, share=0.05, seed=1),
-        Fault("reset", SHARD, after=500, share=0.05),
-    ],
-    "throttled at first": [Fault("status", SHARD, times=6, code=503, error="SlowDown")],
-    "429, which the connector takes for final": [Fault("status", SHARD, times=4, code=429, error="TooManyRequests")],
-    "connections cut in the body": [Fault("reset", SHARD, after=1000, times=5)],
-    "no answer, twice": [Fault("stall", SHARD, times=2)],
-    "an answer that stops in the middle": [Fault("stall", SHARD, after=700, times=2)],
-    "a byte flipped on the way": [Fault("flip", SHARD, after=900, times=3)],
-    "credentials refused as expired, at first": [Fault("status", SHARD, times=2, code=400, error="ExpiredToken")],
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_change_nothing(bucket, shards, from_disk, tmp_path, fault):
-    location = upload(bucket, shards)
-    bucket.proxy.set(*FAULTS[fault])
-    train_from(bucket, tmp_path / "run", location)
-    assert_same(tmp_path / "run", from_disk)
-    if fault != "one request in twenty fails":  # chance may spare so few requests
-        assert [request for request in bucket.proxy.requests() if request.fault]
-
-
-def test_every_request_may_fail_one_time_in_twenty(bucket, shards, from_disk, tmp_path):
+def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket, shards, tmp_path):
+    """Windows of one shard: the order of a run from disk with the same windows. Files of the user stay in the cache."""
+    options = ["max_steps=30", "eval_every=10"]
+    on_disk = train_config(tmp_path / "disk", shards, *options, "data.window_shards=1")
+    loop.run(on_disk, StopRequest())
+    folder = tmp_path / "run-cache" / read_manifest(shards).id[:16]
+    folder.mkdir(parents=True)
+    (folder / "thesis.safetensors").write_text("not of this data set")
     location = upload(bucket, shards)
     bucket.proxy.set(Fault("status", share=0.05, seed=3, code=500, error="InternalError"))
-    train_from(bucket, tmp_path / "run", location)
-    assert_same(tmp_path / "run", from_disk)
+    settings = overrides(bucket, tmp_path / "run", location, *options, windowed(shards))
+    loop.run(cli.load_config(TrainConfig, settings), StopRequest())
+    for kind in ("train", "eval"):
+        assert losses(tmp_path / "run", kind) == losses(tmp_path / "disk", kind)
     assert [request for request in bucket.proxy.requests() if request.fault]
+    assert (folder / "thesis.safetensors").exists()
+    assert len(list(folder.glob("*.safetensors"))) - 1 < num_shards(shards)
 
 
-def test_a_server_that_dies_and_comes_back_changes_nothing(bucket, shards, from_disk, tmp_path):
+def test_a_killed_run_leaves_no_process_and_its_command_goes_on_at_once_on_other_ranks(bucket, shards, tmp_path):
+    """Fetcher and loaders notice the death late; on two ranks with loaders a shard is fetched once."""
+    loop.run(train_config(tmp_path / "disk", shards, "max_steps=30", "eval_every=10"), StopRequest())
+    settings = overrides(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=30", "eval_every=10")
+    settings += ["checkpoint.every=5", "data.num_workers=1"]
+    process = start_forked(["train", *settings], os.environ)
+    eventually(lambda: (tmp_path / "run/checkpoints/step_00000010").exists() or not process.is_alive())
+    children = descendants(process.pid)
+    process.kill()
+    process.join()
+    done = run(settings, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert len(children) >= 2  # fetcher and loader
+    eventually(lambda: not any(alive(pid) for pid in children))
+    by_step = {line["step"]: line["loss"] for line in lines(tmp_path / "run", "train")}
+    assert list(by_step.values()) == pytest.approx(losses(tmp_path / "disk"), rel=2e-5)
+    assert len(bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")) == num_shards(shards)
+
+
+def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
+    """A loader process looks ahead, and waits for a shard that hangs, when the last step is done."""
     location = upload(bucket, shards)
-    bucket.proxy.set(
-        Fault("rate", SHARD, bytes_per_s=2000.0)
-    )  # half a second a shard: it dies while some are on the way
-
-    def die():
-        time.sleep(2.5)
-        bucket.service.server.kill()
-        time.sleep(3)
-        bucket.proxy.set()
-        bucket.service.server.start_gateway()
-
-    thread = threading.Thread(target=die)
-    thread.start()
-    try:
-        train_from(bucket, tmp_path / "run", location, "data.downloads=1")
-    finally:
-        thread.join()
-    assert_same(tmp_path / "run", from_disk)
-
-
-@pytest.mark.parametrize(
-    ("fault", "expected", "message"),
-    [
-        (Fault("flip", r"train-00003", after=900), InputError, "sha256 is .*, the manifest says .* 3 times"),
-        (
-            Fault("status", r"train-00003", code=404, error="NoSuchKey"),
-            Unreachable,
-            "it is not in the bucket.*after 4 s",
-        ),
-        (
-            Fault("status", r"train-00003", code=403, error="AccessDenied"),
-            Unreachable,
-            "S3 refuses access to it.*after 4 s",
-        ),
-        (Fault("stall", r"train-00003"), Unreachable, r"not whole within 2 s.*given up after 4 s"),
-        (Fault("status", r"train-00003"), Unreachable, r"given up after 4 s"),
-    ],
-    ids=["flipped byte", "missing", "forbidden", "stall", "503"],
-)
-def test_a_shard_that_cannot_be_had_ends_the_run_and_is_named(bucket, shards, tmp_path, fault, expected, message):
-    location = upload(bucket, shards)
-    bucket.proxy.set(fault)
-    began_s = time.monotonic()
-    with pytest.raises(expected, match=rf"{location}/train-00003.safetensors: .*{message}"):
-        train_from(bucket, tmp_path / "run", location, "data.verify=false", "data.deadline_s=4")
-    assert time.monotonic() - began_s < 40  # far below what the connector alone takes: six minutes
-
-
-def test_the_other_ranks_stop_with_the_same_message(bucket, shards, tmp_path):
-    location = upload(bucket, shards)
-    bucket.proxy.set(Fault("flip", r"train-00003", after=900))
-    found = run(overrides(bucket, tmp_path / "run", location, "max_steps=30", "data.num_workers=1"), ranks=2)
-    exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
-    assert exits[0]["reason"] == exits[1]["reason"]
-    assert "train-00003.safetensors: sha256 is" in exits[0]["reason"]
-    before, _, after = found.stderr.partition("error: ")
-    assert "error: " not in after and "Traceback" not in before  # torchrun adds its own after it
-
-
-def test_replaced_shards_are_noticed_when_they_come(bucket, shards, tmp_path):
-    location = upload(bucket, shards)
-    manifest = read_manifest(shards)
-    first = manifest.splits["train"][0].file
-    for shard in manifest.splits["train"][1:]:  # of the same length: no listing shows it
-        bucket.put(f"data/{shard.file}", (shards / first).read_bytes()[:-2] + b"xy")
-    with pytest.raises(InputError, match="damaged or replaced"):
-        train_from(bucket, tmp_path / "run", location, "data.verify=false", "data.window_shards=1")
-
-
-def test_what_several_shards_wait_for_is_waited_for_once(bucket, shards, tmp_path):
-    """Not a deadline for each of the micro batches of a step, and each of the shards."""
-    location = upload(bucket, shards)
-    bucket.proxy.set(Fault("status", SHARD))
-    more = ["data.deadline_s=3", "data.verify=false", "data.num_workers=1", "global_batch_size=16"]
-    began_s = time.monotonic()
-    with pytest.raises(Unreachable, match="given up after 3 s"):
-        train_from(bucket, tmp_path / "run", location, *more)
-    assert time.monotonic() - began_s < 10 * 3  # of 16 micro batches and 8 shards
-
-
-def test_a_slow_link_is_slow_and_no_error(bucket, shards, tmp_path, monkeypatch):
-    """A shard takes longer than one try: what came of it is kept."""
-    for name in ("MIN_PIECE_BYTES", "MAX_PIECE_BYTES"):
-        monkeypatch.setattr(fetch, name, 300)
-    location = upload(bucket, shards)
-    size = read_manifest(shards).splits["train"][0].bytes
-    bucket.proxy.set(Fault("rate", SHARD, bytes_per_s=size / 4))
-    small = ["data.downloads=1", "data.attempt_s=2", "data.deadline_s=60", "max_steps=1", "data.window_shards=1"]
-    train_from(bucket, tmp_path / "run", location, *small)
-    asked = [request.range for request in bucket.proxy.requests(SHARD)]
-    assert len(set(asked)) >= size // 300 and losses(tmp_path / "run")
-
-
-@pytest.fixture
-def large(bucket, tmp_path):
-    """A shard larger than what a slow link brings in an attempt, and what fetches it to this machine."""
-    content = random.Random(0).randbytes(400_000)
-    bucket.put("data/large.safetensors", content)
-    shard = Shard("large.safetensors", 1, len(content), sha256_bytes(content))
-
-    def fetch_it(**times):
-        cfg = ShardsConfig(path="", **times)
-        downloader = Downloader(
-            S3Folder(bucket.location("data"), bucket.config()),
-            cfg,
-            SimpleNamespace(shards=[shard]),
-            Cache(tmp_path, cfg.deadline_s),
-        )
-        downloader.bring(shard)
-        return (tmp_path / shard.file).read_bytes() == content
-
-    return fetch_it
-
-
-def pieces(bucket):
-    """Of each request for a part of a shard: the first and the last byte. One for all of it asks for more."""
-    ranges = [request.range.removeprefix("bytes=") for request in bucket.proxy.requests("^GET .*large")]
-    asked = [tuple(map(int, text.split("-"))) for text in ranges]
-    return [(first, last) for first, last in asked if last < 400_000]
-
-
-def test_a_link_of_less_than_a_large_piece_in_an_attempt_brings_a_shard_all_the_same(bucket, large):
-    bucket.proxy.set(Fault("rate", "large", bytes_per_s=250_000))
-    assert large(attempt_s=1.0, deadline_s=20.0)
-    assert max(last - first for first, last in pieces(bucket)) < 250_000 < fetch.MAX_PIECE_BYTES
-
-
-def test_a_fast_link_is_asked_for_larger_and_larger_pieces(bucket, large):
-    bucket.proxy.set(Fault("stall", "large", times=1))
-    assert large(attempt_s=2.0, deadline_s=60.0)
-    sizes = [last - first + 1 for first, last in pieces(bucket)]
-    assert sizes[:3] == [fetch.MIN_PIECE_BYTES * factor for factor in (1, 2, 4)]
-
-
-def test_what_has_come_over_a_slow_link_is_kept_for_the_next_start(bucket, large):
-    bucket.proxy.set(Fault("rate", "large", bytes_per_s=100_000))
-    with pytest.raises(Unreachable, match=r"not whole within 1 s \(data.attempt_s\): 0.\d+ of 0.4 MB have come"):
-        large(attempt_s=1.0, deadline_s=3.0)
-    bucket.proxy.set()
-    assert large()
-    assert min(pieces(bucket))[0] > 0
-    bucket.proxy.set()
-    assert large() and not bucket.proxy.requests()
-
-
-def test_what_is_left_of_a_shard_and_wrong_is_fetched_again(bucket, large, tmp_path):
-    (tmp_path / ".large.safetensors.part").write_bytes(b"x" * 1000)
-    assert large()
-
-
-def test_an_object_that_became_shorter_than_what_has_come_is_named(bucket, large, tmp_path):
-    (tmp_path / ".large.safetensors.part").write_bytes(b"x" * 2000)
-    bucket.put("data/large.safetensors", b"x" * 1000)
-    with pytest.raises(InputError, match="1000 bytes, the manifest says 400000; it was damaged or replaced.* 3 times"):
-        large(attempt_s=2.0, deadline_s=10.0)
-    assert not list(tmp_path.glob(".large*"))
-
-
-def test_two_processes_that_fetch_a_shard_do_not_write_the_same_file(bucket, large, tmp_path):
-    part = Part(tmp_path / ".large.safetensors.part")
-    part.begin()(b"of another process")
-    assert large()
-    assert part.path.read_bytes() == b"of another process"
-    part.close()
-
-
-def test_a_validation_shard_that_does_not_come_delays_no_training(bucket, shards, tmp_path):
-    location = upload(bucket, shards)
-    bucket.proxy.set(Fault("status", "validation-00000"))
-    more = ["data.verify=false", "data.downloads=1", "data.deadline_s=4", "max_steps=20", "eval_every=null"]
-    with pytest.raises(Unreachable, match="validation-00000.safetensors: .*given up"):
-        train_from(bucket, tmp_path / "run", location, *more)  # for the evaluation at the end
-    assert len(losses(tmp_path / "run")) == 20
-
-
-def test_a_validation_shard_that_cannot_be_had_ends_the_run_too(bucket, shards, tmp_path):
-    location = upload(bucket, shards)
-    bucket.proxy.set(Fault("flip", "^GET .*validation-00000.safetensors", after=900))
-    with pytest.raises(InputError, match=r"validation-00000.safetensors: sha256 is .*, the manifest says"):
-        train_from(bucket, tmp_path / "run", location)
-    assert [line["step"] for line in lines(tmp_path / "run", "train")][-1] == 10  # training itself did not need it
-
-
-def test_xla_reads_from_s3_what_it_reads_from_disk(bucket, shards, tmp_path):
-    options = ["backend=xla", "max_steps=4", "eval_every=2", "data.num_workers=1"]
-    loop.run(train_config(tmp_path / "disk", shards, "max_epochs=9", *options), StopRequest())
-    train_from(bucket, tmp_path / "run", upload(bucket, shards), *options)
-    assert_same(tmp_path / "run", tmp_path / "disk")
-
-
-def test_renewed_credentials_are_taken_up(bucket, shards, from_disk, tmp_path, monkeypatch):
-    location = upload(bucket, shards)
-    key, secret = bucket.service.server.key, bucket.service.server.secret
-    file = tmp_path / "credentials"
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    file.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\naws_session_token=old\n")
-    bucket.proxy.set(Fault("status", SHARD, code=400, error="ExpiredToken"))  # as long as the old ones are used
-
-    def renew():
-        time.sleep(4)
-        file.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
-        bucket.proxy.set()
-
-    thread = threading.Thread(target=renew)
-    # The gateway takes no session tokens: the first look at the data is made without.
-    monkeypatch.setattr("train.data.prepared.open_folder", lambda *_: plain_folder(bucket, location))
-    thread.start()
-    try:
-        train_from(bucket, tmp_path / "run", location)
-    finally:
-        thread.join()
-    assert_same(tmp_path / "run", from_disk)
-
-
-HELPER = """
-import datetime, json, os, sys
-with open("{count}", "a") as file:
-    file.write("1")
-if os.path.exists("{down}"):
-    sys.exit("no answer from the identity service")
-expiration = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=5)
-print(json.dumps(dict(Version=1, AccessKeyId="{key}", SecretAccessKey="{secret}", Expiration=expiration.isoformat())))
-"""
-
-
-def test_a_pause_of_the_service_that_gives_credentials_is_no_error(bucket, shards, from_disk, tmp_path, monkeypatch):
-    """boto3 renews them early, so it asks for each download here."""
-    location = upload(bucket, shards)
-    monkeypatch.setattr(fetch, "ASK_EVERY_S", 0.1)
-    helper, count, down = tmp_path / "helper.py", tmp_path / "count", tmp_path / "down"
-    key, secret = bucket.service.server.key, bucket.service.server.secret
-    helper.write_text(HELPER.format(count=count, down=down, key=key, secret=secret))
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {helper}\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    # Requests fail as well, so that a new client is made, which asks.
-    bucket.proxy.set(Fault("reset", SHARD, after=500, skip=2, times=3), Fault("rate", SHARD, bytes_per_s=8000.0))
-
-    def pause():
-        while len(bucket.proxy.requests(SHARD)) < 2:
-            time.sleep(0.05)
-        down.touch()
-        asked = count.stat().st_size
-        time.sleep(3)
-        while count.stat().st_size == asked:
-            time.sleep(0.05)
-        down.unlink()
-        bucket.proxy.set()
-
-    thread = threading.Thread(target=pause)
-    thread.start()
-    try:
-        train_from(bucket, tmp_path / "run", location, "data.downloads=1")
-    finally:
-        thread.join(30)
-    assert_same(tmp_path / "run", from_disk)
-
-
-def plain_folder(bucket, location):
-    from train.s3 import S3Folder
-
-    folder = S3Folder(location, bucket.config())
-    folder.client = bucket.client
-    return folder
-
-
-# ---- bad input -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def refused(bucket, monkeypatch, tmp_path, capsys):
-    """What a run says that is refused: one line, after no patience."""
-    monkeypatch.setattr(storage, "MISSING_S", 0.0)
-    monkeypatch.setattr("train.data.prepared.MISSING_S", 0.0)
-    monkeypatch.setattr(s3_patience, "REFUSED_S", 0.0)
-
-    def message(data, *more):
-        settings = overrides(bucket, tmp_path / "refused", data, *more)
-        monkeypatch.setattr("sys.argv", ["train", *map(str, settings)])
-        code = attempt.attempt()
-        err = capsys.readouterr().err.strip().splitlines()
-        assert code == 2 and err[-1].startswith("error: ") and not any("Traceback" in line for line in err), err
-        return err[-1]
-
-    return message
-
-
-def test_no_such_bucket_and_nothing_prepared_there(bucket, refused, tmp_path):
-    assert "there is no bucket nowhere-at-all" in refused("s3://nowhere-at-all/data")
-    assert "holds no manifest.json" in refused(bucket.location("data"))
-
-
-def test_credentials_that_will_not_do(bucket, refused, shards, tmp_path, monkeypatch):
-    location = upload(bucket, shards)
-    key, secret = bucket.service.server.add_user("newcomer")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    assert "no permission to read it" in refused(location)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
-    assert "S3 does not know these credentials" in refused(location)
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    assert "no AWS credentials on this machine" in refused(location)
-
-
-def test_shards_that_are_not_what_the_manifest_says(bucket, refused, shards, tmp_path):
-    location = upload(bucket, shards)
-    content = bucket.get("data/train-00001.safetensors")
-    bucket.put("data/train-00001.safetensors", content[:-100])
-    message = refused(location)
-    assert f"train-00001.safetensors has {len(content) - 100} bytes, the manifest says {len(content)}" in message
-    bucket.client.delete_object(Bucket=bucket.name, Key="data/train-00001.safetensors")
-    assert "train-00001.safetensors is missing, but the manifest names it" in refused(location)
-
-
-def test_a_manifest_or_tokenizer_that_was_changed(bucket, refused, shards, tmp_path):
-    location = upload(bucket, shards)
-    manifest = bucket.get("data/manifest.json")
-    bucket.put("data/manifest.json", manifest.replace(b'"rows": 16', b'"rows": 17', 1))
-    assert "was changed after it was written" in refused(location)
-    bucket.put("data/manifest.json", manifest.replace(b'"format": 1', b'"format": 9'))
-    assert "format 9 is not 1" in refused(location)
-    bucket.put("data/manifest.json", manifest)
-    tokenizer = bucket.get("data/tokenizer/tokenizer.json")
-    bucket.put("data/tokenizer/tokenizer.json", tokenizer + b" ")
-    assert "is not the tokenizer that made the shards" in refused(location)
-    bucket.put("data/tokenizer/tokenizer.json", tokenizer)
-    assert "seq_len=64, but" in refused(location, "seq_len=64")
-
-
-def test_another_data_set_under_a_run_is_refused(bucket, refused, shards, prepared, tmp_path):
-    train_from(bucket, tmp_path / "run", upload(bucket, shards), "max_steps=3")
-    assert "is of another run (data: " in refused(upload(bucket, prepared, "other"), f"run_dir={tmp_path}/run")
+    bucket.proxy.set(Fault("stall", "train-", skip=1))  # one comes, and serves the first step
+    more = ["max_steps=1", "eval_every=null", "data.num_workers=2", "data.deadline_s=200", "data.verify=false"]
+    more += ["data.window_shards=1", "export=false", "data.attempt_s=100", "data.downloads=1"]
+    process = start_forked(["train", *overrides(bucket, tmp_path / "run", location, *more)], os.environ)
+    process.join(60)
+    assert process.exitcode == 0
+    assert losses(tmp_path / "run")
 
 
 OTHER_DATA = """
@@ -436,7 +99,358 @@ def test_ranks_that_read_different_data_are_refused(corpus, tmp_path):
     script = tmp_path / "other_data.py"
     script.write_text(OTHER_DATA)
     settings = train_overrides(tmp_path / "run", tmp_path / "dataRANK", "max_steps=2")
-    found = run_forked(launch(str(script), settings, ranks=2), os.environ)
-    assert found.returncode != 0
-    assert "error: rank 1 reads other data than rank 0 (id " in found.stderr
+    done = run_forked(launch(str(script), settings, ranks=2), os.environ)
+    assert done.returncode != 0
+    assert "error: rank 1 reads other data than rank 0 (id " in done.stderr
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(storage, "MISSING_S", 0.0)
+    for location, words in {
+        "s3://nowhere-at-all/data": "there is no bucket nowhere-at-all",
+        bucket.location("data"): "holds no manifest.json",
+    }.items():
+        monkeypatch.setattr("sys.argv", ["train", *map(str, overrides(bucket, tmp_path / "run", location))])
+        code = attempt.attempt()
+        *before, last = capsys.readouterr().err.strip().splitlines()
+        assert code == 2 and last.startswith("error: ") and words in last
+        assert not any("Traceback" in line for line in before)
+
+
+# ---- one shard ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(bucket, tmp_path):
+    """A shard larger than what a slow link brings in an attempt, and what fetches it to this machine."""
+    content = random.Random(0).randbytes(400_000)
+    bucket.put("data/large.safetensors", content)
+    shard = Shard("large.safetensors", 1, len(content), sha256_bytes(content))
+
+    def fetch_it(**times):
+        cfg = ShardsConfig(path="", **times)
+        source = S3Folder(bucket.location("data"), bucket.config())
+        Downloader(source, cfg, SimpleNamespace(shards=[shard]), Cache(tmp_path, cfg.deadline_s)).bring(shard)
+        return (tmp_path / shard.file).read_bytes() == content
+
+    return fetch_it
+
+
+FAULTS = {
+    "throttled at first": Fault("status", "large", times=6, code=503, error="SlowDown"),
+    "429, which the connector takes for final": Fault("status", "large", times=4, code=429, error="TooManyRequests"),
+    "a connection cut in the body": Fault("reset", "large", after=1000, times=5),
+    "no answer, twice": Fault("stall", "large", times=2),
+    "an answer that stops in the middle": Fault("stall", "large", after=700, times=2),
+    "a byte flipped on the way": Fault("flip", "large", after=900, times=2),
+    "credentials refused as expired, at first": Fault("status", "large", times=2, code=400, error="ExpiredToken"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_shard_comes_whole_through_faults(bucket, large, name):
+    bucket.proxy.set(FAULTS[name])
+    assert large(attempt_s=0.5, deadline_s=60.0)
+    assert [request for request in bucket.proxy.requests() if request.fault]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        (Fault("status", "large", code=404, error="NoSuchKey"), Unreachable, "it is not in the bucket"),
+        (Fault("status", "large", code=403, error="AccessDenied"), Unreachable, "S3 refuses access to it"),
+        (Fault("stall", "large"), Unreachable, r"not whole within 0.5 s \(data.attempt_s\)"),
+        (Fault("flip", "large", after=900), InputError, "it has sha256 .*, the manifest says .* 3 times"),
+    ],
+    ids=["missing", "forbidden", "stall", "flipped byte"],
+)
+def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, kind, message):
+    bucket.proxy.set(fault)
+    with pytest.raises(kind, match=f"^{bucket.location('data')}/large.safetensors: .*{message}"):
+        large(attempt_s=0.5, deadline_s=1.0 if kind is Unreachable else 60.0)
+
+
+def test_a_full_disk_is_named_and_its_space_given_back(large, monkeypatch, tmp_path):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(download.Part, "write", refuse)
+    with pytest.raises(Unreachable, match=f"large.safetensors: cannot be written to {tmp_path}: No space left on"):
+        large(attempt_s=0.5, deadline_s=0.5)
+    assert not list(tmp_path.glob(".large*"))
+
+
+def pieces(bucket):
+    """The first and the last byte of each request for a part of a shard. One for all of it asks for more."""
+    ranges = [request.range.removeprefix("bytes=") for request in bucket.proxy.requests("^GET .*large")]
+    asked = [tuple(map(int, text.split("-"))) for text in ranges]
+    return [(first, last) for first, last in asked if last < 400_000]
+
+
+def test_a_link_of_less_than_a_large_piece_in_an_attempt_brings_a_shard_all_the_same(bucket, large):
+    bucket.proxy.set(Fault("rate", "large", bytes_per_s=250_000))
+    assert large(attempt_s=1.0, deadline_s=20.0)
+    assert max(last - first for first, last in pieces(bucket)) < 250_000 < fetch.MAX_PIECE_BYTES
+
+
+def test_a_fast_link_is_asked_for_larger_and_larger_pieces(bucket, large):
+    bucket.proxy.set(Fault("stall", "large", times=1))
+    assert large(attempt_s=4.0, deadline_s=60.0)
+    sizes = [last - first + 1 for first, last in pieces(bucket)]
+    assert sizes[:3] == [fetch.MIN_PIECE_BYTES * factor for factor in (1, 2, 4)]
+
+
+def test_what_has_come_over_a_slow_link_is_kept_for_the_next_start(bucket, large):
+    bucket.proxy.set(Fault("rate", "large", bytes_per_s=100_000))
+    with pytest.raises(Unreachable, match=r"not whole within 1 s \(data.attempt_s\): 0.\d+ of 0.4 MB have come"):
+        large(attempt_s=1.0, deadline_s=3.0)
+    bucket.proxy.set()
+    assert large()
+    assert min(pieces(bucket))[0] > 0
+    bucket.proxy.set()
+    assert large() and not bucket.proxy.requests()
+
+
+def test_what_is_left_of_a_shard_and_wrong_is_fetched_again(large, tmp_path):
+    (tmp_path / ".large.safetensors.part").write_bytes(b"x" * 1000)
+    assert large()
+
+
+def test_an_object_that_became_shorter_than_what_has_come_is_named(bucket, large, tmp_path):
+    (tmp_path / ".large.safetensors.part").write_bytes(b"x" * 2000)
+    bucket.put("data/large.safetensors", b"x" * 1000)
+    with pytest.raises(InputError, match="has 1000 bytes, the manifest says 400000; it was damaged or repl.* 3 times"):
+        large(attempt_s=2.0, deadline_s=10.0)
+    assert not list(tmp_path.glob(".large*"))
+
+
+def test_two_processes_that_fetch_a_shard_do_not_write_the_same_file(large, tmp_path):
+    part = Part(tmp_path / ".large.safetensors.part")
+    part.begin()(b"of another process")
+    assert large()
+    assert part.path.read_bytes() == b"of another process"
+    part.close()
+
+
+# ---- credentials ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_credentials(monkeypatch):
+    """The connector reads the environment, and a client puts credentials there: afterwards all is as it was."""
+    for name in fetch.CREDENTIALS:
+        monkeypatch.setenv(name, "restores it")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(fetch, "put_here", {})
+
+
+def client_of(bucket):
+    return fetch.Client(S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1)
+
+
+def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, monkeypatch, tmp_path):
+    """A file of ~/.aws is read again for each new client, and a refusal as expired makes one."""
+    file, server, opened = tmp_path / "credentials", bucket.service.server, []
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    file.write_text(f"[default]\naws_access_key_id={server.key}\naws_secret_access_key=wrong\n")
+
+    class Counted(fetch.Client):
+        def __init__(self, *arguments, **options):
+            if opened:
+                file.write_text(file.read_text().replace("wrong", server.secret))
+            super().__init__(*arguments, **options)
+            opened.append(self.credentials[1])
+
+    monkeypatch.setattr(download, "Client", Counted)
+    assert large(attempt_s=5.0, deadline_s=60.0)
+    assert opened == ["wrong", server.secret]
+
+
+HELPER = """
+import datetime, json, os, sys
+if os.path.exists("{down}"):
+    sys.exit("no answer from the identity service")
+expiration = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=5)
+print(json.dumps(dict(Version=1, AccessKeyId="{key}", SecretAccessKey="secret", Expiration=expiration.isoformat())))
+"""
+
+
+def test_a_pause_of_the_service_that_gives_credentials_is_no_error(bucket, without_credentials, monkeypatch, tmp_path):
+    """boto3 renews them early, so it asks each time here. A client serves on; a new one is tried for again."""
+    helper, down = tmp_path / "helper.py", tmp_path / "down"
+    helper.write_text(HELPER.format(down=down, key="first"))
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {helper}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setattr(fetch, "ASK_EVERY_S", 0.0)
+    client = client_of(bucket)
+    assert not client.is_stale()
+    down.touch()
+    assert not client.is_stale()
+    with pytest.raises(Unreachable, match="there are no credentials: "):
+        client_of(bucket)
+    down.unlink()
+    helper.write_text(HELPER.format(down=down, key="second"))
+    assert client.is_stale() and client_of(bucket).credentials[0] == "second"
+
+
+# ---- what is read before a run --------------------------------------------------------------------------------------
+
+FILES = ["manifest.json", "tokenizer/tokenizer.json"]
+FIRST = "train-00000.safetensors"
+
+
+@pytest.fixture
+def data(bucket, prepared, tmp_path, monkeypatch):
+    """Prepared data in the bucket, and a way to open it in a new cache."""
+    monkeypatch.setattr(storage, "MISSING_PAUSE_S", 0.05)
+    location = upload(bucket, prepared)
+    bucket.proxy.set()
+    return lambda: PreparedData(ShardsConfig(path=location, cache_dir=str(tmp_path / "cache")), bucket.config())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_byte_that_changes_on_the_way_is_read_again(bucket, data, name):
+    bucket.proxy.set(Fault("flip", match=f"^GET .*{name}", after=500, times=2))
+    assert data().manifest.seq_len == SEQ_LEN
+    assert [seen.fault for seen in bucket.proxy.requests(name)] == ["flip", "flip", None]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_damaged_in_the_bucket_is_named_after_a_few_reads(bucket, data, name):
+    content = bytearray(bucket.get(f"data/{name}"))
+    content[500] ^= 1
+    bucket.put(f"data/{name}", bytes(content))
+    with pytest.raises(InputError, match=f"/data/{name} .*prepare (the data )?again"):
+        data()
+    assert len(bucket.proxy.requests(name)) == storage.READS
+
+
+@pytest.mark.parametrize("name", [*FILES, FIRST])
+def test_a_file_that_is_missing_for_a_moment_is_waited_for(bucket, data, log, name):
+    bucket.proxy.set(Fault("status", match=f"(GET|HEAD) .*{name}", code=404, error="NoSuchKey", times=4))
+    data().verify()
+    assert sum(seen.fault == "status" for seen in bucket.proxy.requests(name)) == 4
+    assert [line for line in log.messages if f"/data/{name} is missing; retried for" in line]
+
+
+@pytest.mark.parametrize("name", [*FILES, FIRST])
+def test_a_file_that_stays_missing_is_named_after_a_while(bucket, data, monkeypatch, name):
+    monkeypatch.setattr(storage, "MISSING_S", 0.1)
+    monkeypatch.setattr("train.data.shards.prepared.MISSING_S", 0.1)
+    bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{name}")
+    with pytest.raises(InputError, match=f"{name} is missing|holds no {name}"):
+        data().verify()
+
+
+def test_a_shard_of_another_length_is_named_before_it_is_fetched(bucket, data):
+    content = bucket.get(f"data/{FIRST}")
+    bucket.put(f"data/{FIRST}", content[:-100])
+    with pytest.raises(InputError, match=f"{FIRST} has {len(content) - 100} bytes, the manifest says {len(content)}"):
+        data().verify()
+
+
+# ---- a cache of several runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(bucket, shards, tmp_path):
+    """Opens the data set in one cache, and makes the supply of a run that reads all of it."""
+    location = upload(bucket, shards)
+
+    def open_it(**settings):
+        data = PreparedData(ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache", **settings), bucket.config())
+        rows = [shard.rows for shard in data.manifest.splits["train"]]
+        sampler = ShardSampler(rows, seed=0, global_batch_size=8, rank=0, world_size=1, windows=data.windows())
+        return data, lambda: data.supply(sampler, is_first_on_machine=True)
+
+    return open_it
+
+
+def all_tokens(data, split="train"):
+    reader = data.split(split)
+    return reader.rows(np.arange(len(reader))).tokens
+
+
+def damage(paths):
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+
+
+def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened, monkeypatch):
+    monkeypatch.setattr(fetcher, "TAKE_OVER_S", 0.1)
+    small = {"cache_gb": float(windowed(shards).partition("=")[2])}
+    whole, supply_whole = opened()
+    windows, supply_windows = opened(**small)
+    with supply_whole():
+        all_tokens(whole)
+        bucket.proxy.set()
+        other, supply = opened()
+        with supply():
+            all_tokens(other)
+        assert not bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")
+        with pytest.raises(InputError, match=r"another run uses .*, and not all of the data fits"):
+            supply_windows()
+    sizes = {shard.file: shard.bytes for shard in whole.manifest.shards}
+    with supply_windows():
+        eventually(
+            lambda: sum(sizes[path.name] for path in windows.folder.glob("*.safetensors")) <= small["cache_gb"] * 1e9
+        )
+        with pytest.raises(InputError, match=r"another run has .* for itself; give one of them its own data.cache_dir"):
+            supply_whole()
+
+
+def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, opened):
+    """It replaces what is damaged, fetches nothing else, and a file is never missing for the other run."""
+    first, supply = opened()
+    with supply():
+        right = all_tokens(first)
+        np.testing.assert_array_equal(right, all_tokens(PreparedData(ShardsConfig(path=str(shards)), S3Config())))
+        files = [first.folder / shard.file for shard in first.manifest.splits["train"]]
+        damaged, before = files[1::2], {path: path.stat().st_ino for path in files}
+        damage(damaged)
+        bucket.proxy.set(Fault("delay", "safetensors", seconds=0.2))
+        second, supply = opened()
+        with supply():
+            assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
+            np.testing.assert_array_equal(all_tokens(second), right)
+        asked = [
+            request.path.rpartition("/")[2] for request in bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")
+        ]
+        assert sorted(asked) == [path.name for path in damaged]
+        assert [path for path in files if path.stat().st_ino != before[path]] == damaged
+        assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
+
+
+def test_the_loss_of_the_fetching_process_is_named(opened, monkeypatch):
+    monkeypatch.setattr(fetcher.Fetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(cache, "STARTS_WITHIN_S", 0.5)
+    data, supply = opened()
+    with supply(), pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
+        all_tokens(data)
+
+
+def test_shards_read_without_a_run_are_compared_too(opened):
+    """Those that `python -m train.shards head` finds in the cache."""
+    read = [opened()[0] for _ in range(2)]
+    right = read[0].on_demand("validation").rows(np.arange(4)).tokens
+    damage([read[0].folder / read[0].manifest.splits["validation"][0].file])
+    np.testing.assert_array_equal(read[1].on_demand("validation").rows(np.arange(4)).tokens, right)
+
+
+def test_a_tokenizer_damaged_in_the_cache_is_replaced(opened, shards):
+    for name in TOKENIZER:
+        (opened()[0].folder / name).write_text("{}")
+        assert (opened()[0].folder / name).read_bytes() == (shards / name).read_bytes()
+
+
+def test_what_a_killed_download_left_is_removed_unless_another_process_writes_it(opened):
+    data, _ = opened()
+    killed, written = (data.folder / f".{data.manifest.shards[0].file}.part-{name}" for name in ("killed", "written"))
+    killed.touch()
+    with contextlib.closing(Part(written)) as part:
+        part.begin()(b"x")
+        opened()
+        assert not killed.exists() and written.exists()

@@ -1,7 +1,6 @@
-"""Prepared examples as batches: padding, buckets, and the same batches and results on any number of ranks."""
+"""Prepared examples as tensors: padding, lengths, and what goes to another process."""
 
 import pickle
-from itertools import islice
 
 import datasets
 import numpy as np
@@ -9,14 +8,13 @@ import pytest
 import torch
 
 from train.config import InputError
-from train.data.batches import Batches
-from train.data.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler
-from train.data.masking import IGNORE_INDEX
-from train.data.order import PADDING, EvalOrder, ShardSampler
-from train.data.token_rows import TokenRows
+from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.batches.masking import IGNORE_INDEX
+from train.data.records.token_rows import TokenRows
+from train.data.shards.order import PADDING
 
 ROWS, LENGTHS, PAD = 50, (8, 20), 1
-COLUMNS = {"labels": "label", "place": "row"}
+COLUMNS = {"labels": "label", "number": "row"}
 
 
 def made(num_rows, seed):
@@ -60,18 +58,18 @@ def token_rows(table, lengths=(20,), columns=COLUMNS, weights=None):
 def test_tensors_hold_the_rows_asked_for(table):
     items = np.array([[3, 4], [49, 3 + 2 * ROWS]])
     drawn = token_rows(table).draw(items)
-    assert sorted(drawn["inputs"]) == ["attention_mask", "input_ids", "labels", "place", "token_type_ids"]
+    assert sorted(drawn["inputs"]) == ["attention_mask", "input_ids", "labels", "number", "token_type_ids"]
     assert {tensor.dtype for tensor in drawn["inputs"].values()} == {torch.int64}
     assert drawn["inputs"]["labels"].shape == (2, 2)
-    for place, row in [((0, 0), 3), ((0, 1), 4), ((1, 0), 49), ((1, 1), 3)]:  # the last is of another epoch
+    for index, row in [((0, 0), 3), ((0, 1), 4), ((1, 0), 49), ((1, 1), 3)]:  # the last is of another epoch
         row = table[row]
         padding = 20 - row["length"]
         second = row["length"] - row["second_at"]
-        inputs = {name: tensor[place].tolist() for name, tensor in drawn["inputs"].items()}
+        inputs = {name: tensor[index].tolist() for name, tensor in drawn["inputs"].items()}
         assert inputs["input_ids"] == row["input_ids"] + [PAD] * padding
         assert inputs["attention_mask"] == [1] * row["length"] + [0] * padding
         assert inputs["token_type_ids"] == [0] * row["second_at"] + [1] * second + [0] * padding
-        assert (inputs["labels"], inputs["place"]) == (row["label"], row["row"])
+        assert (inputs["labels"], inputs["number"]) == (row["label"], row["row"])
     assert drawn["count"] == [2.0, 2.0] and isinstance(drawn["count"][0], float)
     assert drawn["tokens"] == [sum(table["length"][row] for row in rows) for rows in ([3, 4], [49, 3])]
 
@@ -83,7 +81,7 @@ def test_a_row_takes_the_first_length_it_fits_into(table):
     short = np.flatnonzero(lengths <= 8)[:4]
     drawn = data.draw(short[None] + 2**40 // ROWS * ROWS)  # of a late epoch
     assert drawn["inputs"]["input_ids"].shape == (1, 4, 8)
-    assert drawn["inputs"]["place"].tolist() == [short.tolist()]
+    assert drawn["inputs"]["number"].tolist() == [short.tolist()]
     long = np.array([[0, PADDING]]) + np.array([[1 << BUCKET_SHIFT, 0]])
     assert data.draw(long)["inputs"]["input_ids"].shape == (1, 2, 20)
 
@@ -121,11 +119,11 @@ def test_chosen_and_joined_tables_are_read_alike(table):
     other = made(9, 1)
     joined = datasets.concatenate_datasets([table, other])
     drawn = token_rows(joined).draw(np.array([[ROWS - 1, ROWS, ROWS + 8]]))["inputs"]
-    assert drawn["place"].tolist() == [[ROWS - 1, 0, 8]]
+    assert drawn["number"].tolist() == [[ROWS - 1, 0, 8]]
     assert drawn["input_ids"][0, 2, : other[8]["length"]].tolist() == other[8]["input_ids"]
     for chosen in ([41, 7, 8], range(10, 13)):
         drawn = token_rows(table.select(chosen)).draw(np.array([[2, 0]]))["inputs"]
-        assert drawn["place"].tolist() == [[chosen[2], chosen[0]]]
+        assert drawn["number"].tolist() == [[chosen[2], chosen[0]]]
         assert drawn["input_ids"][0, 0, : table[chosen[2]]["length"]].tolist() == table[chosen[2]]["input_ids"]
 
 
@@ -136,65 +134,6 @@ def test_another_process_gets_the_names_of_files(table):
     items = np.array([[0, 1]]) + (1 << BUCKET_SHIFT)
     there, here = pickle.loads(sent).draw(items)["inputs"], data.draw(items)["inputs"]
     assert all(torch.equal(there[name], here[name]) for name in here)
-
-
-def test_loader_processes_draw_the_same(table):
-    data = token_rows(table)
-    for method in ("fork", "forkserver"):
-        order = EvalOrder(ROWS, 4, 0, 1)
-        alone, beside = (
-            Batches(data, order, batch_size=4, num_workers=n, prefetch=2, pin_memory=False, start_method=method)
-            for n in (0, 1)
-        )
-        for one, other in zip(alone, beside, strict=True):
-            assert torch.equal(one["inputs"]["input_ids"], other["inputs"]["input_ids"])
-            assert (one["count"], one["tokens"]) == (other["count"], other["tokens"])
-
-
-@pytest.mark.parametrize("lengths", [(20,), LENGTHS])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_training_sees_the_same_global_batches(table, world_size, lengths):
-    data = token_rows(table, lengths)
-
-    def batches(ranks):
-        shares = []
-        for rank in range(ranks):
-            options = {"seed": 1, "global_batch_size": 12, "rank": rank, "world_size": ranks}
-            bucketed = len(lengths) > 1
-            order = BucketSampler(data.bucket_of, **options) if bucketed else ShardSampler([ROWS], **options)
-            size = 12 // ranks
-            loader = Batches(
-                data,
-                order.micro_batches(size),
-                batch_size=size,
-                num_workers=0,
-                prefetch=1,
-                pin_memory=False,
-                most_together=1,
-            )
-            shares.append([batch["inputs"]["input_ids"] for batch in islice(loader, 9)])
-        return [torch.stack(batch, 1).flatten(0, 1) for batch in zip(*shares, strict=True)]
-
-    found = batches(world_size)
-    assert {batch.shape[1] for batch in found} == set(lengths)
-    assert all(torch.equal(one, other) for one, other in zip(found, batches(1), strict=True))
-
-
-@pytest.mark.parametrize("lengths", [(20,), LENGTHS])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch_size", [4, 7])
-def test_evaluation_gives_each_result_once_and_in_order(table, world_size, batch_size, lengths):
-    data, shares = token_rows(table, lengths), []
-    for rank in range(world_size):
-        place = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-        order = BucketEvalOrder(data.bucket_of, **place) if len(lengths) > 1 else EvalOrder(ROWS, **place)
-        loader = Batches(
-            data, order, batch_size=batch_size, num_workers=0, prefetch=1, pin_memory=False, most_together=1
-        )
-        batches = [batch["inputs"] for batch in loader]
-        shares.append(np.concatenate([np.stack([b["place"], b["input_ids"][:, 0]], axis=1) for b in batches]))
-    wanted = [[row["row"], row["input_ids"][0]] for row in table]
-    assert order.merged(shares).tolist() == wanted
 
 
 def test_what_does_not_fit_is_refused(table):

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from types import SimpleNamespace
 
-import botocore.endpoint
 import pytest
 import torch
 from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
 
-from train import lease, recovery
+from train.attempt import recovery
 from train.checkpoints import saver as saver_module
-from train.checkpoints import store as store_module
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.checkpoints.unsent import adopt
-from train.config import CheckpointConfig, InputError, MLMConfig, ShardsConfig, TrainConfig
-from train.lease import LeaseLost
-from train.storage import open_folder
+from train.config import CheckpointConfig, InputError, ShardsConfig, TrainConfig
+from train.run_folder.lease import LeaseLost
+from train.storage import folders
+from train.storage.folders import open_folder
+from train.tasks.mlm import MLMConfig
 
 AWAY = Fault("status", match="/checkpoints/")
 MACHINE = "node-1"
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(botocore.endpoint, "time", SimpleNamespace(sleep=lambda _: None))
+def short_pauses(monkeypatch, pauses):
     monkeypatch.setattr(saver_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(saver_module, "LONGEST_PAUSE_S", 0.05)
 
@@ -78,8 +76,8 @@ def test_the_next_start_on_this_machine_uploads_it_and_goes_on_from_there(store,
     assert store.steps() == [3, 6] and copies(store) == []
     manifest, faults = newest_valid(store)
     assert (manifest.step, manifest.fence, faults) == (6, 2, [])
-    found = torch.load(store.place(manifest) / "model.pt", weights_only=True)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    uploaded = torch.load(store.path_of(manifest) / "model.pt", weights_only=True)
+    assert all(torch.equal(uploaded[name], value) for name, value in wanted.items())
 
 
 def test_a_start_that_fails_before_it_can_upload_hands_it_on(bucket, store, unsent):
@@ -104,15 +102,15 @@ def test_it_is_left_out_if_the_run_was_elsewhere_since(store, unsent, caplog, st
     assert [line for line in caplog.messages if f"the save of step 6 in {folder} is not uploaded" in line]
 
 
-@pytest.mark.parametrize("name", ["model.pt", FILE])
-def test_a_damaged_copy_is_left_out(store, unsent, caplog, name):
+@pytest.mark.parametrize(("name", "fault"), [("model.pt", "has sha256"), (FILE, "it was changed after")])
+def test_a_damaged_copy_is_left_out(store, unsent, caplog, name, fault):
     path = copies(store)[0] / name
     content = bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
     start(store, 2)
     assert store.steps() == [3]
-    assert [line for line in caplog.messages if name in line and "does not match" in line]
+    assert [line for line in caplog.messages if name in line and fault in line]
 
 
 def test_it_is_left_out_if_s3_has_as_new_a_step(store, unsent):
@@ -137,7 +135,7 @@ def test_a_newer_save_takes_the_place_of_the_copy(bucket, store, unsent):
 
 def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
     """A disk for one checkpoint."""
-    check_room = store_module.check_room
+    check_room = folders.check_room
 
     def one_alone(folder, num_bytes):
         check_room(folder, 0 if len(list(folder.parent.iterdir())) == 1 else 2**60)
@@ -152,14 +150,14 @@ def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog)
     bucket.proxy.set(Fault("status", match="^PUT .*/optimizer.pt", times=10))  # seven in the first attempt
     save(saver, 6, built(), patience_s=60.0)
     saver.wait()
-    assert [found.failure for found in saver.take()] == [None]
+    assert [result.failure for result in saver.take()] == [None]
     assert store.steps() == [6] and copies(store) == []
-    said = [line for line in caplog.messages if line.startswith("saving step 6: s3://")]
-    assert len(said) == 1 and all("S3 answers 503" in line and "tried again for up to" in line for line in said)
+    (line,) = [line for line in caplog.messages if line.startswith("saving step 6: s3://")]
+    assert "S3 answers 503" in line and "tried again for up to" in line
     assert len({key.split("/")[3] for key in bucket.keys("run/checkpoints/") if key.endswith(".pt")}) == 1
 
 
-def test_who_lost_the_run_folder_keeps_no_copy(store, unsent):
+def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
     def lost():
         raise LeaseLost("another job owns it now")
 
@@ -182,18 +180,5 @@ def test_the_last_save_is_not_tried_again_after_max_run_s():
     assert recovery.last_save_patience_s(cfg(max_run_s=1000.0), now_s) == 300.0
     assert 0 < recovery.last_save_patience_s(cfg(max_run_s=1000.0), now_s - 900) <= 100.0
     assert recovery.last_save_patience_s(cfg(max_run_s=1000.0), now_s - 2000) == 0.0
-    with pytest.raises(InputError, match="checkpoint.patience_s=-1 must be 0 or more"):
+    with pytest.raises(InputError, match="checkpoint.patience_s=-1.0 must be 0 or more"):
         CheckpointConfig(patience_s=-1.0)
-
-
-def test_a_lease_taken_here_after_one_of_this_machine_adopts(bucket, store, unsent):
-    """By real lease files: the first start, which made the copy, and the next."""
-    first = lease.Lease(store.folder, 60.0)
-    first.take()
-    first.release()
-    second = lease.Lease(store.folder, 60.0)
-    with second:
-        adopt(store.local, second)
-        assert (second.number, second.previous["host"]) == (2, platform.node())
-        store.send_kept(second.number)
-    assert store.steps() == [3, 6]

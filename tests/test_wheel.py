@@ -32,10 +32,10 @@ def test_every_tracked_file_of_the_packages_is_in_it(installed):
 
 def test_it_runs_from_another_folder(installed, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(installed)!r}); import train; print(train.__file__); "
-    code += "from train import cli; from train.config import TrainConfig; "
+    code += "from train.cli import compose as cli; from train.config import TrainConfig; "
     code += "print(cli.load_config(TrainConfig, ['experiment=demo']).max_steps)"
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    place, steps = found.stdout.split()
-    assert place.startswith(str(installed))
+    origin, steps = found.stdout.split()
+    assert origin.startswith(str(installed))
     assert int(steps) > 0

@@ -1,4 +1,4 @@
-"""`python -m train.convert to-arrow PLACE FOLDER | from-arrow FOLDER PLACE`: shards to and from Hugging Face data sets.
+"""`python -m train.convert to-arrow SOURCE FOLDER | from-arrow FOLDER OUTPUT`: shards to Hugging Face sets, and back.
 
 A data set in Arrow has the columns `tokens` (a list of seq_len ids), `pivot` and `same_document` of the shards
 (packing.py), and lies in a folder as `datasets.load_from_disk` reads it. Sequences that others have packed, with
@@ -16,17 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from train import cli
-from train.command import add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
-from train.data.packing import Rows
-from train.data.preparation import rows_of_shard
-from train.data.prepared import PreparedData
-from train.data.saved import load_saved
-from train.data.shards import SPLITS, Manifest, Shard, ShardSet
-from train.data.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
-from train.data.writer import write_manifest, write_shard
-from train.storage import local_path, make_folder, open_folder
+from train.data.records.saved import load_saved
+from train.data.shards.format import SPLITS, Manifest, Shard, ShardSet
+from train.data.shards.prepared import PreparedData
+from train.data.shards.writer import write_manifest, write_shard
+from train.data.text.packing import Rows
+from train.data.text.preparation import rows_of_shard
+from train.data.text.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
+from train.storage.folders import local_path, make_folder, open_folder
 
 ROWS_AT_ONCE = 16384  # held in memory
 
@@ -71,16 +70,16 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
     """Make shards of a data set of sequences. InputError if it does not hold sequences of one length."""
     import datasets
 
-    found = load_saved(source, str(source))
+    saved = load_saved(source)
     check(
-        isinstance(found, datasets.DatasetDict) and all(found.get(split) is not None for split in SPLITS),
+        isinstance(saved, datasets.DatasetDict) and all(saved.get(split) is not None for split in SPLITS),
         f"{source} must hold the splits {' and '.join(SPLITS)}: datasets.DatasetDict(train=..., validation=...)",
     )
     folder = open_folder(output, s3)
     check(not folder.names(), f"{output} is not empty; choose another folder")
     for split in SPLITS:
-        check_column(found[split], column, source)
-    lengths = {len(found[split][0][column]) for split in SPLITS}
+        check_column(saved[split], column, source)
+    lengths = {len(saved[split][0][column]) for split in SPLITS}
     check(len(lengths) == 1, f"{source}: sequences of {sorted(lengths)} tokens; all must have one length")
     seq_len = lengths.pop()
     publish_tokenizer(load_tokenizer(tokenizer), folder)
@@ -89,7 +88,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
     splits: dict[str, list[Shard]] = {}
     for split in SPLITS:
         splits[split] = []
-        for rows in pieces(found[split], column, seq_len, vocabulary.dtype, vocabulary.info.vocab_size):
+        for rows in pieces(saved[split], column, seq_len, vocabulary.dtype, vocabulary.info.vocab_size):
             if split == "train":
                 counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
             splits[split].append(write_shard(folder, f"{split}-{len(splits[split]):05d}.safetensors", rows))
@@ -102,7 +101,7 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
         splits=splits,
         tokenizer=vocabulary.info,
         counts={"tokens": int(counts.sum()), "unigram_entropy": round(float(-(share * np.log(share)).sum()), 6)},
-        config={"from_arrow": {split: len(found[split]) for split in SPLITS}},
+        config={"from_arrow": {split: len(saved[split]) for split in SPLITS}},
     )
 
 
@@ -163,12 +162,12 @@ def convert(options: argparse.Namespace, s3: S3Config) -> int:
         data = PreparedData(ShardsConfig(path=options.source, cache_dir=options.cache_dir), s3)
         to_arrow(data, local_path(options.output))
         print(f"{options.output}: datasets.load_from_disk reads it")
-        return cli.DONE
+        return DONE
     check(options.tokenizer is not None, "from-arrow needs --tokenizer, the one that made the ids")
     source = local_path(options.source)
     manifest = from_arrow(source, options.output, s3, tokenizer=options.tokenizer, column=options.column)
     print(f"{options.output}: {manifest.rows('train'):,} training sequences, id {manifest.id[:12]}")
-    return cli.DONE
+    return DONE
 
 
 if __name__ == "__main__":

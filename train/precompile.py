@@ -7,12 +7,12 @@ side by side; the run finds them in the cache. Exit codes as in cli: 0 all compi
 Not run on hardware. What is known of the tool is from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
 
-- it reads the list of graphs from what the run prints, so nothing of the run's output may be redirected;
-- it writes its results into the current folder: hence a folder of its own, which the run leaves by `env --chdir`;
-- its exit status is the number of failed graphs, or 1 for a failed run: the results tell one from the other;
-- `--command compile` takes every graph of the cache that waits, also those of other runs; only this run's count here.
-  Whether it takes failed ones again depends on --retry_failed_compilation, and no source shows that it always does:
-  so a graph counts as failed until the results or the cache's own files say otherwise.
+- it reads the list of graphs from the output of the run, so none of that may be redirected;
+- it writes its results to the current folder: it gets a folder of its own, which the run leaves by `env --chdir`;
+- its exit status is the number of failed graphs, or 1 for a failed run: the results distinguish the two;
+- `--command compile` compiles every waiting graph of the cache, those of other runs too; only this run's count here.
+  Whether it compiles failed ones again depends on --retry_failed_compilation, and no source shows that it always does:
+  so a graph counts as failed until the results or the files of the cache say otherwise.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from train import cli, machine
-from train.command import command_parser, guarded
+from train.cli import compose as cli
+from train.cli.command import command_parser, guarded
 from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan
-from train.launched import Launched, check_launch
+from train.host import machine
+from train.host.launched import Launched, check_launch
 
 TOOL = "neuron_parallel_compile"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
@@ -44,16 +45,16 @@ EXAMPLE = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of the run, and which of them this one is."""
+    """The machines of the run, and the number of this one."""
 
     count: int
     rank: int
-    master: str | None  # host name of machine 0; None: this machine is alone
+    master: str | None  # host name of machine 0; None: there is only this machine
 
 
 @dataclass(frozen=True)
 class Job:
-    """What will be run and with which variables added to the environment."""
+    """The command to run, and the variables that are added to the environment."""
 
     command: list[str]  # the short run, without the tool before it
     added: dict[str, str]
@@ -63,12 +64,12 @@ class Job:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    stuck = "interrupted; what was being compiled stays locked: add --clear-locks next time"
+    stuck = "interrupted; graphs that were being compiled stay locked: add --clear-locks next time"
     return guarded(lambda: run(parse(arguments)), interrupted=(stuck, cli.FAILED))
 
 
 def run(options: argparse.Namespace) -> int:
-    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # made only if something runs
+    work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # it is made only if a tool runs
     job = build_job(options, os.environ, work=work)
     describe(job)
     if options.dry_run:
@@ -95,17 +96,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine from 0 [SLURM_NODEID]")
     parser.add_argument("--master-addr", metavar="HOST", help="machine 0 [the first of Slurm's list]")
     parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="of several machines [29500]")
-    parser.add_argument("--retries", type=int, default=1, metavar="N", help="rounds over what failed to compile [1]")
-    parser.add_argument("--clear-locks", action="store_true", help="first; only while nothing else uses the cache")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run and stop")
+    parser.add_argument(
+        "--retries", type=int, default=1, metavar="N", help="rounds over graphs that failed to compile [1]"
+    )
+    parser.add_argument(
+        "--clear-locks", action="store_true", help="clear locks first; only while nothing else uses the cache"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command and its variables, and stop")
     return parser.parse_intermixed_args(arguments)
 
 
-# ---- what to run ---------------------------------------------------------------------------------------------------
+# ---- the job -------------------------------------------------------------------------------------------------------
 
 
 def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> Job:
-    """Check everything that can be checked without the tool. Raises InputError."""
+    """Make the job; InputError for all that can be checked without the tool."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cfg = cli.load_config(TrainConfig, options.overrides)
@@ -113,11 +118,11 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
     world = ranks * nodes.count
-    check_launch(cfg, Launched(world_size=world, local_world_size=ranks, is_distributed=True))  # as torchrun will say
+    check_launch(cfg, Launched(world_size=world, local_world_size=ranks, is_distributed=True))  # as under torchrun
     lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
-    plan = make_plan(cfg, world_size=world, rows=2**62)  # the data are not opened here: enough for all
+    plan = make_plan(cfg, world_size=world, rows=2**62)  # the data is not opened here: enough rows for every run
     added = environment(environ, instance=cfg.instance.name)
     fault = machine.cache_fault({**environ, **added})
     check(fault is None, fault or "")
@@ -131,9 +136,9 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
 
 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
-    """Overrides that make of any run one that meets every graph once, judges nothing and leaves nothing behind.
+    """Overrides that turn a run into a dry run, which meets every graph once and leaves nothing behind.
 
-    Model, task, optimizer and batches stay: they are the graphs, `lengths` of them, all among the first steps.
+    Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
     """
     return [
         f'run_dir="{run_dir}"',
@@ -143,7 +148,7 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
         "max_epochs=null",
         "optim.warmup_steps=null",  # a fixed number could be longer than the run
         f"log_every={LOG_EVERY}",
-        "eval_every=null",  # still once, at the end, for its graph
+        "eval_every=null",  # but the one at the end stays, for its graph
         "early_stop.patience=null",
         *("export=false", "best.export=false", "hub.push_to=null"),
         "tensorboard=false",
@@ -152,7 +157,7 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
 
 
 def find_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nodes:
-    """From the options, else from Slurm, else this machine alone."""
+    """The machines by the options, or else by Slurm, or else this machine alone."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
@@ -169,18 +174,18 @@ def find_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nodes
 
 def launch(nodes: Nodes, *, port: int, ranks: int, overrides: list[str], folder: Path) -> list[str]:
     """The command of the short run: torchrun in the user's folder, whatever folder the tool is in."""
-    place = ["--standalone"]
+    machines = ["--standalone"]
     if nodes.count > 1:
-        place = [f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}"]
-        place += [f"--master-addr={nodes.master}", f"--master-port={port}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc-per-node={ranks}"]
+        machines = [f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}"]
+        machines += [f"--master-addr={nodes.master}", f"--master-port={port}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *machines, f"--nproc-per-node={ranks}"]
     return ["env", f"--chdir={folder}", *torchrun, "-m", "train", *overrides]
 
 
 def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
-    """What the tool needs and the user did not set; compiler flags are appended to the user's.
+    """Variables that the tool needs and the user did not set; compiler flags are appended to the user's.
 
-    The other variables of machine.neuron_environment are the backend's to set, in this run as in the real one.
+    The backend sets the other variables of machine.neuron_environment, in this run as in the real one.
     """
     flags = machine.neuron_environment(environ, nodes=1, stochastic_rounding=False)["NEURON_CC_FLAGS"]
     wanted = {
@@ -189,13 +194,13 @@ def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
     }
     added = {name: value for name, value in wanted.items() if not environ.get(name)}
     path, here = environ.get("PATH", ""), str(Path(sys.executable).parent)
-    if here not in path.split(os.pathsep):  # python of an environment that is not activated: the tools are beside it
+    if here not in path.split(os.pathsep):  # the environment is not activated, and the tools are beside its python
         added["PATH"] = os.pathsep.join([path, here]) if path else here
     return {"NEURON_CC_FLAGS": flags, **added}
 
 
 def describe(job: Job) -> None:
-    """Say what will be run, with what, and how long it takes."""
+    """Print the command, its variables, and the sizes that make the graphs."""
     for name, value in job.added.items():
         print(f"{name}={shlex.quote(value)}")
     print(shlex.join([TOOL, *job.command]))
@@ -211,15 +216,15 @@ def describe(job: Job) -> None:
 
 
 def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
-    """Collect, compile, compile again what failed. Gives the exit code."""
+    """Collect graphs, compile them, and compile failed ones again; returns the exit code."""
     if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=job.work / "clear_locks") != 0:
         return fail(f"{TOOL} could not clear the locks of {job.cache}", job)
     num_locks = machine.count_cached(job.cache, "*.lock")
-    if num_locks:  # they keep their graphs from being compiled, in silence
+    if num_locks:  # a locked graph is silently not compiled
         print(f"{job.cache} holds {num_locks} locks: if nothing else compiles into it now, add --clear-locks")
     print(
         "compiling takes minutes a graph; Neuron reports 13 minutes for BERT-large on a trn1.32xlarge, 40 without "
-        "this. Losses and figures below are not real.",
+        "this. Losses and figures below mean nothing.",
         flush=True,
     )
     began_s = time.monotonic()
@@ -245,7 +250,7 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
     elif machine.count_cached(job.cache, "model.done") == 0:
         return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", job)
     else:
-        print(f"no new graph: the cache has them all ({took}), unless another machine is compiling them now")
+        print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")
     print(advice(job))
     shutil.rmtree(job.work, ignore_errors=True)
     return cli.DONE
@@ -258,26 +263,26 @@ def run_tool(arguments: list[str], environ: dict[str, str], *, folder: Path) -> 
 
 
 def fail(message: str, job: Job) -> int:
-    print(f"error: {message}\nwhat the tool and the short run wrote is in {job.work}", file=sys.stderr)
+    print(f"error: {message}\nfiles of the tool and of the short run are in {job.work}", file=sys.stderr)
     return cli.FAILED
 
 
 def read_results(folder: Path) -> dict[str, bool] | None:
-    """Graphs by the path of their HLO, True if compiled; None if the tool wrote no results that can be read."""
-    found: dict[str, bool] | None = None
+    """Whether each graph, by the path of its HLO, is compiled; None if the tool wrote no results that can be read."""
+    is_compiled: dict[str, bool] | None = None
     for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # the time is in the name
         try:
             report = json.loads(path.read_bytes())["compilation_report"]
             statuses = {str(graph): entry["status"] is True for graph, entry in report.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"{path.name} is not as {TOOL} wrote it in torch-neuronx 2.6 ({error!r}); passed over")
+            print(f"{path.name} is not as {TOOL} wrote it in torch-neuronx 2.6 ({error!r}); it is ignored")
             continue
-        found = {**(found or {}), **statuses}
-    return found
+        is_compiled = {**(is_compiled or {}), **statuses}
+    return is_compiled
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:
-    """Graphs that neither the results nor the cache beside them call compiled.
+    """Graphs that are compiled neither by the results nor by the files of the cache.
 
     torch-neuronx 2.9 may report a failure after a whole compilation (aws-neuron-sdk issue 1299).
     """
@@ -285,14 +290,14 @@ def find_failed(graphs: Mapping[str, bool]) -> list[str]:
 
 
 def advice(job: Job) -> str:
-    """Where the graphs are and what makes them useless."""
+    """Text on where the graphs are, and what makes them useless."""
     versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
     compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
     return (
-        f"cache: {job.cache}\nA graph is found again by its operations and shapes (model, task, optimizer, precision, "
+        f"cache: {job.cache}\nThe cache knows a graph by its operations and shapes (model, task, optimizer, precision, "
         f"seq_len, micro_batch_size={job.plan.micro_batch_size}, accumulation, world size {job.plan.world_size}), by "
-        f"NEURON_CC_FLAGS={shlex.quote(job.added['NEURON_CC_FLAGS'])} and by {compiler}: change one and it is compiled "
-        "anew. Start the run with the same NEURON_CC_FLAGS and NEURON_COMPILE_CACHE_URL."
+        f"NEURON_CC_FLAGS={shlex.quote(job.added['NEURON_CC_FLAGS'])} and by {compiler}: if one of these changes, "
+        "it is compiled again. Start the run with the same NEURON_CC_FLAGS and NEURON_COMPILE_CACHE_URL."
     )
 
 

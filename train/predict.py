@@ -1,5 +1,5 @@
 """`python -m train.predict MODEL --text "..." | --question "..." --context "..." | --input FILE [--output FILE]`:
-what a trained model says of new texts or questions.
+what a trained model answers to new texts or questions.
 
 MODEL is a run (its export, or else its best checkpoint), whose config.yaml says which columns to read and how, or a
 folder of transformers or Hub id with a head for labels or answers. One row comes out for each that goes in, in order:
@@ -14,37 +14,38 @@ import io
 import json
 import os
 import sys
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
-from train import cli
-from train.command import EXITS, REFUSED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, EXITS, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import (
     BackendConfig,
-    ClassifyConfig,
     ColumnsConfig,
     InputError,
-    QAConfig,
     RecordsConfig,
     S3Config,
     TrainConfig,
     check,
     check_choice,
 )
-from train.launched import launched
-from train.storage import Folder, is_s3, local_path, open_folder, telling
+from train.host.launched import launched
+from train.storage.folders import Folder, disk_errors, is_s3, local_path, open_folder
+from train.storage.whole import open_whole
+from train.tasks import TASKS, spec_of
+from train.tasks.spec import Origin, Prediction
 
 if TYPE_CHECKING:
-    from train.backend.ddp import DDP
-    from train.tasks.predictor import Predictor, Trained
+    from train.tasks.predictor import Trained
 
+PREDICTIONS = [spec.prediction for spec in TASKS.values() if spec.prediction is not None]
+INPUTS = {name: text for prediction in PREDICTIONS for name, text in prediction.inputs.items()}  # and flags' help
+OPTIONS = {name: text for prediction in PREDICTIONS for name, text in prediction.options.items()}
 ROWS_AT_ONCE, CHARS_AT_ONCE = 10_000, 2**24  # of the input, held in memory: whichever is less
 COLUMNS = [item.name for item in fields(ColumnsConfig)]
 Row = dict[str, Any]
@@ -53,24 +54,19 @@ Row = dict[str, Any]
 # ---- which model, and how its data is read -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Origin:
-    """`run`: its settings and folder; None for a model that is no run of ours."""
-
-    source: str  # folder of transformers, or Hub id
-    run: tuple[TrainConfig, Folder] | None
-    data: RecordsConfig  # how rows are read
-
-
 def find(options: argparse.Namespace, s3: S3Config) -> Origin:
-    from train.data.cache import cache_dir  # what needs torch comes after the checks of the flags
+    """The model that the flags name, and how its rows are read. InputError if there is none with a head."""
+    from train.data.shards.cache import cache_dir  # what needs torch comes after the checks of the flags
     from train.models.source import located
 
     run = find_run(options.model, s3)
     data = RecordsConfig(path="")
     if run is not None:
         cfg, _ = run
-        check(cfg.task.kind != "mlm", f"{options.model} is a pretraining: it has no head for labels or answers")
+        pretrains = spec_of(cfg.task).prediction is None
+        check(
+            not pretrains, f"{options.model} is a run of task={cfg.task.kind}: its model has no head that can be asked"
+        )
         assert isinstance(cfg.data, RecordsConfig)
         data = cfg.data
     given = {name: getattr(options, f"{name}_column") for name in COLUMNS}
@@ -81,10 +77,10 @@ def find(options: argparse.Namespace, s3: S3Config) -> Origin:
     return Origin(source, run, data)
 
 
-def find_run(place: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
-    if not is_s3(place) and not local_path(place).is_dir():
+def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
+    if not is_s3(location) and not local_path(location).is_dir():
         return None
-    folder = open_folder(place, s3)
+    folder = open_folder(location, s3)
     names = folder.names_here()
     if "config.yaml" not in names or "config.json" in names:
         return None
@@ -102,68 +98,58 @@ def precision_of(cfg: TrainConfig, folder: Folder) -> str:
     return "fp32" if used == "fp32" else "bf16" if used.startswith("bf16") else "auto"
 
 
-def threshold_of(origin: Origin, given: float | None) -> float | None:
-    """Of the odds of no answer: the one given, set, or found by the run's evaluation. None: there is always one."""
-    if given is not None or origin.run is None:
-        return given
-    cfg, folder = origin.run
-    assert isinstance(cfg.task, QAConfig)
-    if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
-        return cfg.task.null_threshold
-    try:
-        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["threshold"])
-    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InputError(
-            f"{folder.location}/evaluation.json names no threshold for no answer ({type(error).__name__}); give one: "
-            "--null-threshold 0"
-        ) from error
-
-
-def make_predictor(trained: Trained, origin: Origin, backend: DDP, options: argparse.Namespace) -> Predictor:
-    from train.tasks.predictor import AnswerPredictor, LabelPredictor
-
-    if isinstance(trained.task, ClassifyConfig):
-        return LabelPredictor(trained, backend)
-    threshold = threshold_of(origin, options.null_threshold)
-    return AnswerPredictor(trained, backend, lengths=origin.data.lengths, threshold=threshold)
-
-
 # ---- rows in -------------------------------------------------------------------------------------------------------
 
 
-def read_rows(options: argparse.Namespace, origin: Origin, trained: Trained, s3: S3Config) -> Iterator[Row]:
-    """Rows as read_texts gives them. InputError if they are not of the kind that the model is for."""
-    from train.data.raw import read_texts
-    from train.data.raw_files import is_named
+def read_rows(options: argparse.Namespace, trained: Trained, s3: S3Config) -> Iterator[Row]:
+    """Rows as read_texts gives them. InputError if they are not what the model reads."""
+    from train.data.records.raw import read_texts
+    from train.data.records.sources import is_named
 
-    kind, columns = trained.task.kind, origin.data.columns
-    wanted = {"classify": "--text or --input", "qa": "--question and --context, or --input"}[kind]
-    flag = "text" if kind == "classify" else "question"
-    ok = options.input is not None or getattr(options, flag) is not None
-    check(ok, f"{options.model} {'labels texts' if kind == 'classify' else 'answers questions'}: give {wanted}")
-    if origin.run is not None and kind == "classify":
-        learnt = origin.run[0].data
-        assert isinstance(learnt, RecordsConfig)
-        has_pair = (columns.text_pair if options.input else options.text_pair) is not None
-        was = "pairs of texts" if learnt.columns.text_pair else "single texts"
-        given = "--text-pair-column" if options.input else "--text-pair"
-        check(has_pair == (learnt.columns.text_pair is not None), f"{options.model} learnt {was}: see {given}")
+    origin, prediction, given = trained.origin, trained.prediction, inputs_given(options)
+    ok = options.input is not None or fits(prediction, given)
+    check(ok, f"{options.model} {prediction.verb}: give {flags(required(prediction))}, or --input")
+    if origin.run is not None:
+        trained_on = origin.run[0].data
+        assert isinstance(trained_on, RecordsConfig)
+        for name in prediction.optional:
+            has = getattr(origin.data.columns, name) is not None if options.input else name in given
+            was = getattr(trained_on.columns, name) is not None
+            check(
+                has == was,
+                f"{options.model} learnt {'with' if was else 'without'} {name}: see "
+                f"{flags([f'{name}_column' if options.input else name])}",
+            )
     if options.input is None:
-        return iter([typed(options)])
+        return iter([{"id": "0", **given}])
     form = options.format or ("auto" if is_named(options.input) else origin.data.format)
-    return read_texts(replace(origin.data, format=form), kind, options.input, s3, labels=trained.labels)
+    data = replace(origin.data, format=form)
+    return read_texts(data, trained.featurizer.kind, options.input, s3, labels=trained.labels)
 
 
-def typed(options: argparse.Namespace) -> Row:
-    """The row that the flags hold."""
-    from train.data.raw_files import unreadable
+def inputs_given(options: argparse.Namespace) -> dict[str, str]:
+    """The texts that the flags hold, by their columns. InputError for one that is empty or no text."""
+    from train.data.files.errors import unreadable
 
-    names = ("text", "text_pair", "question", "context")
-    row = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    for name, text in row.items():
-        bad = unreadable(text, "utf-8") or (None if text.strip() or name == "text_pair" else "it is empty")
-        check(bad is None, f"--{name.replace('_', '-')}: {bad}")
-    return {"id": "0", **row}
+    optional = {name for prediction in PREDICTIONS for name in prediction.optional}
+    given = {name: text for name in INPUTS if (text := getattr(options, name)) is not None}
+    for name, text in given.items():
+        bad = unreadable(text, "utf-8") or (None if text.strip() or name in optional else "it is empty")
+        check(bad is None, f"{flags([name])}: {bad}")
+    return given
+
+
+def required(prediction: Prediction) -> list[str]:
+    return [name for name in prediction.inputs if name not in prediction.optional]
+
+
+def fits(prediction: Prediction, given: Iterable[str]) -> bool:
+    """Whether a task's models read these inputs and no others."""
+    return set(required(prediction)) <= set(given) <= set(prediction.inputs)
+
+
+def flags(names: Iterable[str]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -204,16 +190,8 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        with telling("write", path):  # all that is done meanwhile names its own errors
-            with temporary.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with disk_errors("write", path), open_whole(path) as file:  # all that is done meanwhile names its own errors
+        yield file
 
 
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
@@ -236,20 +214,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--text", help="to label")
-    what.add_argument("--question", help="to answer from --context")
     what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet or SQuAD, s3:// too")
-    parser.add_argument("--text-pair", metavar="TEXT", help="the second text, for a model of pairs")
-    parser.add_argument("--context", metavar="TEXT", help="in which the answer is")
+    firsts = {next(iter(prediction.inputs)) for prediction in PREDICTIONS}
+    for name, text in INPUTS.items():
+        (what if name in firsts else parser).add_argument(flags([name]), metavar="TEXT", help=text)
+    for name, text in OPTIONS.items():
+        parser.add_argument(flags([name]), type=float, metavar="X", help=text)
     parser.add_argument("--output", metavar="FILE", help="to write: .jsonl or .csv; default: JSON lines to stdout")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="sequences at once (32)")
     parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
     parser.add_argument("--precision", help="fp32, bf16 or auto (the run's, or auto: bf16 where the hardware has it)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
-    parser.add_argument("--null-threshold", type=float, metavar="X", help="odds above which there is no answer")
-    parser.add_argument("--format", help="of an input whose name does not tell: csv, jsonl, parquet, squad")
+    parser.add_argument("--format", help="of an input whose name does not show it: csv, jsonl, parquet, squad")
     for name in COLUMNS:
-        flag = f"--{name.replace('_', '-')}-column"
+        flag = flags([f"{name}_column"])
         parser.add_argument(flag, metavar="NAME", help=f"of the input, for data.columns.{name}; empty: the default")
     add_s3_flags(parser)
     return run_flags(parser, arguments, predict)
@@ -260,8 +238,10 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     check(launched().world_size == 1, "train.predict is one process: start it without torchrun")
     check(options.batch_size > 0, f"--batch-size {options.batch_size} must be above 0")
     check(options.seq_len is None or options.seq_len > 0, f"--seq-len {options.seq_len} must be above 0")
-    check(options.text_pair is None or options.text is not None, "--text-pair goes with --text")
-    check((options.question is None) == (options.context is None), "--question and --context go together")
+    given = [name for name in INPUTS if getattr(options, name) is not None]
+    ok = any(fits(prediction, given) for prediction in PREDICTIONS) if options.input is None else not given
+    ways = [" ".join(f"[{flags([n])}]" if n in p.optional else flags([n]) for n in p.inputs) for p in PREDICTIONS]
+    check(ok, f"{flags(given)}: these flags do not go together; give {', or '.join(ways)}, or --input alone")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
     if options.format is not None:
         check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad"))
@@ -277,13 +257,12 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     origin = find(options, s3)
     precision = options.precision or (precision_of(*origin.run) if origin.run else "auto")
     backend = DDP(BackendConfig(device=options.device, precision=precision))
-    task, seq_len = (origin.run[0].task, origin.run[0].seq_len) if origin.run else (None, None)
-    trained = Trained.of(origin.source, task, options.seq_len or seq_len)
-    chunks = in_chunks(read_rows(options, origin, trained, s3))
+    trained = Trained.of(origin, options.seq_len)
+    chunks = in_chunks(read_rows(options, trained, s3))
     first = next(chunks, None)  # what is wrong with the columns shows before weights are read
     if first is None:
         raise InputError(f"{options.input} holds no row")
-    predictor = make_predictor(trained, origin, backend, options)
+    predictor = trained.predictor(trained, backend, {name: getattr(options, name) for name in OPTIONS})
     is_csv = path is not None and path.suffix == ".csv"
     with tqdm(unit=" sequences", unit_scale=True, disable=None) as bar, written_whole(path) as file:
         if is_csv:
@@ -293,7 +272,7 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
             file.write(csv_lines(lines, predictor.csv_columns) if is_csv else json_lines(lines))
     if metrics := predictor.metrics():
         print(metrics, file=sys.stderr if path is None else sys.stdout)
-    return cli.DONE
+    return DONE
 
 
 if __name__ == "__main__":

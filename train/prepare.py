@@ -1,11 +1,11 @@
 """`python -m train.prepare`: text to token shards (read, split, learn a tokenizer, tokenise, pack, write).
 
-The same text, settings, seed and number of parts give the same bytes. The work of a part can be killed and goes on
+The same text, settings, seed and number of parts give the same bytes. A part that was killed resumes
 after its last complete shard. `manifest.json` is written last, so a folder without it is unfinished and one with it is
 whole. Steps of one preparation:
 
-    claim      source.json says what is prepared here; whoever comes with other settings is refused
-    tokenizer  tokenizer/, made by the first that finds none
+    claim      source.json says what is prepared here; other settings are refused
+    tokenizer  tokenizer/, made if it is missing
     parts      train-00000.safetensors ..., and part-*.safetensors, where each part stands
     merge      manifest.json; part-*.safetensors are removed
 """
@@ -21,20 +21,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from train import cli, progress
+from train.cli import compose as cli
+from train.cli import progress
+from train.cli.progress import Stage
 from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
-from train.data.corpus import Corpus, open_corpus
-from train.data.documents import WHOLE, Part
-from train.data.encoding import Vocabulary
-from train.data.merge import TooLittleText, merge, remove_states
-from train.data.preparation import STATE_NAMES, Report, digest, prepare_part
-from train.data.processes import PartStopped, prepare_in_processes
-from train.data.shards import FORMAT, SPLITS, Manifest, read_manifest
-from train.progress import Stage
-from train.storage import Folder, canonical_json, open_folder, sha256_json
-from train.untrusted import BadContent, of_type, read_object
+from train.data.random_bits import text_uniform
+from train.data.shards.format import FORMAT, SPLITS, Manifest, read_manifest
+from train.data.text.corpus import Corpus, open_corpus
+from train.data.text.documents import WHOLE, Part
+from train.data.text.encoding import Vocabulary
+from train.data.text.merge import TooLittleText, merge, remove_states
+from train.data.text.preparation import STATE_NAMES, Report, prepare_part
+from train.data.text.processes import PartStopped, prepare_in_processes
+from train.storage.folders import Folder, canonical_json, open_folder, sha256_json
+from train.storage.untrusted import BadContent, of_type, read_object
 
-SAMPLED_PLACES = 64  # of a corpus that is larger than what the tokenizer is trained on
+SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
 
 
 USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.settings_parser(
         "train.prepare",
         PrepareConfig,
-        "Turn text into token shards for pretraining. A preparation that was killed goes on, a finished one is kept.",
+        "Turn text into token shards for pretraining. A preparation that was killed resumes, a finished one is kept.",
         examples=(
             "corpus=text 'corpus.path=\"texts/**/*.txt\"' output=data/mine seq_len=128 tokenizer.vocab_size=4000",
             "corpus=jsonl corpus.path=articles.jsonl corpus.column=body output=s3://bucket/mine processes=8",
@@ -62,7 +64,7 @@ def run(cfg: PrepareConfig) -> int:
         with progress.reported():
             manifest = prepare(cfg)
     except PartStopped as error:
-        print(f"error: {error}; the same command goes on", file=sys.stderr)
+        print(f"error: {error}; the same command resumes it", file=sys.stderr)
         return cli.FAILED
     if manifest is None:
         print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
@@ -77,7 +79,7 @@ def run(cfg: PrepareConfig) -> int:
 
 
 def prepare(cfg: PrepareConfig) -> Manifest | None:
-    """Prepare a corpus or a part of it, or go on with it, or find it done; None if the parts are still to be merged.
+    """Prepare a corpus or a part of it, resume it, or read what is there; None if the parts are still to be merged.
 
     Raises InputError if it cannot; what is not there then is a manifest.
     """
@@ -141,7 +143,7 @@ def shown(total_bytes: int | None) -> Iterator[Report]:
 
 
 def fingerprint(cfg: PrepareConfig, corpus: Corpus, num_parts: int) -> dict[str, Any]:
-    """All that decides the result; what two calls must share for one to go on with the other's work."""
+    """All that decides the result; what two calls must share for one to continue the other's work."""
     return {"settings": settings_of(cfg, num_parts), "input": corpus.fingerprint(), "format": FORMAT}
 
 
@@ -163,22 +165,22 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
             not names, f"output={folder.location} is not empty and not a preparation ({', '.join(names[:3])}); {hint}"
         )
         folder.create("source.json", canonical_json(wanted))
-    found = claimed(folder)
-    if found != json.loads(canonical_json(wanted)):
+    there = claimed(folder)
+    if there != json.loads(canonical_json(wanted)):
         raise InputError(
-            f"output={folder.location} holds a preparation with other settings ({difference(found, wanted)}); "
+            f"output={folder.location} holds a preparation with other settings ({difference(there, wanted)}); "
             "choose another output or remove the folder"
         )
 
 
 def claimed(folder: Folder) -> dict[str, Any]:
-    """source.json of a preparation; FileNotFoundError if there is none, InputError for one of another making."""
+    """source.json of a preparation; FileNotFoundError if there is none, InputError if it is damaged."""
     try:
-        found = read_object(folder.read("source.json"))
-        of_type(int, of_type(dict[str, Any], found.get("settings"), "settings").get("parts"), "settings.parts")
+        source = read_object(folder.read("source.json"))
+        of_type(int, of_type(dict[str, Any], source.get("settings"), "settings").get("parts"), "settings.parts")
     except BadContent as error:
         raise InputError(f"{folder.location}/source.json is damaged: {error}; choose another output") from error
-    return found
+    return source
 
 
 def claimed_parts(folder: Folder) -> int:
@@ -198,7 +200,7 @@ def difference(old: Any, new: Any, key: str = "") -> str:
 
 
 def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
-    """Leave the folder as it was, for a call with better settings, if a refused one has done nothing of use.
+    """Leave the folder as it was, for a call with better settings, if what is there is of no use.
 
     That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
     """
@@ -216,8 +218,8 @@ def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
 
 
 def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder) -> Vocabulary:
-    """The folder's tokenizer; made first if it is not there yet. Of several makers one succeeds, for all."""
-    from train.data import tokenizer as tokenizers  # brings transformers, which processes of a part do without
+    """The folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
+    from train.data.text import tokenizer as tokenizers  # brings transformers, which processes of a part do without
 
     if folder.size(tokenizers.PUBLISHED) is None:
         if cfg.tokenizer.pretrained is not None:
@@ -236,14 +238,14 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder) -> Vocabul
 def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
     """Training documents for the tokenizer.
 
-    All of them, or of a corpus that is larger than what the tokenizer reads, SAMPLED_PLACES stretches; where there is
-    no seeking, an even sample; of a stream whose size nobody knows, the first ones.
+    All of them, or for a corpus that is larger than what the tokenizer reads, SAMPLED_PARTS stretches. Without
+    seeking it is an even sample, and for a stream of unknown size the first documents.
     """
     wanted, total = cfg.tokenizer.train_bytes, corpus.total_bytes
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
     if total and share < 1 and corpus.seekable:
-        count = SAMPLED_PLACES * total // wanted
-        share, parts = 1.0, [Part(place * count // SAMPLED_PLACES, count) for place in range(SAMPLED_PLACES)]
+        count = SAMPLED_PARTS * total // wanted
+        share, parts = 1.0, [Part(number * count // SAMPLED_PARTS, count) for number in range(SAMPLED_PARTS)]
     num_documents, num_given = 0, 0
     progress.begin(Stage("reading text for the tokenizer", total, "bytes", has_bar=True))
     with tqdm(total=total, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
@@ -251,7 +253,7 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
             num_documents += 1
             bar.update(document.source_bytes)
             progress.advance(document.source_bytes)
-            split_at, sample_at = digest(document.text, cfg.seed)
+            split_at, sample_at = text_uniform(document.text, cfg.seed)
             if split_at >= cfg.validation_fraction and sample_at < share:
                 num_given += 1
                 yield document.text

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from train import cli
+from train.cli import compose as cli
 from train.config import RecordsConfig, TrainConfig, check
-from train.data.table_facts import best_lengths, padding_share
+from train.data.records.table_facts import best_lengths, padding_share
 
 if TYPE_CHECKING:
-    from train.data.tables import Tables
+    from train.data.records.tables import Tables
 
 MOST_LENGTHS = 3  # suggested: each is a graph more to compile
 
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(cfg: TrainConfig) -> int:
     check(
         isinstance(cfg.data, RecordsConfig),
-        f"task={cfg.task.kind} learns from shards, which python -m train.shards looks into; choose classify or qa",
+        f"task={cfg.task.kind} learns from shards, which python -m train.shards looks into; choose one that "
+        "learns from records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
     from train.tasks import build_task  # torch takes seconds to import: what is refused is refused before
@@ -70,7 +71,7 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
         yield f"  tokens    {', '.join(f'{name} {n:,}' for name, n in facts['length_quantiles'].items())}"
         for name, number in facts["notes"].items():
             yield f"  {name.replace('_', ' ')}: {number:,.10g}"
-        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {words(lengths)} tokens"
+        yield f"  padding   {padding_share(tables.lengths(split), lengths):.1%} of batches of {listed(lengths)} tokens"
         if facts["bad_rows"] or facts["left_out"]:
             yield f"  left out  {facts['bad_rows']:,} bad rows, {facts['left_out']:,} by data.label_map"
             yield from (f"    {example}" for example in facts["bad_examples"])
@@ -86,7 +87,7 @@ def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Ite
         yield f"saved to {cfg.data.save_to}"
 
 
-def words(lengths: Sequence[int]) -> str:
+def listed(lengths: Sequence[int]) -> str:
     return " or ".join(map(str, lengths))
 
 

@@ -1,4 +1,4 @@
-"""`python -m train.shards ls | verify | head | stats PLACE`: look into prepared data, on disk or in S3.
+"""`python -m train.shards ls | verify | head | stats LOCATION`: look into prepared data, on disk or in S3.
 
 Exit code 0: done, 1: `verify` found damage or S3 did not answer, 2: there is no prepared data to look into.
 """
@@ -14,25 +14,24 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from tqdm import tqdm
 
-from train import cli
-from train.command import EXITS, FAILED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
-from train.data.masking import IGNORE_INDEX, Masker
-from train.data.prepared import PreparedData
-from train.data.shards import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
-from train.data.tokenizer import load_tokenizer
-from train.storage import open_folder, sha256_file
+from train.data.batches.masking import IGNORE_INDEX, Masker
+from train.data.shards.format import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
+from train.data.shards.prepared import PreparedData
+from train.data.text.tokenizer import load_tokenizer
+from train.storage.folders import open_folder, sha256_file
 
-MASK_RATE, MAX_NGRAM = 0.15, 3  # of ALBERT, as conf/task/mlm.yaml
+MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's, as in conf/task/mlm.yaml
 MOST_AT_ONCE = 8  # shards that `verify` reads side by side
 ROWS_AT_ONCE = 65536  # that `stats` holds in memory
 RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
 
 
-def list_shards(place: str, manifest: Manifest) -> Iterator[str]:
-    """What the manifest says: a line for the set and one for each shard."""
+def list_shards(location: str, manifest: Manifest) -> Iterator[str]:
+    """What the manifest holds: a line for the set and one for each shard."""
     tokens = manifest.seq_len * sum(manifest.rows(split) for split in SPLITS)
-    yield f"{place}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
+    yield f"{location}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"
     yield f"tokenizer {manifest.tokenizer.sha256[:12]}, vocabulary {manifest.tokenizer.vocab_size:,}"
     for split in SPLITS:
         for shard in manifest.splits[split]:
@@ -60,7 +59,7 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> Iterator[str]:
-    """The first sequences of a split, decoded, and as a model sees them, with the places to predict marked."""
+    """The first sequences of a split, decoded, and as a model sees them, with the tokens to predict marked."""
     manifest, info = data.manifest, data.manifest.tokenizer
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     masker = Masker(
@@ -79,7 +78,7 @@ def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> I
     for row in rows:
         predicted = set(masked.positions[row][masked.labels[row] != IGNORE_INDEX].tolist())
         pieces = tokenizer.convert_ids_to_tokens(masked.input_ids[row].tolist())
-        marked = [mark(piece, place in predicted, colour=colour) for place, piece in enumerate(pieces)]
+        marked = [mark(piece, position in predicted, colour=colour) for position, piece in enumerate(pieces)]
         yield f"--- {split} {row}"
         yield tokenizer.decode(tokens[row].tolist())
         yield " ".join(marked)
@@ -125,11 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train.shards",
         "Look into prepared data, on disk or in S3: its files, checksums, sequences, or lengths and frequencies.",
         examples=("ls data/mine", "verify s3://bucket/mine", "head data/mine -n 5 --split validation"),
-        exits={**EXITS, FAILED: "verify has seen damage, or S3 did not answer"},
+        exits={**EXITS, FAILED: "verify found damage, or S3 did not answer"},
     )
     what = "list files; compare checksums; show sequences as text and as a model sees them; count"
     parser.add_argument("command", choices=("ls", "verify", "head", "stats"), help=what)
-    parser.add_argument("place", help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix")
+    parser.add_argument(
+        "location",
+        metavar="LOCATION",
+        help="what python -m train.prepare output=... wrote: a folder or s3://bucket/prefix",
+    )
     parser.add_argument("--split", choices=SPLITS, default="train", help="of head and stats (train)")
     parser.add_argument("-n", type=int, default=None, help="sequences of head (default 3), top tokens of stats (20)")
     add_s3_flags(parser)
@@ -139,14 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def look(options: argparse.Namespace, s3: S3Config) -> int:
     check(options.n is None or options.n > 0, f"-n {options.n} must be above 0")
     if options.command == "ls":
-        lines = list_shards(options.place, read_manifest(open_folder(options.place, s3)))
+        lines = list_shards(options.location, read_manifest(open_folder(options.location, s3)))
         print("\n".join(lines))
-        return cli.DONE
-    data = PreparedData(ShardsConfig(path=options.place, cache_dir=options.cache_dir), s3, looks=False)
+        return DONE
+    data = PreparedData(ShardsConfig(path=options.location, cache_dir=options.cache_dir), s3, looks=False)
     if options.command == "verify":
         faults = find_damage(data)
-        print("\n".join(faults) or f"{options.place}: all {len(data.manifest.shards)} shards are whole")
-        return cli.FAILED if faults else cli.DONE
+        print("\n".join(faults) or f"{options.location}: all {len(data.manifest.shards)} shards are whole")
+        return FAILED if faults else DONE
     if options.command == "head":
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         lines = show_rows(data, options.split, options.n or 3, colour=colour)
@@ -154,7 +157,7 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
         lines = describe(data, options.split, options.n or 20)
     for line in lines:
         print(line)
-    return cli.DONE
+    return DONE
 
 
 if __name__ == "__main__":

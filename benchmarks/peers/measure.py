@@ -140,7 +140,7 @@ def measure_large(name: str, corpus: Corpus, _: float) -> dict[str, Any]:
     """Our start at 90 % of ten million rows against one at 0 %. The rows are those of the corpus again and again: only
     the order is that of a large one. `name` is the number of shards in a window; 0 for all of them.
     """
-    from train.data.order import Windows
+    from train.data.shards.order import Windows
 
     window = int(name)
     windows = Windows(window) if window else Windows(LARGE_SHARDS, grow=True)

@@ -108,10 +108,10 @@ def ours(
     windows: Any = None,
 ) -> Iterator[Tensor]:
     """`shard_rows` in place of the corpus' own: a larger one, to time its order."""
-    from train.data.batches import Batches, MaskedRows
-    from train.data.masking import Masker
-    from train.data.order import ShardSampler
-    from train.data.shards import ShardSet, read_manifest
+    from train.data.batches.loader import Batches, MaskedRows
+    from train.data.batches.masking import Masker
+    from train.data.shards.format import ShardSet, read_manifest
+    from train.data.shards.order import ShardSampler
 
     manifest = read_manifest(corpus.place("ours"))
     shards = ShardSet(corpus.place("ours"), manifest, "train")
@@ -145,11 +145,11 @@ def ours(
 
 
 def write_ours(corpus: Corpus) -> None:
-    from train.data.packing import Rows as PackedRows
-    from train.data.prepared import TOKENIZER
-    from train.data.shards import TokenizerInfo
-    from train.data.writer import write_manifest, write_shard
-    from train.storage import LocalFolder, sha256_bytes
+    from train.data.shards.format import TokenizerInfo
+    from train.data.shards.prepared import TOKENIZER
+    from train.data.shards.writer import write_manifest, write_shard
+    from train.data.text.packing import Rows as PackedRows
+    from train.storage.folders import LocalFolder, sha256_bytes
 
     folder = LocalFolder(corpus.place("ours"))
     pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)
@@ -313,9 +313,7 @@ def nothing() -> None: ...
 
 
 def import_ours() -> None:
-    import train.data.batches
-    import train.data.order
-    import train.data.shards  # noqa: F401
+    pass
 
 
 def import_hf() -> None:

@@ -48,9 +48,9 @@ Build = Callable[[Corpus, Place, Path], AbstractContextManager[Iterator[Tensor]]
 @contextmanager
 def ours(corpus: Corpus, place: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
     from train.config import S3Config, ShardsConfig
-    from train.data.batches import Batches
-    from train.data.order import ShardSampler
-    from train.data.prepared import PreparedData
+    from train.data.batches.loader import Batches
+    from train.data.shards.order import ShardSampler
+    from train.data.shards.prepared import PreparedData
 
     cfg = ShardsConfig(path=place.location("ours"), cache_dir=str(cache))
     data = PreparedData(cfg, S3Config(endpoint=place.endpoint, region=REGION, path_style=True))
@@ -96,9 +96,9 @@ def again(loader: Any) -> Iterator[Tensor]:
 
 
 def import_ours() -> None:
-    import train.data.batches
-    import train.data.fetcher
-    import train.data.prepared  # noqa: F401
+    import train.data.batches.loader
+    import train.data.shards.fetcher
+    import train.data.shards.prepared  # noqa: F401
 
 
 LOADERS: dict[str, tuple[Callable[[], Any], Build]] = {

@@ -119,7 +119,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     import transformers
     from datasets import load_from_disk
 
-    from train.tasks import scores
+    from train.tasks.classify import scores
 
     facts, meter = json.loads((folder / "facts.json").read_text()), Meter()
     transformers.set_seed(seed)

@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
                 return
             if broken is not None:
                 raise Answer(broken, {"error": "as the test wants it"})
-            raise self.found(unquote(urlsplit(self.path).path), body)
+            raise self.route(unquote(urlsplit(self.path).path), body)
         except Answer as answer:
             request.status = answer.status
             content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
@@ -123,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
 
-    def found(self, path: str, body: bytes) -> Answer:
+    def route(self, path: str, body: bytes) -> Answer:
         for method, pattern, act in ROUTES:
             match = re.fullmatch(pattern, path)
             if match is not None and self.command in method:

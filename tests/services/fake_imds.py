@@ -108,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
-        except ConnectionError:  # who asked has given up by now
+        except ConnectionError:  # the client has given up by now
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:

@@ -307,8 +307,8 @@ def with_etag(answer: Head, body: bytes, asked: bytes) -> bytes:
     parts = re.findall(rb"[0-9a-f]{32}", asked)
     digest = hashlib.md5(bytes.fromhex(b"".join(parts).decode())).hexdigest()
     tag = f"<ETag>&quot;{digest}-{len(parts)}&quot;</ETag>".encode()
-    mended = body.replace(b"<ETag></ETag>", tag)
-    return re.sub(rb"(?i)(content-length: *)\d+", rb"\g<1>%d" % len(mended), answer.raw) + mended
+    fixed = body.replace(b"<ETag></ETag>", tag)
+    return re.sub(rb"(?i)(content-length: *)\d+", rb"\g<1>%d" % len(fixed), answer.raw) + fixed
 
 
 async def main(port: int, upstream_port: int) -> None:

@@ -1,119 +1,103 @@
-"""On what device a run runs: the door between the loop and the hardware, and the table of backends.
+"""The device that a run trains on: the door between the engines and the hardware, and the table of backends.
 
-Values between ranks go two ways: gradients over the device's own collectives inside `wrap`, and a few plain numbers a
-step over the hosts (gloo), so that no decision of the loop has to wait for a device.
+Ranks exchange values in two ways: gradients by the device's own collectives (`Reducer`), and a few plain numbers
+between the hosts (`train.ranks.World`), so that no decision of the loop waits for a device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from train import machine
 from train.config import BackendConfig, InstanceConfig, check
-from train.launched import launched
+from train.host import machine
+from train.host.launched import launched
 
 if TYPE_CHECKING:
+    from train.backend.base import Work
     from train.backend.graphs import Graphs
-    from train.data.batches import Batch
+    from train.backend.nonfinite import Skips
+    from train.data.batches.loader import Batch
+    from train.ranks import World
 
 logger = logging.getLogger("train")
-Result = TypeVar("Result")
 State = dict[str, Any]  # tensors and plain containers
 
 
+class Reducer(Protocol):
+    """Adds the gradients of a replicated model over the ranks, once a step."""
+
+    module: nn.Module  # the model as forward passes call it
+
+    def begin(self, count: float) -> None:
+        """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """The context of one micro batch, forward and backward. Only the last one of a step reduces the gradients."""
+
+    def finish(self) -> Tensor:
+        """Reduce what is not yet reduced. Returns the divisor [1], on the device, that makes the gradients those of the
+        mean over the labels of all ranks; 0 if there are no labels.
+        """
+
+
 class Backend(Protocol):
-    """Every verb that takes part in a collective is called by all ranks, in the same order."""
+    """The verbs of a device. All ranks call those that are collectives, in the same order."""
 
     name: str
     device: torch.device
     device_name: str
     precision: str  # what was chosen: fp32, bf16, ...
     adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
-    monitor_kind: str  # what to read utilisation from: neuron | nvidia | cpu
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
+    monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
+    world: World  # the ranks, over the hosts
+    work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
+    skips: Skips  # steps that changed nothing; set once a model has moved
 
-    def wrap(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> nn.Module:
-        """Put the model on the device; its gradients will be reduced over the ranks once a step. `lengths`: how many
-        shapes batches have.
+    def move(self, model: nn.Module) -> None:
+        """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device."""
+
+    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> Reducer:
+        """The reducer of a model that has moved and is the same on all ranks. `accumulation`: micro batches of a step;
+        `lengths`: how many shapes batches have.
         """
 
-    def own(
-        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
-    ) -> torch.optim.Optimizer:
-        """The optimizer to step with, made of the one given, once weights and state are as the first step finds them.
-        Raises RuntimeError unless it holds exactly these parameters.
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Called once weights and optimizer are as the first step finds them. Raises RuntimeError unless the optimizer
+        holds exactly these parameters.
         """
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> State:
-        """Its state_dict() with whole tensors and without settings, complete on rank 0."""
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches with their inputs on the device."""
+        """The batches with their inputs on the device."""
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Forward passes run in the run's precision inside."""
+        """Inside, forward passes run in the run's precision."""
 
-    def timed(self) -> AbstractContextManager[Any]:
-        """Inside runs work of this rank alone, without a collective."""
-
-    def take_work_s(self) -> float:
-        """Seconds that `timed` work took since this was last asked for; to be called when the device has been waited
-        for. Where the device cannot be asked, those of the host.
+    def update(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: Callable[[], Tensor]
+    ) -> Tensor:
+        """Clip, step, clear the gradients. `clip` returns the global norm before clipping, [] on the device, which this
+        returns too. If it is NaN or infinite, weights, moments and step counts stay as they are, on all ranks.
         """
 
-    def accumulate(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Inside runs one micro batch, forward and backward. Gradients stay local but for the last of a step."""
-
-    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Clip, update, clear the gradients. Gives the gradients' global norm before clipping, left on the device. If
-        that is NaN or infinite, weights, moments and step counts stay as they are, on all ranks.
-        """
-
-    def skipped(self) -> tuple[int, int]:
-        """Steps that changed nothing, because their norm was not finite: of this process, and of the last in a row.
-        Waits for the device.
-        """
-
-    def known_skips(self) -> int:
-        """Steps up to the last one that changed nothing, in a row, as far as the host knows without waiting for the
-        device: 0 where it does not. The same on all ranks.
-        """
-
-    def reset_skips(self) -> None:
-        """None of the last steps counts as skipped any more: the run has gone back behind them."""
+    def cut(self) -> None:
+        """Bring weights and optimizer to the device after a rollback, before the next step begins."""
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the host. Waits for the device."""
 
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Copy each tensor to the buffer of its shape and type. Waits for the device."""
+
     def graphs(self) -> Graphs:
         """What was compiled and executed; zeros where nothing is."""
-
-    def check_same(self, parameters: list[nn.Parameter]) -> None:
-        """Raises RuntimeError if the ranks hold different weights (a few small ones are compared, on the hosts)."""
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Numbers added over all ranks, on the hosts."""
-
-    def gather(self, value: State) -> list[State]:
-        """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
-
-    def share(self, value: Result) -> list[Result]:
-        """Every rank's value in rank order, on all ranks."""
-
-    def broadcast(self, value: int) -> int:
-        """Rank 0's value, on all ranks."""
 
     def seed(self, seed: int) -> None:
         """Random numbers of this rank (dropout): a function of seed and rank."""
@@ -122,23 +106,10 @@ class Backend(Protocol):
 
     def set_rng_state(self, state: State) -> None: ...
 
-    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Copy each tensor to the buffer of its shape and type. Waits for the device."""
-
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write tensors and plain containers that are on the host, readable by every backend. A thread of rank 0 calls
-        it, while the others train: it may not touch the device.
+        """Write tensors and plain containers that are on the host, for `train.backend.base.load`. A thread of rank 0
+        calls it while the ranks train: it may not touch the device.
         """
-
-    def load(self, path: Path) -> State: ...
-
-    def settle(self) -> None:
-        """Weights and optimizer were put back while it trains: bring them to the device before the next step begins."""
-
-    def in_turn(self) -> AbstractContextManager[None]:
-        """A few ranks of a machine at a time inside, so that its memory does not hold a checkpoint for each."""
-
-    def barrier(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -146,28 +117,28 @@ class Backend(Protocol):
 def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool = False) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
-    `collects`: only graphs are wanted, the numbers that come back mean nothing.
+    `collects`: the run only collects graphs, and the numbers that come back mean nothing.
     """
     wanted = instance.device
     check(
         wanted is None or cfg.device in ("auto", wanted),
-        f"instance={instance.name} is for its {wanted} devices, backend.device={cfg.device} is not; say instance=local",
+        f"instance={instance.name} has {wanted} devices, but backend.device={cfg.device}; set instance=local",
     )
     cfg = replace(cfg, device=wanted or cfg.device)
     kind = machine.instance_type()
     if kind.startswith("trn"):
         check(
             cfg.device == "cpu" or bool(machine.neuron_devices()),
-            f"this is a {kind} without /dev/neuron0: its driver is not loaded (python -m train.doctor); say "
-            "backend.device=cpu if the CPU is meant",
+            f"this is a {kind} without /dev/neuron0: its driver is not loaded (python -m train.doctor); set "
+            "backend.device=cpu to train on the CPU",
         )
         if instance.name == "local":
-            logger.warning("this is a %s: instance=%s would check the ranks and give MFU and cost", kind, kind)
+            logger.warning("this is a %s: set instance=%s to check the ranks and report MFU and cost", kind, kind)
     name = cfg.name
     if name == "auto":
         has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))
         name = "xla" if has_neuron else "ddp"
-    # Each backend's imports are paid by its own runs.
+    # The modules are imported here, so that a run pays for its own backend alone.
     if name == "xla":
         from train.backend import xla_environment
 

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite
+from train.backend.base import RANK_STRIDE, Base, Work
 from train.backend.graphs import Graphs
-from train.backend.hosts import RANK_STRIDE, Hosts
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 
 if TYPE_CHECKING:
-    from train.backend import State
-    from train.data.batches import Batch
+    from train.backend import Reducer, State
+    from train.data.batches.loader import Batch
 
 
-class DDP(Hosts):
+class DDP(Base):
     """See `train.backend.Backend`."""
 
     name = "ddp"
     adamw = {"fused": True}
-    skips_on_device = False  # whether a step may not wait for its norm
+    skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
 
     def __init__(self, cfg: BackendConfig) -> None:
         super().__init__()
-        self.device = pick_device(cfg.device, self.local_rank, self.local_world_size)
+        world = self.world
+        self.device = pick_device(cfg.device, world.local_rank, world.local_size)
         is_cuda = self.device.type == "cuda"
         self.pin_memory = is_cuda
         self.skips_on_device = is_cuda
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if is_cuda:
+            self.work = CudaWork()
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
         self.precision = pick_precision(cfg.precision, self.device)
         self.compresses = cfg.grad_compression == "bf16"
@@ -46,34 +49,25 @@ class DDP(Hosts):
         self.recomputes = cfg.activation_checkpointing
         if is_cuda:
             torch.cuda.set_device(self.device)
-        if self.is_distributed:
-            names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-            join(names, cfg.timeout_s or 600)
-            seen = self.sum([1.0])[0]
-            if seen != self.world_size:
-                raise RuntimeError(f"{seen:g} ranks answered, WORLD_SIZE says {self.world_size}")
+        if world.is_distributed:
+            join("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or 600)
+            answers = world.sum([1.0])[0]
+            if answers != world.size:
+                raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
 
-    def wrap(self, model: Any, *, accumulation: int, lengths: int = 1) -> nn.Module:
+    def move(self, model: Any) -> None:
         tied = guards.tied_names(model)
         model.to(self.device)
         guards.tie(model, tied)
         guards.check_tied(model, tied)
-        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"))
+        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.read)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
-        if not self.is_distributed:
-            whole: nn.Module = model
-            return whole
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            broadcast_buffers=False,  # constants (position ids) only
-            gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
-            static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
-        )
-        if self.compresses:
-            wrapped.register_comm_hook(None, bf16_compress_hook)
-        return wrapped
+
+    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> Reducer:
+        if not self.world.is_distributed:
+            return NoReducer(model, self.device)
+        return DDPReducer(model, self.device, self.world.size, accumulation, compresses=self.compresses)
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -83,40 +77,17 @@ class DDP(Hosts):
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        if self.device.type != "cuda":
-            with super().timed():
-                yield
-            return
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        events[0].record()
-        yield
-        events[1].record()
-        self.events.append(events)
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        guards.check_owned(optimizer, parameters)
 
-    def take_work_s(self) -> float:
-        taken_s = super().take_work_s() + sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
-        self.events.clear()
-        return taken_s
-
-    def accumulate(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
-        if is_last or not isinstance(model, DistributedDataParallel):
-            return nullcontext()
-        return model.no_sync()
-
-    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm is not None else float("inf"))
+    def update(
+        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: Callable[[], Tensor]
+    ) -> Tensor:
+        norm = clip()
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
         self.skips.see(norm)
         optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def own(
-        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float | None
-    ) -> torch.optim.Optimizer:
-        guards.check_owned(optimizer, parameters)
-        return optimizer
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
@@ -131,7 +102,7 @@ class DDP(Hosts):
         return Graphs()
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed + RANK_STRIDE * (self.rank + 1))  # all devices
+        torch.manual_seed(seed + RANK_STRIDE * (self.world.rank + 1))  # all devices
 
     def rng_state(self) -> State:
         state = {"cpu": torch.get_rng_state()}
@@ -148,9 +119,78 @@ class DDP(Hosts):
         torch.save(state, file)
 
 
+class NoReducer:
+    """The reducer of a single process, whose gradients are those of all ranks. See `train.backend.Reducer`."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.module: nn.Module = model
+        self.device = device
+
+    def begin(self, count: float) -> None:
+        self.count = torch.tensor([float(count)]).to(self.device)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def finish(self) -> Tensor:
+        return self.count
+
+
+class DDPReducer(NoReducer):
+    """Averages gradients during the last backward pass and adds up the count beside them."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, world_size: int, accumulation: int, *, compresses: bool
+    ) -> None:
+        super().__init__(model, device)
+        self.world_size = world_size
+        self.replica = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,  # constants (position ids) only
+            gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
+            static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
+        )
+        self.module = self.replica
+        if compresses:
+            self.replica.register_comm_hook(None, bf16_compress_hook)
+
+    def begin(self, count: float) -> None:
+        super().begin(count)
+        self.adding = dist.all_reduce(self.count, async_op=True)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else self.replica.no_sync()
+
+    def finish(self) -> Tensor:
+        self.adding.wait()
+        return self.count / self.world_size  # as the gradients are
+
+
+class CudaWork(Work):
+    """Seconds of this rank's own work, timed by the device. `take_s` is called once the device has been waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        self.events.append(events)
+
+    def take_s(self) -> float:
+        taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
+        self.events.clear()
+        return taken_s
+
+
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:
     check(
-        name != "neuron", "backend=ddp runs on CPUs and CUDA; on trn1 say backend=xla, on trn2 and trn3 backend=neuron"
+        name != "neuron", "backend=ddp runs on CPUs and CUDA; set backend=xla on trn1, backend=neuron on trn2 and trn3"
     )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""A budget for compiled graphs: on Trainium each one is minutes of compilation, and an unforeseen one a mistake."""
+"""A budget for compiled graphs: on Trainium each one takes minutes to compile, and an unforeseen one is a mistake."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from train.backend.guards import Shapes
 
 if TYPE_CHECKING:
-    from train.data.batches import Batch
+    from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
 
@@ -27,11 +27,11 @@ class GraphBudget:
         self.compiled, self.is_fatal = compiled, is_fatal
         self.limit = 0  # set once the model is known
         self.base: int | None = None
-        self.told = 0
+        self.reported = 0
         self.shapes = Shapes()  # of the stream that changed them last
 
     def start(self) -> None:
-        """From here on counts, unless it does already: what came before is set-up."""
+        """Begin to count, unless that has begun: what came before is set-up."""
         if self.base is None:
             self.base = self.compiled()
 
@@ -40,16 +40,16 @@ class GraphBudget:
         return 0 if self.base is None else self.compiled() - self.base
 
     def forgive(self, number: int) -> None:
-        """Not to count so many of those compiled: they were part of no step."""
+        """Do not count so many of the compiled graphs: they were part of no step."""
         if self.base is not None:
             self.base += number
 
     def check(self) -> None:
-        """Raises RuntimeError (or warns, once a graph) if there are more graphs than allowed, with the likely cause."""
+        """Raise RuntimeError (or warn, once a graph) and give the likely cause if too many graphs were compiled."""
         used = self.used
-        if used <= max(self.limit, self.told):
+        if used <= max(self.limit, self.reported):
             return
-        self.told = used
+        self.reported = used
         message = (
             f"graph {used} was compiled, {self.limit} are expected (backend.max_graphs); {self.shapes.last_change()}"
         )
@@ -59,7 +59,7 @@ class GraphBudget:
 
 
 class Watched:
-    """Batches for a loader thread, which would take an exception for the end of the data and say nothing."""
+    """Batches for a loader thread, which would silently take an exception for the end of the data."""
 
     def __init__(self, batches: Iterable[Batch], budget: GraphBudget) -> None:
         self.batches, self.budget = batches, budget
@@ -76,6 +76,6 @@ class Watched:
             self.failure = error
 
     def raise_failure(self) -> None:
-        """In the training thread, once the loader says that the data has ended."""
+        """Raise the exception of the loader thread. The training thread calls it after the last batch."""
         if self.failure is not None:
             raise self.failure

@@ -1,4 +1,4 @@
-"""Checks of what goes wrong without an error: each of these has cost somebody a run that looked healthy."""
+"""Checks of what goes wrong without an error: each of these faults has cost somebody a run that looked healthy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tied_names(model: nn.Module) -> Tied:
 
 
 def tie(model: nn.Module, tied: Tied) -> None:
-    """Make each group one parameter again. Moving a module to an XLA device copies each name's tensor by itself,
+    """Make each group one parameter again. A module that is moved to an XLA device has a copy for each name,
     https://github.com/pytorch/xla/issues/2719.
     """
     for first, *others in tied:
@@ -35,15 +35,15 @@ def tie(model: nn.Module, tied: Tied) -> None:
 
 
 def check_tied(model: nn.Module, tied: Tied) -> None:
-    """Raises RuntimeError if parameters that were one are now several: they would be trained apart."""
-    found = tied_names(model)
+    """Raise RuntimeError if parameters that were one are now several: they would be trained apart."""
+    still_tied = tied_names(model)
     for group in tied:
-        if not any(set(group) <= set(other) for other in found):
+        if not any(set(group) <= set(other) for other in still_tied):
             raise RuntimeError(f"{' and '.join(group)} were one weight and are no longer, after the move to the device")
 
 
 def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises RuntimeError unless the optimizer holds exactly the model's parameters, by identity: one built before the
+    """Raise RuntimeError unless the optimizer holds exactly the model's parameters, by identity: one built before the
     move to the device updates tensors that nobody reads, https://github.com/pytorch/xla/issues/6861.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -56,19 +56,19 @@ def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parame
 
 
 def check_world(*, launched: int, device: int, group: int, ones: float) -> None:
-    """Raises RuntimeError unless the launcher, the device runtime, the process group and a sum of ones agree: ranks
-    that do not know of each other train one model each, https://github.com/pytorch/xla/issues/5438.
+    """Raise RuntimeError unless the launcher, the device runtime, the process group and a sum of ones agree: ranks that
+    do not know of each other train one model each, https://github.com/pytorch/xla/issues/5438.
     """
     if not launched == device == group == ones:
         raise RuntimeError(
             f"the launcher started {launched} ranks, the device runtime sees {device}, the process group {group}, and "
-            f"ones summed over the ranks give {ones:g}: they would train apart. Start by torchrun, one rank a core, "
-            "and see python -m train.doctor"
+            f"ones summed over the ranks give {ones:g}: they would train apart. Start the run by torchrun, one rank a "
+            "core, and see python -m train.doctor"
         )
 
 
 def check_distinct_seeds(seeds: Sequence[int]) -> None:
-    """Raises RuntimeError if ranks draw the same dropout: an XLA device starts from one constant in every process,
+    """Raise RuntimeError if ranks draw the same dropout: an XLA device starts from one constant in every process,
     https://github.com/pytorch/xla/issues/2092.
     """
     if len(set(seeds)) != len(seeds):
@@ -76,13 +76,13 @@ def check_distinct_seeds(seeds: Sequence[int]) -> None:
 
 
 def smallest(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """A few parameters that are cheap to look at: biases and normalisation weights."""
+    """A few parameters that are cheap to compare: biases and normalisation weights."""
     return sorted(parameters, key=lambda parameter: parameter.numel())[:NUM_WATCHED]
 
 
 def check_same(sums: Sequence[Sequence[float]]) -> None:
-    """Raises RuntimeError unless all ranks found the same sums over their weights."""
-    others = [rank for rank, found in enumerate(sums) if found != sums[0]]
+    """Raise RuntimeError unless all ranks have the same sums over their weights."""
+    others = [rank for rank, own in enumerate(sums) if own != sums[0]]
     if others:
         raise RuntimeError(
             f"ranks {others[:8]} hold other weights than rank 0: they read other files at the start, or a reduction of "
@@ -91,7 +91,7 @@ def check_same(sums: Sequence[Sequence[float]]) -> None:
 
 
 def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: str) -> None:
-    """Raises RuntimeError if no value changed: the update went to other tensors, or was never run."""
+    """Raise RuntimeError if no value changed: the update went to other tensors or was never run."""
     if all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
         raise RuntimeError(
             f"{step} changed no weights: the gradient is 0 everywhere, the learning rate too small for the precision, "
@@ -100,26 +100,26 @@ def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: st
 
 
 def watch_masks(model: nn.Module) -> None:
-    """Have the outermost modules that take an attention mask refuse one that is not a float [batch, 1, 1 or S, S].
+    """Have the outermost modules that take an attention mask refuse any but a float one [batch, 1, 1 or S, S].
 
-    A [batch, S] mask is looked into by transformers at every forward pass (a stop of the device, and a graph more for
-    each kind of batch); a 4-D mask of booleans is added to the scores as 0 and 1 by eager attention: it hides nothing.
+    transformers reads a [batch, S] mask at every forward pass, which stops the device and makes one more graph for each
+    kind of batch. Eager attention adds a 4-D mask of booleans to the scores as 0 and 1, which hides nothing.
     """
     for module in outermost(model, "attention_mask"):
         module.register_forward_pre_hook(refuse_other_masks, with_kwargs=True)
 
 
 def refuse_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    found = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
-    if found is not None and not (found.ndim == 4 and found.is_floating_point()):
+    mask = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
+    if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):
         raise InputError(
-            f"{type(module).__name__} was given an attention mask {list(found.shape)} of {found.dtype}; on XLA "
-            "it must be a float mask [batch, 1, 1, seq], 0 where to look and -1e4 where not"
+            f"{type(module).__name__} was given an attention mask {list(mask.shape)} of {mask.dtype}; on XLA it must "
+            "be a float mask [batch, 1, 1, seq], 0 at tokens and -1e4 at padding"
         )
 
 
 def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
-    """The modules whose forward has an argument, without those inside of them."""
+    """The modules whose forward has this argument, without the modules inside them."""
     if argument in inspect.signature(model.forward).parameters:
         yield model
         return
@@ -134,7 +134,7 @@ class Shapes:
         self.seen: list[dict[str, tuple[int, ...]]] = []
 
     def see(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether they are new. Raises InputError for a batch of another number of rows than the first."""
+        """Whether these shapes are new. Raises InputError for a batch of another number of rows than the first."""
         shapes = {name: tuple(value.shape) for name, value in inputs.items()}
         if shapes in self.seen:
             return False
@@ -143,18 +143,18 @@ class Shapes:
                 first = self.seen[0].get(name, shape)
                 check(
                     shape[:1] == first[:1],
-                    f"ragged batch: {name} is {list(shape)} after {list(first)}; on XLA all batches have one number of "
-                    "rows, leave out the incomplete one or pad it",
+                    f"ragged batch: {name} is {list(shape)} after {list(first)}; on XLA all batches must have the same "
+                    "number of rows: leave out the incomplete one or pad it",
                 )
         self.seen.append(shapes)
         return True
 
     def last_change(self) -> str:
-        """What distinguishes the newest shape from the first, in words."""
+        """A description of how the newest shapes differ from the first."""
         if len(self.seen) < 2:
             return (
                 "no input changed its shape: look for a Python number that becomes 0 or 1, or for control flow that "
-                "depends on values (PT_XLA_DEBUG_LEVEL=2 shows the line)"
+                "depends on values (PT_XLA_DEBUG_LEVEL=2 prints the line)"
             )
         first, last = self.seen[0], self.seen[-1]
         changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]

@@ -1,7 +1,7 @@
 """Native PyTorch on Trainium 2 and 3 (TorchNeuron, torch-neuronx 2.13 and newer). Experimental, not run on hardware.
 
-There the device is one of torch's own, so this is DDP with other names: device and collectives "neuron", autocast
-"neuron". What is known of it: https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch, SDK 2.33.
+TorchNeuron is a device of torch's own, so this is DDP with device, collectives and autocast named "neuron". It follows
+https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch, SDK 2.33.
 """
 
 from __future__ import annotations
@@ -11,42 +11,41 @@ import importlib.util
 import torch
 import torch.distributed as dist
 
-from train import machine
 from train.backend import guards
+from train.backend.base import Base
 from train.backend.ddp import DDP
-from train.backend.hosts import Hosts
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
+from train.host import machine
 
-DEVICE = "neuron"  # never "neuron:0": a process sees its own core only
+DEVICE = "neuron"  # without a number: a process sees its own core only
 COLLECTIVES = "cpu:gloo,neuron:neuron"
 
 
 class Neuron(DDP):
-    """See `train.backend.Backend`. It opens another device and shares all that follows."""
+    """See `train.backend.Backend`. Opening the device is its own, everything after that is DDP's."""
 
     name = "neuron"
-    adamw = {"foreach": False}  # the plain one: whether the others exist there is not documented
-    skips_on_device = False  # that implementation counts its steps on the host, which has to know of a skip
+    adamw = {"foreach": False}  # the plain implementation; it is not documented whether the others exist
+    skips_on_device = False  # the plain implementation counts its steps on the host, which has to know of a skip
     pin_memory = False
     device_name = "NeuronCore"
     monitor_kind = "neuron"
     compresses = False
 
     def __init__(self, cfg: BackendConfig) -> None:
-        Hosts.__init__(self)
-        self.events = []  # work is timed on the host
+        Base.__init__(self)  # work is timed on the host
         check_machine(cfg)
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
-        if self.is_distributed:  # before anything touches the device
+        if self.world.is_distributed:  # the ranks meet before anything touches the device
             join(COLLECTIVES, cfg.timeout_s or 7200)
         self.device = torch.device(DEVICE)
-        if self.is_distributed:
+        if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)
             dist.all_reduce(ones)
             guards.check_world(
-                launched=self.world_size,
+                launched=self.world.size,
                 device=dist.get_world_size(),
                 group=dist.get_world_size(),
                 ones=float(ones.cpu()),
@@ -54,12 +53,13 @@ class Neuron(DDP):
 
 
 def check_machine(cfg: BackendConfig) -> None:
-    """Raises InputError where native PyTorch on Neuron cannot run."""
-    found = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
+    """Raise InputError if native PyTorch on Neuron cannot run here."""
+    version = machine.installed_versions("torch-neuronx").get("torch-neuronx", "")
     check(
-        machine.release(found) >= (2, 13) and importlib.util.find_spec("torch_neuronx") is not None,
-        f"backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx 2.13 or newer, not {found or 'none'}; on "
-        "trn1 say backend=xla. See https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch",
+        machine.release(version) >= (2, 13) and importlib.util.find_spec("torch_neuronx") is not None,
+        "backend=neuron needs native PyTorch for trn2 or trn3, torch-neuronx 2.13 or newer, and this machine has "
+        f"{version or 'none'}; set backend=xla on trn1. See https://awsdocs-neuron.readthedocs-hosted.com, "
+        "frameworks/torch",
     )
     check(bool(machine.neuron_devices()), "no Trainium here: there is no /dev/neuron0; see python -m train.doctor")
     check(cfg.device in ("auto", "neuron"), f"backend=neuron runs on Neuron devices, not backend.device={cfg.device}")

@@ -1,31 +1,31 @@
-"""A step whose gradient is NaN or infinite changes nothing: it is skipped and counted, where possible on the device.
+"""Skipping of steps whose gradient is NaN or infinite. They change nothing and are counted, on the device if possible.
 
-All ranks decide alike: they look at the norm of the reduced gradient, into which the sum over the ranks, and over the
-micro batches, carries a NaN of any of them.
+All ranks decide alike: they test the norm of the reduced gradient, which is NaN if that of any rank or micro batch is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 
 def is_finite(norm: Tensor) -> Tensor:
-    """Whether a norm is a number, on its device. One comparison, false for NaN: `x == x` is what compilers fold."""
+    """Whether a norm is finite, on its device. The comparison is false for NaN; compilers would fold `x == x`."""
     return norm < math.inf
 
 
 class Skips:
-    """Steps that were skipped, counted where it is decided: on the device, so that no step waits for the host, or on
-    the host, which then knows of each skip at once.
+    """Skipped steps, counted where the decision is made: on the device, so that no step waits for the host, or on the
+    host, which then knows of each skip at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        self.read = read
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
-        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # the last ones, in a row
+        self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # the last steps, in a row
 
     @torch.no_grad()
     def see(self, norm: Tensor) -> None:
@@ -33,22 +33,28 @@ class Skips:
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
 
+    def counts(self) -> tuple[int, int]:
+        """The number of skipped steps in this process, and in a row at the end. Waits for the device."""
+        total, streak = self.read([self.total, self.streak])
+        return int(total), int(streak)
+
     def known_streak(self) -> int:
-        """The last ones in a row, as far as the host knows without waiting for a device: 0 where it does not."""
+        """Skipped steps in a row at the end if the host counts them, 0 if the device does; the same on all ranks."""
         return int(self.streak) if self.streak.device.type == "cpu" else 0
 
     def reset_streak(self) -> None:
+        """Count from 0 again, after the run has gone back behind the skipped steps."""
         # The same tensor, filled from the host: a new one would be another graph on XLA.
         self.streak.copy_(torch.zeros(1, dtype=torch.int32))
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device: bool) -> None:
-    """Step unless the gradients' norm is not finite. `on_device`: decide there, without waiting for the host."""
+    """Step if the norm of the gradients is finite. `on_device`: decide there, without waiting for the host."""
     if not on_device:
         if is_finite(norm):
             optimizer.step()
     elif all(group.get("fused") for group in optimizer.param_groups):
-        # torch's own way, for torch.amp.GradScaler: its fused kernels look at this number and do nothing.
+        # This is how torch.amp.GradScaler skips a step: fused kernels read this number and do nothing.
         optimizer.found_inf = (~is_finite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()
     else:
@@ -58,15 +64,10 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device:
         undo_unless(is_finite(norm), held, before)
 
 
-def changed_by(*optimizers: torch.optim.Optimizer) -> list[Tensor]:
+def changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All tensors that a step changes: weights, moments and step counts."""
-    found: list[Tensor] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found += group["params"]
-        for state in optimizer.state.values():
-            found += state.values()
-    return found
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return parameters + [tensor for state in optimizer.state.values() for tensor in state.values()]
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -75,8 +76,8 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def undo_unless(ok: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Put the values from before back unless `ok`, by a choice on the device: new values may be NaN, so no sum of the
-    two would do. Costs the memory of the copies, except where a compiler makes it one loop with the update.
+    """Put the values from before back unless `ok`, by a choice on the device: new values may be NaN, which no weighted
+    sum would remove. The copies cost memory, unless a compiler makes one loop of this and the update.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(ok, tensor, old))

@@ -1,5 +1,5 @@
-"""How ranks meet: each leaves its sign in a store, and waits for the others in Python. In torch's own waits no signal
-handler comes to its turn, and nobody learns who is missing.
+"""How ranks meet: each writes its sign to a store and waits for the others in Python. While torch itself waits, no
+signal handler runs and nobody learns which rank is missing.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from datetime import timedelta
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from train.cli.console import without_stdout
 from train.config import Failure
-from train.console import without_stdout
-from train.launched import Launched, launched
+from train.host.launched import Launched, launched
 
 logger = logging.getLogger("train")
-SAY_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
-ALL_HERE = "all_here"  # rank 0's answer once it has seen every rank's sign
+ALL_HERE = "all_here"  # rank 0's sign that it has seen those of all ranks
 
 
 def join(names: str, timeout_s: float) -> None:
-    """Meet the other ranks and make the default process group. Raises Failure if some do not come in time."""
+    """Meet the other ranks and make the default process group. Raises Failure if some do not arrive in time."""
     launch = launched()
     meeting = Meeting(launch, timeout_s)
     try:
         store = meeting.attend()
     except Absent as absent:
-        raise Failure(f"{absent} did not come to {meeting.where} within {timeout_s:g} s (backend.timeout_s)") from None
+        raise Failure(f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.timeout_s)") from None
     except dist.DistError as error:
         raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
     with without_stdout():  # gloo prints how many ranks each has connected
@@ -42,62 +42,55 @@ def join(names: str, timeout_s: float) -> None:
         )
 
 
-def group_of_hosts(timeout: timedelta) -> dist.ProcessGroup:
-    """Beside the default group, one that speaks gloo."""
-    with without_stdout():
-        return dist.new_group(backend="gloo", timeout=timeout)
-
-
 class Absent(Exception):
-    """Ranks that have not come."""
+    """Ranks that have not arrived."""
 
 
 class FirstAbsent(Absent):
-    """Rank 0 has not come."""
+    """Rank 0 has not arrived."""
 
 
 class Meeting:
-    """The ranks' store, which torchrun keeps, or else rank 0."""
+    """The store in which ranks meet. torchrun keeps it, or else rank 0."""
 
     def __init__(self, launch: Launched, timeout_s: float) -> None:
         self.launch, self.timeout_s = launch, timeout_s
         self.where = f"{launch.master_addr}:{launch.master_port}"
         self.store: dist.Store | None = None
-        self.next_s = SAY_EVERY_S
+        self.next_report_s = REPORT_EVERY_S
 
     def attend(self) -> dist.Store:
-        """Come, and wait until every rank has. Raises Absent for those that have not."""
+        """Arrive, and wait until every rank has. Raises Absent for those that have not."""
         retry = Retrying(
             retry=retry_if_exception_type(Absent),
             wait=wait_fixed(POLL_S),
             stop=stop_after_delay(self.timeout_s),
-            before_sleep=self.say_who_is_absent,
+            before_sleep=self.report_absent,
             reraise=True,
         )
-        return retry(self.come)
+        return retry(self.arrive)
 
-    def come(self) -> dist.Store:
+    def arrive(self) -> dist.Store:
         if self.store is None:
             self.store = self.connect()
             self.store.set(sign_of(self.launch.rank), "")
         if self.launch.rank == 0:
             self.check_all(self.store)
-        elif not self.store.check([ALL_HERE]):  # 512 ranks that look for each other would keep the store busy
-            raise (
-                Absent("another rank")
-                if self.store.check([sign_of(0)])
-                else FirstAbsent(f"rank 0 of {self.launch.world_size}")
-            )
+        elif not self.store.check([ALL_HERE]):  # if all 512 ranks looked for each other, the store would be too busy
+            if self.store.check([sign_of(0)]):
+                raise Absent("another rank")
+            raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
         return self.store
 
     def connect(self) -> dist.Store:
-        """On one machine each of torchrun's restarts gets a part of the store for itself: torchrun keeps the store, and
-        ranks would call the ports of their predecessors. Several machines count restarts each for itself, so there the
-        signs of an earlier start remain, and ranks may have to wait for each other in torch.
+        """Connect to the store. On one machine each of torchrun's restarts has a part of the store of its own: torchrun
+        keeps the store, and ranks would otherwise connect to the ports of their predecessors. Each of several machines
+        counts restarts by itself, so there the signs of an earlier start remain, and ranks may wait for each other in
+        torch.
         """
         launch = self.launch
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
-        if not keeps_store:  # torch's own attempts would last as long as the timeout
+        if not keeps_store:  # torch itself would try until the timeout
             try:
                 socket.create_connection((launch.master_addr, launch.master_port), CONNECT_S).close()
             except OSError as error:
@@ -119,19 +112,19 @@ class Meeting:
             raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
         store.set(ALL_HERE, "")
 
-    def say_who_is_absent(self, state: RetryCallState) -> None:
-        """Rank 0 does, or the first rank of each machine if rank 0 is absent."""
+    def report_absent(self, state: RetryCallState) -> None:
+        """Log which ranks are absent. Rank 0 does so, or the first rank of each machine if rank 0 is absent."""
         assert state.outcome is not None
         waited_s, absent = state.seconds_since_start or 0.0, state.outcome.exception()
-        if waited_s < self.next_s:
+        if waited_s < self.next_report_s:
             return
-        self.next_s += SAY_EVERY_S
+        self.next_report_s += REPORT_EVERY_S
         text = "waiting for %s at %s, %.0f s of %g s"
         values = (absent, self.where, waited_s, self.timeout_s)
         if self.launch.rank == 0:
             logger.warning(text, *values)
         elif self.launch.local_rank == 0 and isinstance(absent, FirstAbsent):
-            logger.error(text, *values)  # a level that the terminal shows of every rank
+            logger.error(text, *values)  # the terminal shows errors of every rank
 
 
 def sign_of(rank: int) -> str:

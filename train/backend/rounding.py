@@ -1,4 +1,4 @@
-"""Weights that are kept in bf16 and updated in fp32."""
+"""Weights that are stored in bf16 and updated in fp32."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 @contextmanager
 def fp32_weights(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Inside, these bf16 parameters and their gradients are fp32; at the end they are rounded once, when stored. On
-    Trainium that rounding is stochastic (NEURON_RT_STOCHASTIC_ROUNDING_EN), so that small updates are not lost.
-    Gradients are None afterwards.
+    """Inside, these bf16 parameters and their gradients are fp32. At the end the parameters are rounded once (on
+    Trainium stochastically, so that small updates are not lost: NEURON_RT_STOCHASTIC_ROUNDING_EN), and the gradients
+    are None.
     """
     for parameter in parameters:
         grad, parameter.grad = parameter.grad, None

@@ -1,7 +1,7 @@
-"""One layer applied many times, as a loop on the device that is compiled once instead of once for each application.
+"""A layer that is applied many times, as a loop on the device: it is compiled once instead of for each application.
 
 ALBERT shares one layer over its whole depth. Unrolled, its graph and the time to compile it grow with the depth; as a
-loop they do not, and only each application's input is kept: the backward loop computes the layer again from it.
+loop they do not. Only the input of each application is kept, from which the backward loop computes the layer again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Scan = Callable[..., Any]  # scan(body, carry, xs, reverse=False) -> (carry, ys)
 def scanned(layer: nn.Module, depth: int, scan: Scan, *, device_type: str) -> Callable[[Tensor, Tensor | None], Tensor]:
     """A function (hidden [B, S, H], float mask or None) -> hidden that applies `layer` `depth` times.
 
-    Not for layers that draw random numbers: the backward loop would draw others.
+    The layer must not draw random numbers: the backward loop would draw others.
     """
     names = [name for name, _ in layer.named_parameters()]
 
@@ -51,8 +51,8 @@ def scanned(layer: nn.Module, depth: int, scan: Scan, *, device_type: str) -> Ca
                 with torch.enable_grad():
                     hidden = hidden.detach().requires_grad_()
                     leaves = [weight.detach().requires_grad_() for weight in weights]
-                    found = torch.autograd.grad(apply_layer(leaves, hidden, mask), [hidden, *leaves], grad)
-                return (found[0], [a + b for a, b in zip(sums, found[1:], strict=True)]), None
+                    own = torch.autograd.grad(apply_layer(leaves, hidden, mask), [hidden, *leaves], grad)
+                return (own[0], [a + b for a, b in zip(sums, own[1:], strict=True)]), None
 
             start = (grads[0], [torch.zeros_like(parameter) for parameter in parameters])
             (grad, sums), _ = scan(body, start, inputs, reverse=True)
@@ -60,7 +60,7 @@ def scanned(layer: nn.Module, depth: int, scan: Scan, *, device_type: str) -> Ca
 
     def run(hidden: Tensor, mask: Tensor | None) -> Tensor:
         if torch.is_autocast_enabled(device_type):
-            hidden = hidden.float()  # what the layer gives under autocast: a loop's carry keeps its type
+            hidden = hidden.float()  # as the layer's output is under autocast: the carry of a loop keeps its type
         output: Tensor = Repeated.apply(hidden, mask, *layer.parameters())
         return output
 
@@ -68,7 +68,8 @@ def scanned(layer: nn.Module, depth: int, scan: Scan, *, device_type: str) -> Ca
 
 
 def as_values(parameters: Any) -> list[Tensor]:
-    """The weights as results of an operation that the compiler drops. Handed over as they are, the loop's first graph
-    differs from all later ones (they hold transposes of updated weights) and everything is compiled twice.
+    """The weights as results of an operation that the compiler removes. If the weights themselves were passed, the
+    loop's first graph would differ from all later ones, which hold transposes of updated weights, and everything would
+    be compiled twice.
     """
     return [parameter.detach() * 1 for parameter in parameters]

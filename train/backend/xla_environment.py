@@ -1,4 +1,4 @@
-"""What has to be right before torch_xla is imported: it and the Neuron runtime read their environment only once."""
+"""The environment that torch_xla and the Neuron runtime read once, when torch_xla is imported."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import logging
 import os
 import sys
 
-from train import machine
 from train.config import BackendConfig, check
-from train.launched import launched
+from train.host import machine
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
 
 
 def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
-    """Choose the device, set what the runtime reads at its start. Raises InputError for packages that do not fit each
-    other, a device that is not there, a variable that would change what is computed, a cache that cannot work.
+    """Choose the device and set what the runtime reads at its start. Raises InputError for packages that do not fit
+    together, a device that does not exist, a variable that would change what is computed, and a cache that cannot work.
     """
     versions = machine.installed_versions(*PACKAGES)
     faults = machine.package_faults(versions)
@@ -30,11 +29,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     check(kind == "CPU" or not missing, f"{' and '.join(missing)} not installed: {machine.INSTALL}")
     check(
         kind == "CPU" or "torch_xla" not in sys.modules,
-        "another library (accelerate?) has imported torch_xla before its environment was set: pip uninstall accelerate",
-    )
-    check(
-        kind == "NEURON" or not getattr(cfg, "zero1", False) or launched().world_size == 1,
-        "backend.zero1 on several ranks needs Trainium: CPU processes have no collectives between their devices",
+        "another library (accelerate?) imported torch_xla before its environment was set: pip uninstall accelerate",
     )
     for knob in machine.bad_knobs(os.environ):
         if not (collects and knob.name == "NEURON_EXTRACT_GRAPHS_ONLY"):
@@ -47,25 +42,21 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
         check(fault is None, fault or "")
         rounds = cfg.precision == "bf16_stochastic"
         os.environ.update(machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds))
-        if getattr(cfg, "zero1", False):
-            os.environ.setdefault("XLA_DISABLE_FUNCTIONALIZATION", "0")  # as NxD Training does, for convergence
         logger.info("NEURON_CC_FLAGS=%s, cache %s", os.environ["NEURON_CC_FLAGS"], machine.cache_location(os.environ))
 
 
 def choose_device(name: str) -> str:
-    """NEURON or CPU. `auto` is what PJRT_DEVICE says, else Trainium where there is one."""
-    devices = machine.neuron_devices()
-    kind = {"neuron": "NEURON", "cpu": "CPU", "cuda": "CUDA"}.get(name)
-    asked = os.environ.get("PJRT_DEVICE")
+    """NEURON or CPU. `auto` is the device that PJRT_DEVICE names, or else Trainium if there is one."""
+    devices, asked = machine.neuron_devices(), os.environ.get("PJRT_DEVICE")
     check(
         not (devices and asked == "CPU" and name == "auto"),
-        "PJRT_DEVICE=CPU on a machine with Trainium: unset it, or say backend.device=cpu if the CPU is meant",
+        "PJRT_DEVICE=CPU on a machine with Trainium: unset it, or set backend.device=cpu to train on the CPU",
     )
-    kind = kind or os.environ.get("PJRT_DEVICE") or ("NEURON" if devices else "CPU")
-    check(kind in ("NEURON", "CPU"), f"backend=xla runs on Trainium or the CPU, not on {kind}; for GPUs: backend=ddp")
+    kind = {"neuron": "NEURON", "cpu": "CPU", "cuda": "CUDA"}.get(name) or asked or ("NEURON" if devices else "CPU")
+    check(kind in ("NEURON", "CPU"), f"backend=xla runs on Trainium and CPUs, not on {kind}; set backend=ddp for GPUs")
     check(
         kind == "CPU" or bool(devices),
         "no Trainium here: there is no /dev/neuron0. On a trn1 instance its driver is missing, see python -m "
-        "train.doctor; elsewhere say backend.device=cpu and instance=local",
+        "train.doctor; elsewhere set backend.device=cpu and instance=local",
     )
     return kind

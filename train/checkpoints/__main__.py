@@ -1,5 +1,5 @@
-"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: look into a run's checkpoints, on disk or
-in S3.
+"""`python -m train.checkpoints RUN [list | verify | prune | export | diff]`: inspect a run's checkpoints, on disk or in
+S3.
 
 Exit code 0: done, 1: a checkpoint is damaged, or S3 did not answer, 2: wrong arguments, or a job holds the run.
 """
@@ -13,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from train import cli, machine
 from train.checkpoints.manifest import LATEST, Damaged, Manifest, step_name, step_of
-from train.checkpoints.retention import ALWAYS_VALID, Retention, best
+from train.checkpoints.retention import ALWAYS_VALID, Retention, best, look_at_all
 from train.checkpoints.store import Store, open_store
-from train.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
+from train.cli import compose as cli
+from train.cli.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, LeaseConfig, S3Config, check
-from train.lease import Lease, LeaseLost
-from train.storage import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
+from train.host import machine
+from train.run_folder.lease import Lease, LeaseLost
+from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
 REFUSED_TEXT = "arguments refused, or a job holds the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
@@ -28,31 +29,31 @@ COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 @contextmanager
 def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
-    """The checkpoints of a run folder. What comes from S3 goes to a place of its own, where no job of this machine has
-    anything, and where the next step that is fetched takes the place of the last.
+    """The checkpoints of a run folder. From S3 they are fetched one step at a time, to a folder in which no job of this
+    machine writes.
     """
     if isinstance(folder, LocalFolder):
         yield open_store(folder, folder.path)
         return
-    place = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
-    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=place) as scratch:
+    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=cache) as scratch:
         yield open_store(folder, Path(scratch))
 
 
 def fetch(store: Store, step: int) -> Path:
     """A verified step on this machine. InputError if there is no such step, or no room for it."""
-    there = store.steps()
-    check(step in there, f"there is no step {step} in {store.location}; there are: {', '.join(map(str, there)) or '-'}")
+    steps = store.steps()
+    check(step in steps, f"there is no step {step} in {store.location}; there are: {', '.join(map(str, steps)) or '-'}")
     try:
         return store.fetch(step)
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another place") from error
+        raise InputError(f"{error.filename}: {error.strerror}; --cache-dir names another disk") from error
     except Damaged as error:
         raise Damaged(f"step {step}: {error}") from error
 
 
 def newest_valid(store: Store) -> int | None:
-    """The newest step that is what its manifest says, read back; the rest stays as it is, unlike at a start."""
+    """The newest step that matches its manifest. Damaged ones stay as they are; the start of a run puts them aside."""
     for step in reversed(store.steps()):
         try:
             store.let_go(fetch(store, step))
@@ -67,26 +68,22 @@ def newest_valid(store: Store) -> int | None:
 
 
 def table(folder: Folder, store: Store) -> Iterator[str]:
-    """What the manifests say, and whether the files are there in their length: their checksums are not compared."""
-    whole: dict[int, Manifest] = {}
-    rows: dict[int, list[str]] = {}
-    for step in store.steps():
-        try:
-            whole[step] = store.look(step)
-            rows[step] = [*row(whole[step]), "unverified"]
-        except Damaged as error:
-            rows[step] = [str(step), *["-"] * (len(COLUMNS) - 2), f"damaged: {error}"]
+    """A line for each step: what the manifest says, and whether the files have their lengths. No file is read."""
+    whole, damaged = look_at_all(store)
+    rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
+    for step, error in damaged.items():
+        rows[step] = [str(step), *["-"] * (len(COLUMNS) - 2), f"damaged: {error}"]
     hint = latest(folder)
     for step in rows:
         names = {"newest": max(whole, default=None), "best": best(whole), LATEST: hint}
         marks = [name for name, marked in names.items() if marked == step]
         rows[step][-1] += f"  ({', '.join(marks)})" if marks else ""
     if rows:
-        yield from aligned([list(COLUMNS), *rows.values()])
+        yield from aligned([list(COLUMNS), *(rows[step] for step in sorted(rows))])
     else:
         yield f"{store.location}: no checkpoint"
     if hint is not None and hint not in rows:
-        yield f"{LATEST} says step {hint}, which is not there; nothing goes by it"
+        yield f"{LATEST} says step {hint}, which is not there; it is only a hint"
     for name in store.aside():
         yield f"put aside: {name}"
 
@@ -120,7 +117,7 @@ def latest(folder: Folder) -> int | None:
 
 
 def verify(store: Store, step: int | None) -> int:
-    """Read everything back. Prints a line for each step as it is done with; gives the exit code."""
+    """Read everything back. Prints a line after each step; gives the exit code."""
     steps = store.steps() if step is None else [step]
     valid = []
     for each in steps:
@@ -134,7 +131,7 @@ def verify(store: Store, step: int | None) -> int:
     if step is not None:
         return cli.DONE if valid else cli.FAILED
     if valid:
-        print(f"the next start goes on from step {valid[-1]}")
+        print(f"the next start resumes from step {valid[-1]}")
     elif steps or store.aside():
         print("the next start refuses: there are checkpoints, and none is valid")
         return cli.FAILED
@@ -144,7 +141,7 @@ def verify(store: Store, step: int | None) -> int:
 
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
-    """Say which steps would go, or remove them, as the owner of the run folder."""
+    """Say which steps would be removed, or remove them as the owner of the run folder."""
     check(
         keep >= ALWAYS_VALID, f"--keep {keep} must be at least {ALWAYS_VALID}: the last {ALWAYS_VALID} valid ones stay"
     )
@@ -161,16 +158,16 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     return cli.DONE
 
 
-def show(reasons: dict[int, str | None], word: str) -> None:
+def show(reasons: dict[int, str | None], verb: str) -> None:
     for step, reason in reasons.items():
-        print(f"{step_name(step)}  {word if reason is None else f'stays: {reason}'}")
+        print(f"{step_name(step)}  {verb if reason is None else f'stays: {reason}'}")
 
 
 # ---- export and diff, which need torch -----------------------------------------------------------------------------
 
 
 def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
-    from train.checkpoints.export import export_step, read_config  # torch and transformers are for those who need them
+    from train.checkpoints.export import export_step, read_config  # torch and transformers take long to import
 
     target = local_path(options.folder)
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))
@@ -182,7 +179,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     try:
         export_step(path, store.manifest(step), cfg, target, run=folder)
     except InputError as error:
-        hint = "; --endpoint, --region and --profile say how its data is reached, config.yaml is not asked"
+        hint = "; give --endpoint, --region and --profile for its data: those in config.yaml are not used"
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.let_go(path)
     print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
@@ -190,19 +187,16 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
 
 
 def chosen(store: Store, step: int | None) -> tuple[int, str]:
-    """The step to export and why: what was asked for, the best, or the newest that is valid."""
+    """The step to export and why: the step that was asked for, the best, or the newest that is valid."""
     if step is not None:
         return step, "as asked"
-    whole = {}
-    for each in store.steps():
-        try:
-            whole[each] = store.look(each)
-        except Damaged as error:
-            print(f"passed over: step {each}: {error}", file=sys.stderr)
-    found = best(whole)
-    if found is not None:
-        name, score = whole[found].settings.get("best.metric", "loss"), whole[found].metric
-        return found, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
+    whole, damaged = look_at_all(store)
+    for damaged_step, error in damaged.items():
+        print(f"passed over: step {damaged_step}: {error}", file=sys.stderr)
+    best_step = best(whole)
+    if best_step is not None:
+        name, score = whole[best_step].settings.get("best.metric", "loss"), whole[best_step].metric
+        return best_step, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
     newest = newest_valid(store)
     if newest is None:
         raise InputError(f"{store.location} holds no valid checkpoint; verify says what is wrong")
@@ -210,7 +204,7 @@ def chosen(store: Store, step: int | None) -> tuple[int, str]:
 
 
 def diff(folder: Folder, options: argparse.Namespace) -> int:
-    from train.checkpoints.compare import compare  # torch is for those who need it
+    from train.checkpoints.compare import compare  # torch takes long to import
 
     with opened(folder, options.cache_dir) as first, opened(folder, options.cache_dir) as second:
         paths = [fetch(store, step) for store, step in zip((first, second), options.steps, strict=True)]
@@ -226,7 +220,7 @@ def diff(folder: Folder, options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.checkpoints",
-        "Look into the checkpoints of a run, on disk or in S3.",
+        "Inspect the checkpoints of a run, on disk or in S3.",
         examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export FOLDER --step 1000"),
         exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REFUSED: REFUSED_TEXT},
     )
@@ -251,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exporting.add_argument(
         "--step", type=int, default=None, help="default: the best, or the newest if none was evaluated"
     )
-    exporting.add_argument("--data", default=None, metavar="PLACE", help="of the prepared data, if it has moved")
+    exporting.add_argument("--data", default=None, metavar="LOCATION", help="of the prepared data, if it has moved")
     comparing = add("diff", "what two steps differ in: settings, progress, tensors")
     comparing.add_argument("steps", type=int, nargs=2, metavar="STEP")
     comparing.add_argument("--limit", type=int, default=20, metavar="N", help="tensors shown of each file (20)")
@@ -261,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def look(options: argparse.Namespace, s3: S3Config) -> int:
     folder = open_folder(options.run, s3)
-    found = folder.names_here() & {"environment.json", "checkpoints"}
-    check(bool(found), f"{options.run} is no run folder: it has no environment.json; give the run_dir of a run")
+    is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
+    check(is_run, f"{options.run} is no run folder: it has no environment.json; give the run_dir of a run")
     try:
         if options.command == "diff":
             return diff(folder, options)

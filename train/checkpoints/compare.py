@@ -1,4 +1,4 @@
-"""What two checkpoints differ in: settings, progress, and the tensors one by one, on the host."""
+"""The differences of two checkpoints: settings, progress, and the tensors one by one, on the host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.backend.ddp import DDP
 from train.checkpoints.loader import read
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.staging import named
-from train.config import BackendConfig, flatten
-from train.run_folder import differences
+from train.config import flatten
+from train.run_folder.folder import differences
 
 FILES = {"model": "weights", "optimizer": "moments"}
 
@@ -23,7 +22,7 @@ FILES = {"model": "weights", "optimizer": "moments"}
 @dataclass(frozen=True)
 class Difference:
     name: str
-    largest: float  # of the absolute differences; NaN where one of the two is none
+    largest: float  # absolute difference; NaN if either number is NaN
     relative: float  # norm of the difference / norm of the first
     is_equal: bool  # bit by bit
     fault: str = ""  # why they cannot be compared
@@ -50,12 +49,12 @@ def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: in
     ]
     yield from section("written by", differences(*written))
     num_different = 0
-    for file, word in FILES.items():
-        found = differences_of(*(folder / f"{file}.pt" for folder in folders))
-        different = [each for each in found if not each.is_equal]
+    for file, content in FILES.items():
+        tensors = differences_of(*(folder / f"{file}.pt" for folder in folders))
+        different = [each for each in tensors if not each.is_equal]
         num_different += len(different)
-        yield f"{word}: {len(different)} of {len(found)} tensors differ"
-        shown = found if limit is None else different[:limit]
+        yield f"{content}: {len(different)} of {len(tensors)} tensors differ"
+        shown = tensors if limit is None else different[:limit]
         yield from map(str, shown)
         if len(different) > len(shown):
             yield f"  and {len(different) - len(shown)} more (--all)"
@@ -68,11 +67,10 @@ def section(name: str, lines: list[str]) -> Iterator[str]:
 
 
 def differences_of(one: Path, other: Path) -> list[Difference]:
-    """Of all tensors in two files, the largest relative ones first. Both files are in memory meanwhile."""
-    host = DDP(BackendConfig(device="cpu"))
-    first, second = (dict(named(read(path, host))) for path in (one, other))
-    found = [difference(name, first.get(name), second.get(name)) for name in {**first, **second}]
-    return sorted(found, key=lambda each: (each.is_equal, each.order))
+    """The differences of all tensors in two files, the largest relative ones first. Holds both files in memory."""
+    first, second = (dict(named(read(path))) for path in (one, other))
+    compared = [difference(name, first.get(name), second.get(name)) for name in {**first, **second}]
+    return sorted(compared, key=lambda each: (each.is_equal, each.order))
 
 
 def difference(name: str, one: Tensor | None, other: Tensor | None) -> Difference:

@@ -1,17 +1,19 @@
-"""What is said of a checkpoint, and how to tell that it is true. No torch here."""
+"""The manifest of a checkpoint, and whether its files match it. No torch here."""
 
 from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from train.checkpoints.progress import Progress
 from train.config import Failure
-from train.storage import canonical_json, sha256_file, sha256_json
-from train.untrusted import BadContent, FileEntry, FileName, read_object, record, shown
+from train.storage.folders import canonical_json
+from train.storage.manifest import fault_of, fault_of_file, sealed, unsealed
+from train.storage.untrusted import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 2
 FILE = "manifest.json"
@@ -19,11 +21,11 @@ LATEST = "LATEST"
 
 
 class Damaged(RuntimeError):
-    """A checkpoint is not what its manifest says, or has none that can be read."""
+    """A checkpoint does not match its manifest, or has none that can be read."""
 
 
 class NoneValid(Failure):
-    """There are checkpoints, and none can be loaded."""
+    """There are checkpoints, and none is valid."""
 
 
 class Untrusted(Failure):
@@ -31,19 +33,19 @@ class Untrusted(Failure):
 
 
 class OtherVersion(Failure):
-    """A checkpoint is of a format that this version does not read. It is left as it is."""
+    """A checkpoint has a format that this version does not read. It is left as it is."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     step: int
     fence: int  # the number of the lease under which it was written
-    identity: dict[str, Any]  # of the run: what may not change when it goes on
+    identity: dict[str, Any]  # of the run: what may not change when it resumes
     settings: dict[str, Any]  # all of them, flat: "optim.lr"
     progress: dict[str, Any]
     world_size: int
     backend: str
-    metric: float | None  # of an evaluation of this step, lower is better: best.metric, or minus that
+    metric: float | None  # best.metric of an evaluation of this step, negated if more is better
     versions: dict[str, Any] = field(default_factory=dict)
     files: dict[FileName, FileEntry] = field(default_factory=dict)
     folder: FileName | None = None  # in S3: where the files are, below the step
@@ -53,29 +55,30 @@ class Manifest:
         return sum(entry["bytes"] for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        content = {"format": FORMAT, **asdict(self), "folder": self.folder or ""}
-        return canonical_json({**content, "sha256": sha256_json(content)})
+        return canonical_json(sealed({"format": FORMAT, **asdict(self), "folder": self.folder or ""}))
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
-        """Raises Damaged unless it is whole and all that it says is possible, OtherVersion if its format is another."""
+        """Raises Damaged for a manifest that was changed or holds what none holds, OtherVersion for another format."""
         try:
-            found = read_object(content)
-            told = found.pop("sha256", None)
-            if isinstance(found.get("format"), int) and found["format"] != FORMAT:
+            body = read_object(content)
+            if isinstance(body.get("format"), int) and body["format"] != FORMAT:
                 raise OtherVersion(
-                    f"the checkpoint of step {shown(found.get('step'))} is of format {found['format']}, this version "
-                    f"reads {FORMAT}; go on with the version that wrote it, or choose another run_dir"
+                    f"the checkpoint of step {shown(body.get('step'))} is of format {body['format']}, this version "
+                    f"reads {FORMAT}; resume with the version that wrote it, or choose another run_dir"
                 )
-            if told != sha256_json(found):
-                raise Damaged(f"{FILE} does not match its own checksum")
-            if found.pop("format", None) != FORMAT:
+            body = unsealed(body)
+            if body.pop("format", None) != FORMAT:
                 raise BadContent("it does not say its format")
-            manifest = record(cls, {**found, "folder": found.get("folder") or None})
+            manifest = record(cls, {**body, "folder": body.get("folder") or None})
             record(Progress, manifest.progress, "progress")
             return manifest
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{FILE} cannot be read: {error}") from error
+
+    def check_step(self, step: int) -> None:
+        if self.step != step:
+            raise Damaged(f"{FILE} is of step {self.step}")
 
 
 def step_name(step: int) -> str:
@@ -83,33 +86,26 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder's name; None for other names."""
+    """The step that a folder's name says; None for other names."""
     match = re.fullmatch("step_([0-9]{1,18})", name)
     return int(match[1]) if match else None
 
 
-def check_sizes(sizes: dict[str, int | None], manifest: Manifest) -> None:
+def check_sizes(size_of: Callable[[FileName], int | None], manifest: Manifest) -> None:
     """Raises Damaged for the first file that is missing or of another length."""
     for name, entry in manifest.files.items():
-        found = sizes.get(name)
-        if found is None:
-            raise Damaged(f"{name} is missing")
-        if found != entry["bytes"]:
-            raise Damaged(f"{name} has {found} bytes, not {entry['bytes']}")
+        if (fault := fault_of(entry, size_of(name))) is not None:
+            raise Damaged(f"{name} {fault}")
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Raises Damaged unless all files in `folder` have their length and checksum."""
     try:
-        check_sizes({name: size_of(folder / name) for name in manifest.files}, manifest)
-        for name, entry in manifest.files.items():
-            if sha256_file(folder / name) != entry["sha256"]:
-                raise Damaged(f"{name} does not match its checksum")
+        for checksum in (False, True):  # lengths are compared at once, before the first file is read
+            for name, entry in manifest.files.items():
+                if (fault := fault_of_file(folder / name, entry, checksum=checksum)) is not None:
+                    raise Damaged(f"{name} {fault}")
     except OSError as error:
         if error.errno != errno.EIO:  # of a disk that has lost the data; others, as a stale NFS handle, may pass
             raise
         raise Damaged(f"{error.filename}: {error.strerror}") from error
-
-
-def size_of(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None

@@ -1,62 +1,71 @@
-"""Which checkpoints may go: all but the newest, the best, and the last two that are valid."""
+"""Which checkpoints may be removed: all but the newest, the best, and the last two that are valid."""
 
 from __future__ import annotations
 
+from itertools import islice
+
 from train.checkpoints.manifest import Damaged, Manifest
-from train.checkpoints.store import LocalStore, Store
+from train.checkpoints.store import Store
 
 ALWAYS_VALID = 2
 
 
 class Retention:
-    """Remembers which steps it has read through, so that each is read once."""
+    """Decides which steps stay. It remembers which steps it has verified, so that each is read once."""
 
     def __init__(self, store: Store, keep: int) -> None:
         self.store, self.keep = store, keep
-        self.read_through: set[int] = set()
+        self.verified: set[int] = set()
 
     def prune(self) -> list[int]:
-        """Remove what need not be kept; gives the steps removed."""
+        """Remove the steps that need not stay, and return them."""
         removed = [step for step, reason in self.reasons().items() if reason is None]
         for step in removed:
             self.store.remove(step)
         return removed
 
     def reasons(self) -> dict[int, str | None]:
-        """Why each step stays; None for those that may go. What is damaged stays: somebody may mend it."""
+        """The reason why each step stays; None for a step that may be removed. A damaged step stays: somebody may
+        repair it.
+        """
         steps = self.store.steps()
         newest = steps[-self.keep :] if self.keep else steps
         reasons: dict[int, str | None] = dict.fromkeys(steps)
         if newest != steps:
-            manifests: dict[int, Manifest] = {}
-            valid: list[int] = []
-            for step in reversed(steps):
-                try:
-                    manifests[step] = self.store.look(step)
-                except Damaged as error:
-                    reasons[step] = f"damaged: {error}"
-                    continue
-                if len(valid) < ALWAYS_VALID and self.is_valid(step):
-                    valid.append(step)
+            manifests, damaged = look_at_all(self.store)
+            reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
+            valid = islice(filter(self.is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
             best_step = best(manifests)
             reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
             reasons |= {best_step: "the best"} if best_step is not None else {}
         return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
 
     def is_valid(self, step: int) -> bool:
-        """On disk what was written is read back once. S3 has compared checksums itself when it took the files."""
-        if isinstance(self.store, LocalStore) and step not in self.read_through:
+        """Whether the files match the manifest. They are read once, unless S3 has compared them as it took them."""
+        if not self.store.compares_when_written and step not in self.verified:
             try:
                 self.store.fetch(step)
             except Damaged:
                 return False
-        self.read_through.add(step)
+        self.verified.add(step)
         return True
 
 
+def look_at_all(store: Store) -> tuple[dict[int, Manifest], dict[int, Damaged]]:
+    """The manifests of the steps whose files are there with their lengths, and what is wrong with the other steps."""
+    manifests: dict[int, Manifest] = {}
+    damaged: dict[int, Damaged] = {}
+    for step in store.steps():
+        try:
+            manifests[step] = store.look(step)
+        except Damaged as error:
+            damaged[step] = error
+    return manifests, damaged
+
+
 def best(manifests: dict[int, Manifest]) -> int | None:
-    """The step of the best evaluation by the metric that the run goes by now, of equal ones the first; None if none was
-    evaluated. The newest checkpoint knows of one that was evaluated after it had been saved.
+    """The step with the best evaluation by the run's present metric, the first of equal ones; None if none was
+    evaluated. A step may be evaluated after it was saved: then only the newest checkpoint knows that it is the best.
     """
     if not manifests:
         return None

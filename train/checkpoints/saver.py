@@ -18,45 +18,44 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
-from torch import nn
 
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.progress import Progress
 from train.checkpoints.retention import Retention
-from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of, state_of
+from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure, InputError, Unreachable
-from train.untrusted import FileEntry, FileName, Sha256
+from train.ranks import no_beat
+from train.storage.untrusted import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
+    from train.parallel import Stateful
 
 logger = logging.getLogger("train")
-POLL_S = 0.05  # between looks at the last save, while all ranks wait for it
 UNSENT = (InputError, Unreachable)  # a service that is away or refuses: what it did not take may be given to it later
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts to commit: random, doubling
 
 
 class SavesFail(Failure):
-    """Checkpoints cannot be written: going on would put more and more work at risk."""
+    """Checkpoints cannot be written: training on would put more and more work at risk."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What came of a save, for the metrics."""
+    """The result of a save, for the metrics."""
 
     step: int
-    stall_s: float  # that the training waited
-    save_s: float  # until it was committed, or failed
+    stall_s: float  # how long the training waited
+    save_s: float  # how long it took until it was committed, or failed
     num_bytes: int
     failure: str | None = None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the manifests of a run have in common."""
+    """What the manifests of one attempt have in common."""
 
     fence: int
     identity: dict[str, Any]
@@ -65,31 +64,36 @@ class Facts:
 
 
 class Saver:
-    """All ranks make one and call `save` and `finish` at the same steps; rank 0 alone writes."""
+    """Saves checkpoints. All ranks make a Saver and call `save` and `wait` at the same steps; only rank 0 writes."""
 
     def __init__(
         self,
         cfg: CheckpointConfig,
         store: Store,
+        engine: Stateful,
         backend: Backend,
         facts: Facts,
         *,
         may_commit: Callable[[], None],
         after_commit: Callable[[], None],
+        newest: int | None = None,
     ) -> None:
-        """`may_commit` raises if the run folder is no longer ours; `after_commit` is called in the thread."""
-        self.cfg, self.store, self.backend, self.facts = cfg, store, backend, facts
+        """`may_commit` raises if the run folder is no longer ours; `after_commit` is called in the thread. `newest` is
+        the step of the checkpoint that the run resumes from.
+        """
+        self.cfg, self.store, self.facts = cfg, store, facts
+        self.engine, self.backend, self.world = engine, backend, backend.world
         self.may_commit, self.after_commit = may_commit, after_commit
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.flight: Future[Saved] | None = None
         self.flight_began_s = 0.0
-        self.results: list[Saved] = []  # not yet asked for
+        self.results: list[Saved] = []  # since the last call of `take`
         self.failures_in_a_row = 0
-        self.newest: int | None = None  # committed
+        self.newest = newest  # committed
         self.kept: tuple[int, Path] | None = None  # step and copy of a save that could not be committed
         self.stalls_s: list[float] = []
-        self.save_s = 0.0  # that the last one took
+        self.save_s = 0.0  # how long the last save took
         self.warming = self.pool.submit(lambda: None)
 
     # ---- all ranks -----------------------------------------------------------------------------------------------
@@ -97,42 +101,37 @@ class Saver:
     def save(
         self,
         progress: Progress,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
         own: State,
         *,
         metric: float | None,
         must: bool = False,
         patience_s: float = 0.0,
-        beat: Callable[[], None] = lambda: None,
+        beat: Callable[[], None] = no_beat,
     ) -> None:
-        """Begin to save this step. `own` is what each rank has for itself: small, plain or tensors on the host.
+        """Begin to save this step. `own` is this rank's own state: small, plain values or tensors on the host.
 
-        One that comes while the last is being written waits for checkpoint.max_wait_s and is then left out; one that
-        must be waits as long as it takes. Its commit is tried again for `patience_s`.
+        While the last save is being written, the next one waits for checkpoint.max_wait_s and is then left out; with
+        `must` it waits as long as it takes. A commit that fails is retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
             self.wait(beat)
-        if not self.backend.broadcast(self.is_free(progress.step, began_s)):
+        if not self.world.share(self.world.rank == 0 and self.is_free(progress.step, began_s))[0]:
             return
-        self.backend.check_same(list(model.parameters()))
-        ranks = self.backend.gather({"rng": self.backend.rng_state(), **own})
-        moments = self.backend.optimizer_state(optimizer)
-        if self.backend.rank != 0:
+        self.engine.check_replicas()
+        ranks = self.world.gather({"rng": self.backend.rng_state(), **own})
+        whole = self.engine.state()
+        if self.world.rank != 0:
             return
         self.warming.result()
-        state = self.staging.copy(state_of(model, moments), self.backend)
+        state = self.staging.copy(whole, self.backend)
         manifest = Manifest(
             step=progress.step,
-            fence=self.facts.fence,
-            identity=self.facts.identity,
-            settings=self.facts.settings,
+            **vars(self.facts),
             progress=asdict(progress),
-            world_size=self.backend.world_size,
+            world_size=self.world.size,
             backend=self.backend.name,
             metric=metric,
-            versions=self.facts.versions,
         )
         self.flight_began_s = time.monotonic()
         stall_s = self.flight_began_s - began_s
@@ -140,14 +139,18 @@ class Saver:
         state = {**state, "ranks": {"ranks": ranks}}
         self.flight = self.pool.submit(self._write, state, manifest, stall_s, began_s, patience_s)
 
-    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Until the last save is committed or has failed."""
-        while self.backend.sum([self.flight is not None and not self.flight.done()])[0]:
-            beat()
-            time.sleep(POLL_S)
+    def warm(self) -> None:
+        """Make the host memory of the first save in the thread, while the first steps run."""
+        state = self.engine.state()
+        if self.world.rank == 0:
+            self.warming = self.pool.submit(self.staging.warm, state, self.backend)
+
+    def wait(self, beat: Callable[[], None] = no_beat) -> None:
+        """Wait until the last save is committed or has failed."""
+        self.world.wait_until(lambda: self.flight is None or self.flight.done(), beat)
 
     def is_free(self, step: int, began_s: float) -> bool:
-        """Rank 0: whether the last save is done with; waits for it a while."""
+        """Whether the last save has ended, on rank 0; waits for it a while."""
         if self.flight is None:
             return True
         wait_for([self.flight], timeout=max(0.0, self.cfg.max_wait_s - (time.monotonic() - began_s)))
@@ -155,12 +158,10 @@ class Saver:
         if self.flight is None:
             return True
         now_s = time.monotonic()
-        why = f"left out: the one before has been on its way for {now_s - self.flight_began_s:.0f} s"
-        left_out = Saved(step, now_s - began_s, now_s - began_s, 0, why)
-        if now_s - self.flight_began_s > self.cfg.max_loss_s:
-            self.failed(left_out)  # slow is no failure, until more is at risk than may be lost
-        else:
-            self.results.append(left_out)
+        why = f"left out: the save before has been under way for {now_s - self.flight_began_s:.0f} s"
+        self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
+        # A slow save is no failure until more work is at risk than may be lost.
+        self.failures_in_a_row += now_s - self.flight_began_s > self.cfg.max_loss_s
         return False
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------
@@ -170,25 +171,18 @@ class Saver:
             saved, self.flight = self.flight.result(), None
             if saved.num_bytes:
                 self.newest, self.save_s = saved.step, saved.save_s
-            if saved.failure is None:
-                self.failures_in_a_row = 0
-                self.results.append(saved)
-            else:
-                self.failed(saved)
+            self.failures_in_a_row = 0 if saved.failure is None else self.failures_in_a_row + 1
+            self.results.append(saved)
 
     def take(self) -> list[Saved]:
-        """What saves came to since the last call."""
+        """The results of the saves that ended since the last call."""
         self.collect()
-        found, self.results = self.results, []
-        return found
-
-    def failed(self, saved: Saved) -> None:
-        self.failures_in_a_row += 1
-        self.results.append(saved)
+        results, self.results = self.results, []
+        return results
 
     @property
     def failure(self) -> SavesFail | None:
-        """Why the run has to end."""
+        """The reason why the run has to end; None if saves succeed."""
         if self.failures_in_a_row < self.cfg.max_failures:
             return None
         return SavesFail(f"{self.failures_in_a_row} saves in a row failed; {self.newest_text}")
@@ -206,7 +200,7 @@ class Saver:
         return f"; step {step} is whole in {folder}: the next start on this machine uploads it"
 
     def _write(self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float) -> Saved:
-        """In the thread. What fails is not hidden: it is an alarm, and several in a row end the run."""
+        """Write, commit and prune, in the thread. A failure is logged and returned; several in a row end the run."""
         num_bytes, failure = 0, None
         try:
             num_bytes = self._publish(state, manifest, patience_s)
@@ -237,9 +231,9 @@ class Saver:
         return manifest.num_bytes
 
     def _commit(self, scratch: Path, manifest: Manifest, patience_s: float) -> None:
-        """Again and again while there is time: `patience_s`."""
+        """Commit, and retry for `patience_s` if the service does not answer."""
 
-        def say(state: RetryCallState) -> None:
+        def warn(state: RetryCallState) -> None:
             error, left_s = state.outcome and state.outcome.exception(), patience_s - (state.seconds_since_start or 0)
             logger.warning("saving step %d: %s; tried again for up to %.0f s", manifest.step, error, left_s)
 
@@ -247,7 +241,7 @@ class Saver:
             retry=retry_if_exception_type(UNSENT),
             stop=stop_after_delay(patience_s),
             wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            before_sleep=say,
+            before_sleep=warn,
             reraise=True,
         ):
             with attempt:
@@ -260,27 +254,21 @@ class Saver:
             try:
                 self.backend.save(content, file)  # type: ignore[arg-type]
             except RuntimeError as error:
-                raise file.refusal or error from None  # torch tells of its own archive: "unexpected pos"
+                raise file.refusal or error from None  # torch's own error is about its archive: "unexpected pos"
             raw.flush()
             os.fsync(raw.fileno())
         return {"bytes": file.num_bytes, "sha256": Sha256(file.digest.hexdigest())}
-
-    def warm(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Rank 0: make the host memory of the first save in the thread, while the first steps run."""
-        if self.backend.rank == 0:
-            moments = {"state": optimizer.state_dict()["state"]}  # the settings, tensors maybe, are not saved
-            self.warming = self.pool.submit(self.staging.warm, state_of(model, moments), self.backend)
 
     def close(self, *, waits: bool) -> None:
         self.pool.shutdown(wait=waits, cancel_futures=not waits)
 
 
 class Hashing:
-    """A file that knows the checksum of what was written to it: of what was meant, not of what the disk made of it."""
+    """A file that computes the checksum of the bytes it is given, whatever the disk then makes of them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
-        self.refusal: OSError | None = None  # what the disk said
+        self.refusal: OSError | None = None  # the disk's error
 
     def write(self, content: bytes | memoryview) -> int:
         self.digest.update(content)

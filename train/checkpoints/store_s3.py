@@ -1,4 +1,4 @@
-"""Checkpoints in S3. There is no rename: files go under names of their own, and the manifest is created last."""
+"""Checkpoints in S3, which has no rename: files get names of their own, and the manifest is created last."""
 
 from __future__ import annotations
 
@@ -23,36 +23,38 @@ from train.checkpoints.manifest import (
     step_name,
     step_of,
 )
-from train.checkpoints.store import check_room
 from train.config import Failure, InputError
-from train.ownership import LeaseLost, name_of, numbers
-from train.s3 import S3Folder
-from train.storage import READS, canonical_json
-from train.untrusted import BadContent, FileName, of_type, read_object
+from train.run_folder.ownership import LeaseLost, name_of, numbers
+from train.storage.folders import READS, canonical_json, check_room
+from train.storage.s3 import S3Folder
+from train.storage.untrusted import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a writer
-WRITTEN = re.compile(r"\d{8,}-[0-9a-f]{8}/.*")  # what is in such a folder
-MOST_NAMED = 3  # steps in a message
+UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
+WRITTEN = re.compile(r"\d{8,}-[0-9a-f]{8}/.*")  # a file in such a folder
+MAX_NAMED = 3  # steps in a message
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 
 class S3Store:
-    """See `train.checkpoints.store.Store`. No LATEST: a hint is not worth a commit that fails after it was done.
+    """See `train.checkpoints.store.Store`. There is no LATEST: a hint is not worth a request that fails after the
+    commit.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
-    checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: no two writers meet
+    checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: no two saves share it
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     put aside, with the files it names
 
-    Only files that such a mark names are ever removed. Whatever else is there stays: the files of a checkpoint whose
-    manifest somebody deleted, and objects of the user.
+    Only files that such a mark names are ever removed. All else stays: the files of a checkpoint whose manifest
+    somebody deleted, and objects of the user.
 
-    Parts of a large file whose upload was killed are in no listing, yet they are paid for: a lifecycle rule of the
-    bucket removes them (AbortIncompleteMultipartUpload).
+    Parts of a large file whose upload was killed are in no listing but cost money: a lifecycle rule of the bucket
+    removes them (AbortIncompleteMultipartUpload).
     """
+
+    compares_when_written = True
 
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder, self.local = folder, scratch
@@ -62,7 +64,7 @@ class S3Store:
         return f"{PREFIX}{step_name(step)}/{name}"
 
     def names(self) -> list[tuple[int, str]]:
-        """Step and name below it of all objects."""
+        """The objects of all steps: step, and name below it."""
         parts = [name.removeprefix(PREFIX).partition("/") for name in self.folder.names(f"{PREFIX}step_")]
         return [(step, name) for head, _, name in parts if (step := step_of(head)) is not None]
 
@@ -78,22 +80,20 @@ class S3Store:
             manifest = Manifest.from_json(self.folder.read(self.key(step, FILE)))
         except FileNotFoundError as error:
             raise Damaged(f"{FILE} is missing") from error
-        if manifest.step != step:
-            raise Damaged(f"{FILE} is of step {manifest.step}")
+        manifest.check_step(step)
         if manifest.folder is None:
             raise Damaged(f"{FILE} does not say which folder the files are in")
         return manifest
 
     def look(self, step: int) -> Manifest:
         manifest = self.manifest(step)
-        places = {name: self.key(step, f"{manifest.folder}/{name}") for name in manifest.files}
-        check_sizes({name: self.folder.size(place) for name, place in places.items()}, manifest)
+        check_sizes(lambda name: self.folder.size(self.key(step, f"{manifest.folder}/{name}")), manifest)
         return manifest
 
     def fetch(self, step: int) -> Path:
         manifest = self.look(step)
-        self.clear("fetched")  # what an earlier call gave, or could not verify
-        target = self.place(manifest)
+        self.clear("fetched")  # the step of an earlier call, or what could not be verified
+        target = self.path_of(manifest)
         target.mkdir(parents=True)
         check_room(target, manifest.num_bytes)
         for name in manifest.files:
@@ -108,7 +108,7 @@ class S3Store:
             raise Damaged(f"{name} is missing") from error
         check_files(target, replace(manifest, files={name: manifest.files[name]}))
 
-    def place(self, manifest: Manifest) -> Path:
+    def path_of(self, manifest: Manifest) -> Path:
         assert manifest.folder is not None  # in S3
         return self.local / "fetched" / step_name(manifest.step) / manifest.folder
 
@@ -125,13 +125,13 @@ class S3Store:
         try:
             check_room(folder, num_bytes)
         except OSError:
-            self.clear(unsent.SAVING)  # what could not be uploaded makes room for what is newer
+            self.clear(unsent.SAVING)  # saves that could not be uploaded make room for a newer one
             folder.mkdir(parents=True)
             check_room(folder, num_bytes)
         return folder
 
     def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
-        manifest = self.with_folder(manifest)  # the same at each attempt: what was uploaded before is written over
+        manifest = self.with_folder(manifest)  # each attempt to commit overwrites what the one before has uploaded
         unsent.keep(scratch, manifest)
         return manifest
 
@@ -145,14 +145,14 @@ class S3Store:
                 self.commit(folder, self.with_folder(manifest))
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Raises LeaseLost, with nothing committed, if the run folder was taken over while the files went up."""
+        """Raises LeaseLost, and commits nothing, if another job took the run folder during the upload."""
         manifest = manifest if manifest.folder else self.with_folder(manifest)
         with self.unfinished(manifest):
             for name in manifest.files:
                 self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
             self.check_fence(manifest.fence)
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                self.check_fence(manifest.fence)  # what a newer owner has committed stays
+                self.check_fence(manifest.fence)  # a step of a newer owner stays
                 self.put_aside(manifest.step, "replaced")
                 if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
                     raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
@@ -186,16 +186,16 @@ class S3Store:
                 self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
 
     def collect_garbage(self, *, ended_below: int) -> None:
-        """Remove files that a mark names and no manifest does, unless the save is complete. What a lease that may not
-        have ended has marked stays: its owner may be about to commit. Where something was put aside all stays, its
-        manifest may not be readable.
+        """Remove files that a mark names and no manifest does, unless the save is complete. Marks of a lease that may
+        not have ended stay: its owner may be about to commit. Steps of which a manifest was put aside stay, because it
+        may be unreadable.
         """
         self.clear("fetched")
-        found = self.names()
-        unsent.tidy(self.local, max((step for step, name in found if name == FILE), default=0))
+        objects = self.names()
+        unsent.tidy(self.local, max((step for step, name in objects if name == FILE), default=0))
         left = []
-        for step in sorted({step for step, _ in found}):
-            names = [name for number, name in found if number == step]
+        for step in sorted({step for step, _ in objects}):
+            names = [name for number, name in objects if number == step]
             marks = [match for match in map(UNFINISHED.fullmatch, names) if match]
             if not any(map(is_aside, names)):
                 for mark in marks:
@@ -205,13 +205,13 @@ class S3Store:
                 left += [step_name(step)] if any(map(WRITTEN.fullmatch, names)) else []
         if left:
             logger.warning(
-                f"{self.location}: no {FILE} for the files of {', '.join(left[:MOST_NAMED])}"
-                f"{' ...' if left[MOST_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
+                f"{self.location}: no {FILE} for the files of {', '.join(left[:MAX_NAMED])}"
+                f"{' ...' if left[MAX_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
             )
 
     def finish(self, step: int, folder: str, names: list[str]) -> bool:
-        """Remove the files that a mark names, unless a manifest names them as well, and then the mark. False if they
-        stay: a save of which all files are there may have been committed, and only its manifest be lost.
+        """Remove the files that a mark names, unless a manifest names them too, and then the mark. False if they stay:
+        a save with all its files may have been committed, and only its manifest be lost.
         """
         mark = self.key(step, f"{folder}.unfinished")
         try:
@@ -224,7 +224,7 @@ class S3Store:
                 for name in files:
                     self.folder.remove(self.key(step, f"{folder}/{name}"))
         except (Damaged, FileNotFoundError, BadContent):
-            return True  # nothing that is ours for certain
+            return True  # not certainly a save of ours
         self.folder.remove(mark)
         return True
 

@@ -1,9 +1,10 @@
-"""Saves that are whole on this machine and never reached S3: the next start of the run here uploads them.
+"""Saves that are whole on this machine and never reached S3: the run's next attempt here uploads them.
 
     staging/saving/5f0c.../manifest.json     written after the files it names; a folder without one is not whole
 
-The lease proves that nobody went on from an older checkpoint meanwhile: the manifest has the number of the lease under
-which it was saved, and a start that takes the very next one, from this machine, puts its own number there at once.
+The lease proves that no attempt has resumed from an older checkpoint meanwhile: the manifest has the number of the
+lease under which it was saved, and an attempt on this machine that takes the next lease writes its own number there at
+once.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from train.checkpoints.manifest import FILE, Damaged, Manifest, check_files
-from train.lease import Lease
-from train.storage import write_atomic
+from train.run_folder.lease import Lease
+from train.storage.whole import write_atomic
 
 logger = logging.getLogger("train")
-STAGING, SAVING = "staging", "saving"  # in the folder that this machine has for a run, and in there
+STAGING, SAVING = "staging", "saving"  # in the folder that this machine has for a run, and in STAGING
 
 
 def keep(scratch: Path, manifest: Manifest) -> None:
-    """Make what was written to `scratch` last beyond this process, in place of what was kept before."""
+    """Keep the files in `scratch` beyond this process, instead of those that were kept before."""
     write_atomic(scratch / FILE, manifest.to_json())
     for older in scratch.parent.iterdir():
         if older != scratch:
@@ -32,7 +33,7 @@ def keep(scratch: Path, manifest: Manifest) -> None:
 
 
 def adopt(staging: Path, lease: Lease) -> None:
-    """Take over what the last start kept here. Called right after the run folder was taken."""
+    """Take over what the last attempt kept here. It is called right after the run folder was taken."""
     before = lease.previous
     if before is None or before["number"] != lease.number - 1 or before["host"] != lease.claim["host"]:
         return
@@ -42,12 +43,15 @@ def adopt(staging: Path, lease: Lease) -> None:
 
 
 def to_send(staging: Path, fence: int) -> Iterator[tuple[Path, Manifest]]:
-    """What was kept and adopted by this start, verified. A line says why something else is left out."""
+    """The saves that this attempt has adopted, verified. A warning says why another one is left out."""
     for folder, manifest in kept(staging):
         if manifest.fence != fence:
-            why = "the run was on another machine since; the next save here replaces it"
-            text = f"the save of step %d in %s is not uploaded: {why}"
-            logger.warning(text, manifest.step, folder)
+            logger.warning(
+                "the save of step %d in %s is not uploaded: the run has been on another machine since; "
+                "the next save here replaces it",
+                manifest.step,
+                folder,
+            )
             continue
         try:
             check_files(folder, manifest)
@@ -58,8 +62,8 @@ def to_send(staging: Path, fence: int) -> Iterator[tuple[Path, Manifest]]:
 
 
 def tidy(staging: Path, newest: int) -> None:
-    """Remove what a killed save has left, and copies of steps up to `newest`, which S3 has. Others stay until the next
-    save of this machine, or until it needs their room.
+    """Remove what killed saves have left, and copies of steps up to `newest`, which S3 has. Others stay until the next
+    save on this machine, or until it needs their room.
     """
     for folder in (staging / SAVING).glob("*"):
         if not (folder / FILE).is_file():
@@ -67,7 +71,7 @@ def tidy(staging: Path, newest: int) -> None:
     for folder, manifest in list(kept(staging)):
         if manifest.step <= newest:
             shutil.rmtree(folder)
-    with suppress(OSError):  # some stay, or there was none
+    with suppress(OSError):  # it is not empty, or absent
         (staging / SAVING).rmdir()
 
 

@@ -1,1 +1,1 @@
-"""From text to batches: corpus -> tokenizer -> packing -> shards -> order -> batches."""
+"""The way from text to batches: corpus -> tokenizer -> packing -> shards -> order -> batches."""

@@ -1,10 +1,12 @@
 """Random numbers that are a pure function of their coordinates, for a whole array at once.
 
-The same (seed, epoch, sequence, place) gives the same number on whichever rank, worker or batch it is drawn, so
+The same (seed, epoch, sequence, position) gives the same number on whichever rank, worker or batch it is drawn, so
 masks and cuts do not depend on how the work is split, and there is no generator state to save.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import numpy as np
 
@@ -29,3 +31,9 @@ def hash_uniform(*coordinates: int | np.ndarray) -> np.ndarray:
         for coordinate in coordinates:
             state = mix(state + GOLDEN * (np.asarray(coordinate).astype(np.uint64) + np.uint64(1)))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def text_uniform(text: str, seed: int) -> tuple[float, float]:
+    """Two numbers in [0, 1) that are a function of the text and the seed: equal texts land in the same split."""
+    raw = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16, key=str(seed).encode()).digest()
+    return int.from_bytes(raw[:8], "big") / 2**64, int.from_bytes(raw[8:], "big") / 2**64

@@ -1,6 +1,6 @@
-"""`python -m train.doctor`: one screen that says whether this machine can train. `explain "..."`: what an error means.
+"""`python -m train.doctor`: one screen that shows whether this machine can train. `explain "..."`: what an error means.
 
-Exit code 0: nothing to mend (or the error is known), 1: something is red (or it is not known), 2: wrong arguments.
+Exit codes: 0 nothing to fix, or the error is known; 1 something is red, or the error is not known; 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from train.command import DONE, FAILED, REFUSED, command_parser, guarded
+from train.cli.command import DONE, FAILED, REFUSED, command_parser, guarded
 from train.doctor import checks
 from train.doctor.explain import explain
 from train.doctor.finding import is_red, screen, wrap
@@ -30,7 +30,8 @@ def examine(options: argparse.Namespace) -> int:
     probe = checks.here(instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines)
     findings = checks.examine(probe, bucket=options.bucket)
     if options.json:
-        print(json.dumps({"ok": not is_red(findings), "findings": list(map(dataclasses.asdict, findings))}, indent=1))
+        listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
+        print(json.dumps({"ok": not is_red(findings), "findings": listed}, indent=1))
     else:
         print(screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     return 1 if is_red(findings) else 0
@@ -51,10 +52,10 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             REFUSED: "arguments refused",
         },
     )
-    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: what the firmware says)")
+    parser.add_argument("--instance", choices=instance_names(), help="instance type (default: that of the firmware)")
     parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
     parser.add_argument("--machines", type=positive, default=1, metavar="N", help="machines of the run (default: 1)")
-    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="ask S3 about this bucket too")
+    parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this bucket in S3")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     commands = parser.add_subparsers(dest="command")
     explaining = commands.add_parser("explain", help="what an error text means, and its cure")

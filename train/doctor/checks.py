@@ -1,4 +1,4 @@
-"""Which checks there are, in the order of the screen, and how a real machine is read for them."""
+"""All checks, in the order of the screen, and the probe of this machine that they look at."""
 
 from __future__ import annotations
 
@@ -19,67 +19,66 @@ from train.doctor import checks_devices, checks_host, checks_versions
 from train.doctor.finding import Finding, bad, ok, warn
 from train.doctor.instance import EFA_INTERFACES, instance_names, read_instance
 from train.doctor.probe import Probe, ask_tool
-from train.machine import installed_versions
+from train.host.machine import installed_versions
 
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2's Nitro machines: the instance type
 LIMITS = {"nofile": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK", "nproc": "RLIMIT_NPROC"}
 
 
 def machine(probe: Probe) -> Finding:
-    """What this machine is, and whether it is what the user takes it for."""
-    told = (probe.text(str(PRODUCT_NAME)) or "").strip()
+    """Name of this machine; a warning if --instance names another."""
+    firmware = (probe.text(str(PRODUCT_NAME)) or "").strip()
     text = f"{probe.system} {probe.kernel}, {probe.num_cpus} CPU cores"
     if probe.instance is None:
-        return ok("machine", text)
-    if told in {*instance_names(), *EFA_INTERFACES} and told != probe.instance.name:
-        return warn("machine", f"--instance {probe.instance.name}, but this is a {told}", cure=f"--instance {told}")
-    return ok("machine", f"{probe.instance.name}, {text}")
+        return ok(text)
+    if firmware in {*instance_names(), *EFA_INTERFACES} and firmware != probe.instance.name:
+        text = f"--instance {probe.instance.name}, but this is a {firmware}"
+        return warn(text, cure=f"--instance {firmware}")
+    return ok(f"{probe.instance.name}, {text}")
 
 
-CHECKS: tuple[Callable[[Probe], Finding], ...] = (
-    machine,
-    checks_devices.devices,
-    checks_devices.holders,
-    checks_devices.ranks,
-    checks_versions.python,
-    checks_versions.packages,
-    checks_versions.driver,
-    checks_devices.efa,
-    checks_host.fork_safety,
-    checks_host.open_files,
-    checks_host.locked_memory,
-    checks_host.processes,
-    checks_host.reserved_ports,
-    checks_host.cache,
-    checks_host.disk,
-    checks_host.memory,
-    checks_host.shared_memory,
-    checks_host.malloc,
-    checks_host.knobs,
-    checks_host.hostname,
-    checks_host.clock,
-)
+CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by their names on the screen
+    "machine": machine,
+    "devices": checks_devices.devices,
+    "held by": checks_devices.holders,
+    "ranks": checks_devices.ranks,
+    "Python": checks_versions.python,
+    "packages": checks_versions.packages,
+    "Neuron driver": checks_versions.driver,
+    "EFA": checks_devices.efa,
+    "fork safety": checks_host.fork_safety,
+    "open files": checks_host.open_files,
+    "locked memory": checks_host.locked_memory,
+    "processes": checks_host.processes,
+    "reserved port": checks_host.reserved_ports,
+    "compile cache": checks_host.cache,
+    "disk": checks_host.disk,
+    "memory": checks_host.memory,
+    "shared memory": checks_host.shared_memory,
+    "malloc arenas": checks_host.malloc,
+    "variables": checks_host.knobs,
+    "host name": checks_host.hostname,
+    "clock": checks_host.clock,
+}
 
 
-def examine(probe: Probe, *, bucket: str | None = None) -> list[Finding]:
-    """Every finding, in the order of the screen."""
-    findings = [check(probe) for check in CHECKS]
-    return findings + (examine_bucket(bucket, now_s=probe.now_s) if bucket else [])
-
-
-def examine_bucket(location: str, *, now_s: float) -> list[Finding]:
+def examine(probe: Probe, *, bucket: str | None = None) -> dict[str, Finding]:
+    """Run all checks; findings come by name, in the order of the screen."""
+    findings = {name: check(probe) for name, check in CHECKS.items()}
+    if bucket is None:
+        return findings
     if util.find_spec("boto3") is None:
-        return [bad("S3", "boto3 is not installed", cure="pip install boto3")]
+        return {**findings, "S3": bad("boto3 is not installed", cure="pip install boto3")}
     from train.doctor import checks_s3
 
-    return checks_s3.bucket(location, now_s=now_s)
+    return findings | checks_s3.bucket(bucket, now_s=probe.now_s)
 
 
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
-    """This machine. Without a name the instance type is what the firmware says, if it is one that is known."""
-    told = PRODUCT_NAME.read_text().strip() if PRODUCT_NAME.is_file() else ""
-    name = instance or (told if told in {*instance_names(), *EFA_INTERFACES} else None)
-    available = psutil.virtual_memory()
+    """Probe this machine. Without a name, the instance type is that of the firmware if it is a known one."""
+    firmware = PRODUCT_NAME.read_text().strip() if PRODUCT_NAME.is_file() else ""
+    name = instance or (firmware if firmware in {*instance_names(), *EFA_INTERFACES} else None)
+    memory = psutil.virtual_memory()
     return Probe(
         ask=functools.cache(ask_tool),
         versions=installed_versions(*checks_versions.PACKAGES),
@@ -91,7 +90,7 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
         glibc=platform.libc_ver()[1] if platform.libc_ver()[0] == "glibc" else "",
         num_cpus=os.cpu_count() or 1,
         limits={name: read_limit(kind) for name, kind in LIMITS.items() if hasattr(resource, kind)},
-        memory_bytes=(available.available, available.total),
+        memory_bytes=(memory.available, memory.total),
         free_bytes=free_bytes,
         cwd=Path.cwd(),
         now_s=time.time(),
@@ -102,7 +101,7 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
 
 
 def read_limit(kind: str) -> tuple[float, float]:
-    """Soft and hard limit; inf: none."""
+    """Soft and hard limit; inf for no limit."""
     soft, hard = resource.getrlimit(getattr(resource, kind))
     unlimited = resource.RLIM_INFINITY
     return (float("inf") if soft == unlimited else soft), (float("inf") if hard == unlimited else hard)

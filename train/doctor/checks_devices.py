@@ -1,6 +1,6 @@
-"""Devices, who holds them, ranks and EFA interfaces. Trainium, GPU and EFA parts: not run on hardware.
+"""Checks of devices, the processes that hold them, ranks and EFA interfaces. Not run on Trainium, GPU or EFA hardware.
 
-The shapes are those that the tools document: `neuron-ls --json-output` (Neuron system tools guide), `nvidia-smi
+Outputs are parsed as the tools document them: `neuron-ls --json-output` (Neuron system tools guide), `nvidia-smi
 --query-gpu` and `--query-compute-apps` (nvidia-smi --help-query-gpu), `fi_info` (libfabric's manual).
 """
 
@@ -10,6 +10,7 @@ import csv
 import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Answer, Probe
@@ -17,36 +18,37 @@ from train.doctor.probe import Answer, Probe
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
 HOLDER_QUERY = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
-WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # they keep the device files open and hold no core
+WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # these open the device files but hold no core
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One Neuron chip. Logical cores: what a rank takes."""
+    """One Neuron chip. A rank takes one logical core."""
 
     number: int
-    num_cores: int
+    num_cores: int  # logical
     holders: tuple[tuple[int, str], ...]  # process id and command, which may be empty
 
 
-def read_neuron_ls(text: str) -> list[Chip]:
-    """Chips of `neuron-ls -j`; ValueError if it is not of the documented shape. Older versions have fewer fields."""
-    chips = []
-    for number, entry in enumerate(json.loads(text)):
-        if not isinstance(entry, dict):
-            raise ValueError("not a list of objects")
-        num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
-        if not num_cores:
-            raise ValueError("no nc_count in it")
-        holders = tuple(
-            (int(process["pid"]), str(process.get("command") or "")) for process in entry.get("neuron_processes") or ()
-        )
-        chips.append(Chip(int(entry.get("neuron_device", number)), int(num_cores), holders))
-    return chips
+def read_neuron_ls(answer: Answer) -> list[Chip]:
+    """Parse `neuron-ls -j`, whose older versions have fewer fields; ValueError if it is not as documented."""
+    try:
+        return [read_chip(number, entry) for number, entry in enumerate(json.loads(answer.out))]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def read_chip(number: int, entry: dict[str, Any]) -> Chip:
+    num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
+    if not num_cores:
+        raise ValueError("no nc_count in it")
+    processes = entry.get("neuron_processes") or ()
+    holders = tuple((int(process["pid"]), str(process.get("command") or "")) for process in processes)
+    return Chip(int(entry.get("neuron_device", number)), int(num_cores), holders)
 
 
 def read_csv(text: str) -> list[list[str]]:
-    """Rows of nvidia-smi's CSV without head and units."""
+    """Parse nvidia-smi's CSV without header and units."""
     return [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) > 1]
 
 
@@ -58,72 +60,70 @@ def devices(probe: Probe) -> Finding:
         return neuron_devices(probe, probe.ask("neuron-ls", "-j"))
     if probe.has_gpu:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
-    wanted = probe.instance.devices if probe.instance else None
-    if probe.instance and wanted:
-        text = f"{probe.instance.name} has {wanted} devices, this machine shows none"
-        return bad("devices", text, cure="give this machine's own --instance (leave it out to have it found)")
-    return ok("devices", f"no accelerator; {probe.num_cpus} CPU cores")
+    if probe.instance and probe.num_devices:
+        text = f"{probe.instance.name} has {probe.num_devices} devices, this machine shows none"
+        return bad(text, cure="give this machine's own --instance (without it, the firmware names the type)")
+    return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
 
 def neuron_devices(probe: Probe, answer: Answer) -> Finding:
-    name, wanted = "devices", probe.instance.devices if probe.instance else None
     num_files = len(probe.neuron_devices)
     if not num_files:
         cure = "sudo modprobe neuron; if that fails: sudo apt-get install --reinstall aws-neuronx-dkms, then reboot"
-        return bad(name, "no /dev/neuron*: the Neuron driver is not loaded", cure=cure)
+        return bad("no /dev/neuron*: the Neuron driver is not loaded", cure=cure)
     if answer.is_missing:
         cure = "sudo apt-get install aws-neuronx-tools && export PATH=/opt/aws/neuron/bin:$PATH"
-        return warn(name, f"{num_files} Neuron chips; {answer.fault}: cores and their holders unknown", cure=cure)
+        text = f"{num_files} Neuron chips; {answer.fault}: cores, and the processes that hold them, are unknown"
+        return warn(text, cure=cure)
     if answer.fault:
-        return bad(name, answer.fault, cure=f"{RELOAD}; if it stays, stop and start the instance")
+        return bad(answer.fault, cure=f"{RELOAD}; if it stays, stop and start the instance")
     try:
-        chips = read_neuron_ls(answer.out)
-    except (ValueError, TypeError, KeyError) as error:
+        chips = read_neuron_ls(answer)
+    except ValueError as error:
         cure = "sudo apt-get install --only-upgrade aws-neuronx-tools"
-        return bad(name, f"neuron-ls -j cannot be read ({error})", cure=cure)
+        return bad(f"neuron-ls -j cannot be read ({error})", cure=cure)
     num_cores = sum(chip.num_cores for chip in chips)
     text = f"{num_cores} NeuronCores on {len(chips)} chips"
-    if wanted and probe.instance and num_cores != wanted:
+    if probe.instance and probe.num_devices not in (None, num_cores):
         cure = f"{RELOAD}; if it stays, stop and start the instance (it moves to another host)"
-        return bad(name, f"{text}; {probe.instance.name} has {wanted} cores", cure=cure)
-    return ok(name, text)
+        return bad(f"{text}; {probe.instance.name} has {probe.num_devices} cores", cure=cure)
+    return ok(text)
 
 
 def gpu_devices(probe: Probe, answer: Answer) -> Finding:
-    name, wanted = "devices", probe.instance.devices if probe.instance else None
     if answer.is_missing:
         cure = "install NVIDIA's driver (sudo ubuntu-drivers install --gpgpu), then reboot"
-        return bad(name, "an NVIDIA GPU is on the bus, nvidia-smi is not installed", cure=cure)
+        return bad("an NVIDIA GPU is on the bus, nvidia-smi is not installed", cure=cure)
     if answer.fault:
         cure = "sudo modprobe nvidia; after a kernel update install the driver again; then reboot (dmesg | grep NVRM)"
-        return bad(name, answer.fault, cure=cure)
+        return bad(answer.fault, cure=cure)
     rows = read_csv(answer.out)
     if not rows:
-        return bad(name, "nvidia-smi lists no GPU", cure="reboot; look for errors in: dmesg | grep NVRM")
+        return bad("nvidia-smi lists no GPU", cure="reboot; look for errors in: dmesg | grep NVRM")
     kinds = sorted({f"{row[1]}, {gib(row[2])}" for row in rows if len(row) > 3})
     text = f"{len(rows)} GPU ({'; '.join(kinds)}), driver {rows[0][-1]}"
-    if wanted and probe.instance and len(rows) != wanted:
-        cure = "look for a fallen GPU (dmesg | grep -i xid), unset CUDA_VISIBLE_DEVICES, stop and start the instance"
-        return bad(name, f"{text}; {probe.instance.name} has {wanted}", cure=cure)
-    return ok(name, text)
+    if probe.instance and probe.num_devices not in (None, len(rows)):
+        cure = "look for a lost GPU (dmesg | grep -i xid), unset CUDA_VISIBLE_DEVICES, stop and start the instance"
+        return bad(f"{text}; {probe.instance.name} has {probe.num_devices}", cure=cure)
+    return ok(text)
 
 
 def gib(mebibytes: str) -> str:
     return f"{int(mebibytes) / 1024:.0f} GiB" if mebibytes.isdigit() else "memory unknown"
 
 
-def num_devices(probe: Probe) -> int | None:
-    """Devices that a rank can have here, as the tools count them; None if they do not say."""
+def count_devices(probe: Probe) -> int | None:
+    """Number of devices for ranks, as the tools count them; None if they give none."""
     answer = probe.ask("neuron-ls", "-j") if probe.is_trainium else probe.ask(*GPU_QUERY)
     if answer.fault or not probe.is_accelerated:
         return None
     try:
-        return sum(c.num_cores for c in read_neuron_ls(answer.out)) if probe.is_trainium else len(read_csv(answer.out))
-    except (ValueError, TypeError, KeyError):
-        return None  # `devices` says so
+        return sum(c.num_cores for c in read_neuron_ls(answer)) if probe.is_trainium else len(read_csv(answer.out))
+    except ValueError:
+        return None  # the check `devices` reports it
 
 
-# ---- who holds them ------------------------------------------------------------------------------------------------
+# ---- processes that hold them --------------------------------------------------------------------------------------
 
 
 def holders(probe: Probe) -> Finding:
@@ -131,16 +131,16 @@ def holders(probe: Probe) -> Finding:
         return neuron_holders(probe, probe.ask("neuron-ls", "-j"))
     if probe.has_gpu:
         return gpu_holders(probe.ask(*HOLDER_QUERY))
-    return skip("held by", "no accelerator")
+    return skip("no accelerator")
 
 
 def neuron_holders(probe: Probe, answer: Answer) -> Finding:
     try:
-        chips = [] if answer.fault else read_neuron_ls(answer.out)
-    except (ValueError, TypeError, KeyError):
+        chips = read_neuron_ls(answer)  # ValueError too if it printed nothing
+    except ValueError:
         chips = []
     if not chips:
-        return skip("held by", "neuron-ls does not say")
+        return skip("neuron-ls does not say")
     held: dict[int, list[int]] = {}
     commands: dict[int, str] = {}
     for chip in chips:
@@ -150,22 +150,22 @@ def neuron_holders(probe: Probe, answer: Answer) -> Finding:
                 held.setdefault(pid, []).append(chip.number)
                 commands[pid] = command or "?"
     if not held:
-        return ok("held by", "nobody: every core is free")
+        return ok("no process: every core is free")
     first = min(held)
     num_chips = len({number for numbers in held.values() for number in numbers})
     text = f"process {first} ({commands[first][:60]}){more(len(held))} on {num_chips} of {len(chips)} chips"
-    return bad("held by", text, cure=kill(sorted(held)))
+    return bad(text, cure=kill(sorted(held)))
 
 
 def gpu_holders(answer: Answer) -> Finding:
     if answer.fault:
-        return skip("held by", answer.fault)
+        return skip(answer.fault)
     rows = read_csv(answer.out)
     if not rows:
-        return ok("held by", "nobody: no process computes on a GPU")
+        return ok("no process computes on a GPU")
     used = f", {gib(rows[0][2])}" if len(rows[0]) > 2 and rows[0][2].isdigit() else ""
     text = f"process {rows[0][0]} ({rows[0][1][:60]}{used}){more(len(rows))}"
-    return warn("held by", text, cure=kill(sorted({int(row[0]) for row in rows if row[0].isdigit()})))
+    return warn(text, cure=kill(sorted({int(row[0]) for row in rows if row[0].isdigit()})))
 
 
 def more(count: int) -> str:
@@ -173,53 +173,55 @@ def more(count: int) -> str:
 
 
 def kill(pids: list[int]) -> str:
-    return f"kill {' '.join(map(str, pids))} (unless it is a run that goes on; after a minute kill -9)"
+    return f"kill {' '.join(map(str, pids))} (unless it is a run that you need; after a minute kill -9)"
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def ranks(probe: Probe) -> Finding:
-    name, instance, wanted = "ranks", probe.instance, probe.num_ranks
+    instance, wanted = probe.instance, probe.num_ranks
     counts = ", ".join(map(str, instance.rank_counts)) if instance else ""
     if wanted is None:
-        return skip(name, f"--ranks-per-machine checks a number{f'; here: {counts}' if counts else ''}")
-    full = instance.devices if instance and instance.devices else num_devices(probe)
+        return skip(f"--ranks-per-machine checks a number{f'; here: {counts}' if counts else ''}")
+    full = probe.num_devices or count_devices(probe)
     if instance and instance.rank_counts and wanted not in instance.rank_counts:
         best = max((count for count in instance.rank_counts if count <= wanted), default=min(instance.rank_counts))
         text = f"{wanted} ranks on {instance.name}: the runtime takes {counts}"
-        return bad(name, text, cure=f"torchrun --nproc-per-node={best}")
+        return bad(text, cure=f"torchrun --nproc-per-node={best}")
     if full and wanted > full:
-        return bad(name, f"{wanted} ranks for {full} devices", cure=f"torchrun --nproc-per-node={full}")
+        return bad(f"{wanted} ranks for {full} devices", cure=f"torchrun --nproc-per-node={full}")
     if full and probe.is_trainium and probe.num_machines > 1 and wanted != full:
         text = f"{wanted} ranks a machine: collectives between Trainium machines need all {full} cores of each"
-        return bad(name, text, cure=f"torchrun --nproc-per-node={full}")
-    return ok(name, f"{wanted} a machine" + (f" of {full} devices" if full else ""))
+        return bad(text, cure=f"torchrun --nproc-per-node={full}")
+    return ok(f"{wanted} a machine" + (f" of {full} devices" if full else ""))
 
 
 # ---- EFA -----------------------------------------------------------------------------------------------------------
 
 
 def read_fi_info(text: str) -> set[str]:
-    """Devices of `fi_info -p efa`: each has a domain for each of its endpoint types ("rdmap16s27-rdm", "-dgrm")."""
+    """Devices in `fi_info -p efa`, where each has a domain for each endpoint type ("rdmap16s27-rdm", "-dgrm")."""
     return {re.sub(r"-(rdm|dgrm)$", "", domain) for domain in re.findall(r"^\s*domain:\s*(\S+)", text, re.MULTILINE)}
 
 
 def efa(probe: Probe) -> Finding:
-    name, found = "EFA", len(probe.efa_devices)
+    num_seen = len(probe.efa_devices)
     wanted = probe.instance.num_efa if probe.instance else None
-    fault = bad if probe.num_machines > 1 else warn  # one machine alone trains without
-    alone = "" if probe.num_machines > 1 else " (one machine alone trains without)"
-    if not found and not wanted:
-        return skip(name, "this instance has none" if wanted == 0 else "none seen, none expected")
-    if wanted and found < wanted and probe.instance:
-        text = f"{found} of {probe.instance.name}'s {wanted} interfaces{alone}"
+    fault = bad if probe.num_machines > 1 else warn  # a single machine trains without EFA
+    alone = "" if probe.num_machines > 1 else " (a single machine trains without)"
+    if not num_seen and not wanted:
+        return skip("this instance has none" if wanted == 0 else "none seen, none expected")
+    if wanted and num_seen < wanted and probe.instance:
+        text = f"{num_seen} of {probe.instance.name}'s {wanted} interfaces{alone}"
         cure = "they are attached at launch only: launch again with InterfaceType=efa on every network card; "
-        return fault(name, text, cure=cure + "if they are: the EFA installer, sudo ./efa_installer.sh -y")
+        return fault(text, cure=cure + "if they are: the EFA installer, sudo ./efa_installer.sh -y")
     answer = probe.ask("fi_info", "-p", "efa")
     usable = 0 if answer.fault else len(read_fi_info(answer.out))
-    if usable < found:
-        text = f"{found} interfaces, libfabric sees {usable}" + (f" ({answer.fault})" if answer.fault else "") + alone
+    if usable < num_seen:
+        text = (
+            f"{num_seen} interfaces, libfabric sees {usable}" + (f" ({answer.fault})" if answer.fault else "") + alone
+        )
         cure = "install EFA's libfabric: sudo ./efa_installer.sh -y, then export PATH=/opt/amazon/efa/bin:$PATH"
-        return fault(name, text, cure=cure)
-    return ok(name, f"{found} interfaces" + (f" of {wanted}" if wanted else "") + ", libfabric sees all")
+        return fault(text, cure=cure)
+    return ok(f"{num_seen} interfaces" + (f" of {wanted}" if wanted else "") + ", libfabric sees all")

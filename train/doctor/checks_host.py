@@ -1,4 +1,4 @@
-"""Limits, ports, cache, disk, memory, clock, environment and names. Neuron and EFA parts: not run on hardware."""
+"""Checks of limits, ports, cache, disk, memory, clock, variables and names. Not run on Neuron or EFA hardware."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import re
 from pathlib import Path
 
-from train import machine
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, nearest
+from train.host import machine
 
 GIB = 2**30
-# A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) is 2.7 GB. Below 4 GiB the
-# next one may not fit; 20 GiB hold the few that are kept, the one being written, and some compiled graphs.
+# A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than
+# 4 GiB the next one may not fit; 20 GiB hold those that are kept, the one being written, and some compiled graphs.
 LEAST_DISK, WANTED_DISK = 4 * GIB, 20 * GIB
-LEAST_SHM = GIB  # containers have 64 MiB by default; a worker keeps two batches of some MB there, and there are many
+LEAST_SHM = GIB  # containers have 64 MiB by default; each of many workers keeps two batches of some MB there
 LEAST_MEMORY = GIB
-RANK_MEMORY = GIB  # measured: torch and transformers imported take 0.65 GiB in each process
-COMPILER_MEMORY = 8 * GIB  # neuronx-cc is killed (exit code -9) where memory is short; a guess, not run on hardware
+RANK_MEMORY = GIB  # measured: importing torch and transformers takes 0.65 GiB in each process
+COMPILER_MEMORY = 8 * GIB  # neuronx-cc is killed (exit code -9) if memory is short; an estimate, not run on hardware
 OLD_LOCK_S = 3600.0  # the longest compilations take some 45 minutes
 WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0
 
@@ -27,224 +27,221 @@ WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0
 
 
 def open_files(probe: Probe) -> Finding:
-    """Ranks, loader workers and EFA open many; a laptop's run does not."""
-    soft, hard = probe.limits.get("nofile", (math.nan, math.nan))
-    if math.isnan(soft):
-        return skip("open files", "limit unknown")
+    """Limit of open files: ranks, loader workers and EFA open many; a laptop's run does not."""
     least, wanted = (4096, 65535) if probe.is_accelerated else (256, 1024)
+    return limit(probe, "nofile", "n", wanted=wanted, least=least)
+
+
+def processes(probe: Probe) -> Finding:
+    """Limit of processes and threads: 32 ranks have 30 to 60 threads each, and there are workers."""
+    return limit(probe, "nproc", "u", wanted=4096 if probe.is_accelerated else 512)
+
+
+def limit(probe: Probe, kind: str, flag: str, *, wanted: int, least: int = 0) -> Finding:
+    """A warning below `wanted`, an error below `least`; `flag` is that of ulimit."""
+    soft, hard = probe.limits.get(kind, (math.nan, math.nan))
+    if math.isnan(soft):
+        return skip("limit unknown")
+    text = "unlimited" if soft == math.inf else f"{soft:,.0f}"
     if soft >= wanted:
-        return ok("open files", number(soft))
-    cure = f"ulimit -n {wanted}"
-    if hard < wanted:
-        cure = f"add '* - nofile {wanted}' to /etc/security/limits.conf and log in again"
-    return (bad if soft < least else warn)("open files", f"{number(soft)}, {wanted:,} wanted", cure=cure)
+        return ok(text)
+    cure = f"add '* - {kind} {wanted}' to /etc/security/limits.conf and log in again"
+    if hard >= wanted:
+        cure = f"ulimit -{flag} {wanted}"
+    return (bad if soft < least else warn)(f"{text}, {wanted:,} wanted", cure=cure)
 
 
 def locked_memory(probe: Probe) -> Finding:
     soft, _ = probe.limits.get("memlock", (math.nan, math.nan))
     if not probe.efa_devices:
-        return skip("locked memory", "only EFA needs it")
+        return skip("only EFA needs it")
     if soft == math.inf:
-        return ok("locked memory", "unlimited")
+        return ok("unlimited")
     text = f"{soft / 1024:,.0f} KiB: EFA registers more" if not math.isnan(soft) else "limit unknown"
-    return bad("locked memory", text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
-
-
-def processes(probe: Probe) -> Finding:
-    soft, hard = probe.limits.get("nproc", (math.nan, math.nan))
-    if math.isnan(soft):
-        return skip("processes", "limit unknown")
-    wanted = 4096 if probe.is_accelerated else 512  # threads count too: 32 ranks of 30 to 60 threads, and workers
-    if soft >= wanted:
-        return ok("processes", number(soft))
-    cure = f"ulimit -u {wanted}" if hard >= wanted else f"add '* - nproc {wanted}' to /etc/security/limits.conf"
-    return warn("processes", f"{number(soft)}, {wanted:,} wanted", cure=cure)
-
-
-def number(value: float) -> str:
-    return "unlimited" if value == math.inf else f"{value:,.0f}"
+    return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
 
 
 def read_ports(text: str) -> list[range]:
-    """Ports of ip_local_reserved_ports: "8080,48600-48700"."""
+    """Parse ip_local_reserved_ports, such as "8080,48600-48700"."""
     pairs = (part.partition("-") for part in re.findall(r"\d+(?:-\d+)?", text))
     return [range(int(low), int(high or low) + 1) for low, _, high in pairs]
 
 
 def reserved_ports(probe: Probe) -> Finding:
-    name, port = "reserved port", machine.ROOT_COMM_PORT
+    port = machine.ROOT_COMM_PORT
     if not probe.is_trainium:
-        return skip(name, "no Trainium")
+        return skip("no Trainium")
     reserved = probe.text("/proc/sys/net/ipv4/ip_local_reserved_ports")
     if reserved is None:
-        return skip(name, "not Linux, or /proc cannot be read")
+        return skip("not Linux, or /proc cannot be read")
     if any(port in ports for ports in read_ports(reserved)):
-        return ok(name, f"{port} is kept for Neuron's collectives")
+        return ok(f"{port} is kept for Neuron's collectives")
     low, high = map(int, (probe.text("/proc/sys/net/ipv4/ip_local_port_range") or "32768 60999").split())
     if not low <= port <= high:
-        return ok(name, f"{port} is outside the ports that are given out ({low} to {high})")
+        return ok(f"{port} is outside the range for outgoing connections ({low} to {high})")
     value = ",".join(filter(None, [reserved, str(port)]))
-    text = f"{port} may be given to any connection; Neuron's collectives then hang at their start"
-    return warn(name, text, cure=f"sudo sysctl -w net.ipv4.ip_local_reserved_ports={value}")
+    text = f"{port} may be taken by any outgoing connection; Neuron's collectives then hang at their start"
+    return warn(text, cure=f"sudo sysctl -w net.ipv4.ip_local_reserved_ports={value}")
 
 
 def fork_safety(probe: Probe) -> Finding:
-    name, efa = "fork safety", probe.efa_devices
+    efa = probe.efa_devices
     if not efa:
-        return skip(name, "no EFA")
+        return skip("no EFA")
     if probe.is_old_kernel and probe.environ.get("FI_EFA_FORK_SAFE", "0") == "0":
-        text = f"Linux {probe.kernel} with EFA: a loader worker that forks breaks what EFA sends"
-        return bad(name, text, cure="export FI_EFA_FORK_SAFE=1")
+        text = f"Linux {probe.kernel} with EFA: a loader worker that forks corrupts what EFA sends"
+        return bad(text, cure="export FI_EFA_FORK_SAFE=1")
     huge = re.search(r"^HugePages_Total:\s*(\d+)", probe.text("/proc/meminfo") or "", re.MULTILINE)
     if huge and int(huge[1]) and probe.environ.get("FI_EFA_USE_HUGE_PAGE") != "0":
         text = f"EFA takes from {int(huge[1]):,} huge pages; a fork may fail with 'Cannot allocate memory'"
-        return warn(name, text, cure="export FI_EFA_USE_HUGE_PAGE=0")
-    return ok(name, f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
+        return warn(text, cure="export FI_EFA_USE_HUGE_PAGE=0")
+    return ok(f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
 
 
 # ---- cache, disk, memory -------------------------------------------------------------------------------------------
 
 
 def cache(probe: Probe) -> Finding:
-    """The compile cache: on this machine's own disk or S3, writable, without locks that nobody holds any more."""
-    name, place = "compile cache", machine.cache_location(probe.environ)
+    """Check that the compile cache is on a local disk or in S3, writable, and without locks left by dead processes."""
+    location = machine.cache_location(probe.environ)
     if not probe.is_trainium:
-        return skip(name, "no Trainium")
+        return skip("no Trainium")
     fault = machine.cache_fault(probe.environ)
     if fault:
         what, _, cure = fault.partition("; ")
         cure = cure or f"export NEURON_COMPILE_CACHE_URL={machine.DEFAULT_CACHE}"
-        return bad(name, what, cure=cure)
-    if "://" in place:
-        return ok(name, place)
-    folder = nearest(Path(place).expanduser())
+        return bad(what, cure=cure)
+    if "://" in location:
+        return ok(location)
+    folder = nearest(Path(location).expanduser())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         cure = (
-            f"sudo mkdir -p {place} && sudo chown $USER {place}, or export NEURON_COMPILE_CACHE_URL=$HOME/neuron-cache"
+            f"sudo mkdir -p {location} && sudo chown $USER {location}, or "
+            "export NEURON_COMPILE_CACHE_URL=$HOME/neuron-cache"
         )
-        return bad(name, f"{place} cannot be written to", cure=cure)
-    locks = [file for file in Path(place).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
+        return bad(f"{location} cannot be written to", cure=cure)
+    locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
     if locks:
-        text = f"{len(locks)} locks in {place} are older than an hour: compilations wait for them"
-        return warn(name, text, cure="if nothing compiles: neuron_parallel_compile --command clear-locks")
-    return ok(name, f"{place} ({machine.filesystem(place) or 'file system unknown'})")
+        text = f"{len(locks)} locks in {location} are older than an hour: compilations wait for them"
+        return warn(text, cure="if nothing compiles: neuron_parallel_compile --command clear-locks")
+    return ok(f"{location} ({machine.filesystem(location) or 'file system unknown'})")
 
 
 def is_old(file: Path, now_s: float) -> bool:
     try:
         return now_s - file.stat().st_mtime > OLD_LOCK_S
-    except (FileNotFoundError, PermissionError):  # taken away meanwhile, or another user's
+    except (FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
         return False
 
 
 def disk(probe: Probe) -> Finding:
-    places = {"this folder": probe.cwd, "/tmp": Path(probe.environ.get("TMPDIR", "/tmp"))}
-    cache_place = machine.cache_location(probe.environ)
-    if probe.is_trainium and "://" not in cache_place:
-        places["the compile cache"] = Path(cache_place).expanduser()
-    free = {name: probe.free_bytes(nearest(path)) for name, path in places.items()}
+    paths = {"this folder": probe.cwd, "/tmp": Path(probe.environ.get("TMPDIR", "/tmp"))}
+    cache_location = machine.cache_location(probe.environ)
+    if probe.is_trainium and "://" not in cache_location:
+        paths["the compile cache"] = Path(cache_location).expanduser()
+    free = {name: probe.free_bytes(nearest(path)) for name, path in paths.items()}
     known = {name: value for name, value in free.items() if value is not None}
     if not known:
-        return skip("disk", "free space unknown")
+        return skip("free space unknown")
     least = min(known, key=lambda name: known[name])
     text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in known.items())
     if known[least] >= WANTED_DISK:
-        return ok("disk", text)
+        return ok(text)
     setting = {"this folder": "run_dir=", "/tmp": "export TMPDIR="}.get(least, "export NEURON_COMPILE_CACHE_URL=")
-    cure = f"make room in {places[least]}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
-    return (bad if known[least] < LEAST_DISK else warn)("disk", text, cure=cure)
+    cure = f"make room in {paths[least]}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
+    return (bad if known[least] < LEAST_DISK else warn)(text, cure=cure)
 
 
 def memory(probe: Probe) -> Finding:
     free, total = probe.memory_bytes
     text = f"{free / GIB:,.0f} of {total / GIB:,.0f} GiB free"
-    full = (probe.instance.devices if probe.instance else None) or 1
-    num_ranks = probe.num_ranks or full
+    num_ranks = probe.num_ranks or probe.num_devices or 1
     wanted = num_ranks * RANK_MEMORY + (COMPILER_MEMORY if probe.is_trainium else 0)
     if free >= wanted:
-        return ok("memory", text)
+        return ok(text)
     cure = "end other programs (ps aux --sort=-rss | head)"
-    cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 where the compiler is killed" if probe.is_trainium else ""
+    cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed" if probe.is_trainium else ""
     text += f", some {wanted / GIB:,.0f} wanted for {num_ranks} ranks" + (" and the compiler" * probe.is_trainium)
-    return (bad if free < LEAST_MEMORY else warn)("memory", text, cure=cure)
+    return (bad if free < LEAST_MEMORY else warn)(text, cure=cure)
 
 
 def shared_memory(probe: Probe) -> Finding:
     free = probe.free_bytes(Path("/dev/shm")) if probe.system == "Linux" else None
     if free is None:
-        return skip("shared memory", "no /dev/shm")
+        return skip("no /dev/shm")
     if free >= LEAST_SHM:
-        return ok("shared memory", f"{free / GIB:,.0f} GiB free in /dev/shm")
-    text = f"{free / 2**20:,.0f} MiB free in /dev/shm: loader workers die of a bus error"
-    return warn("shared memory", text, cure="docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm")
+        return ok(f"{free / GIB:,.0f} GiB free in /dev/shm")
+    text = f"{free / 2**20:,.0f} MiB free in /dev/shm: loader workers end with a bus error"
+    return warn(text, cure="docker run --shm-size=8g, or sudo mount -o remount,size=8G /dev/shm")
 
 
 # ---- clock, environment, names -------------------------------------------------------------------------------------
 
 
 def read_chrony(text: str) -> tuple[float, str]:
-    """Offset in seconds and leap status of `chronyc tracking`; (nan, "") if it does not say."""
+    """Parse offset in seconds and leap status of `chronyc tracking`; (nan, "") if they are missing."""
     offset = re.search(r"^System time\s*:\s*([\d.]+) seconds", text, re.MULTILINE)
     leap = re.search(r"^Leap status\s*:\s*(.+?)\s*$", text, re.MULTILINE)
     return (float(offset[1]) if offset else math.nan), (leap[1] if leap else "")
 
 
 def clock(probe: Probe) -> Finding:
-    """Whether somebody keeps the clock: signatures for S3 are refused from 15 minutes on, logs compare by seconds."""
+    """Check that the clock is kept: S3 refuses signatures that are 15 minutes off, and logs are compared by seconds."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:
         offset_s, leap = read_chrony(answer.out)
         if leap != "Normal":
-            return warn("clock", f"chrony does not follow a server ({leap or 'status unknown'})", cure=restart)
-        text = f"{offset_s:.6f} s off, chrony keeps it"
+            return warn(f"chrony does not follow a server ({leap or 'status unknown'})", cure=restart)
+        text = f"{offset_s:.6f} s off, kept by chrony"
         if offset_s <= WANTED_CLOCK_S:
-            return ok("clock", text)
-        return (bad if offset_s > LEAST_CLOCK_S else warn)("clock", text, cure="sudo chronyc makestep")
+            return ok(text)
+        return (bad if offset_s > LEAST_CLOCK_S else warn)(text, cure="sudo chronyc makestep")
     answer = probe.ask("timedatectl", "show", "-p", "NTPSynchronized")
     if answer.fault or "NTPSynchronized=" not in answer.out:
-        return skip("clock", "neither chronyc nor timedatectl says; --bucket compares it with S3's")
+        return skip("neither chronyc nor timedatectl answers; --bucket compares it with S3's")
     if "NTPSynchronized=yes" in answer.out:
-        return ok("clock", "follows a time server")
-    return warn("clock", "follows no time server", cure="sudo timedatectl set-ntp true")
+        return ok("follows a time server")
+    return warn("follows no time server", cure="sudo timedatectl set-ntp true")
 
 
 def knobs(probe: Probe) -> Finding:
-    found = machine.bad_knobs(probe.environ)
+    wrong = machine.bad_knobs(probe.environ)
     if probe.is_old_kernel:
-        found = [knob for knob in found if knob.name != "FI_EFA_FORK_SAFE"]
-    if not found:
-        return ok("variables", "none set that is dead or changes results")
-    text = "; ".join(f"{knob.name} {knob.why}" for knob in found)
-    state = bad if any(knob.is_dangerous for knob in found) else warn
-    return state("variables", text, cure=f"unset {' '.join(knob.name for knob in found)}")
+        wrong = [knob for knob in wrong if knob.name != "FI_EFA_FORK_SAFE"]
+    if not wrong:
+        return ok("none set that is dead or changes results")
+    text = "; ".join(f"{knob.name} {knob.why}" for knob in wrong)
+    state = bad if any(knob.is_dangerous for knob in wrong) else warn
+    return state(text, cure=f"unset {' '.join(knob.name for knob in wrong)}")
 
 
 def malloc(probe: Probe) -> Finding:
     value = probe.environ.get("MALLOC_ARENA_MAX")
     if not probe.is_trainium:
-        return skip("malloc arenas", "no Trainium")
+        return skip("no Trainium")
     if value:
-        return ok("malloc arenas", value)
+        return ok(value)
     text = "MALLOC_ARENA_MAX unset: host memory grows with every thread until ranks are killed"
-    return warn("malloc arenas", text, cure="export MALLOC_ARENA_MAX=64")
+    return warn(text, cure="export MALLOC_ARENA_MAX=64")
 
 
 def hostname(probe: Probe) -> Finding:
     name = probe.hostname
     if len(name) > 63:
         return bad(
-            "host name", f"{len(name)} characters: bootstrap takes 63", cure="sudo hostnamectl set-hostname NAME"
+            f"{len(name)} characters: Neuron's bootstrap takes at most 63",
+            cure="sudo hostnamectl set-hostname NAME",
         )
     loop = next((line for line in (probe.text("/etc/hosts") or "").splitlines() if is_loop(line, name)), None)
     if loop and (probe.num_machines > 1 or probe.efa_devices):
-        text = f"/etc/hosts maps {name} to {loop.split()[0]}: other machines are sent to themselves"
+        text = f"/etc/hosts maps {name} to {loop.split()[0]}: other machines would connect to themselves"
         cure = f"in /etc/hosts put the address that `hostname -I` prints first before {name}"
-        return (bad if probe.num_machines > 1 else warn)("host name", text, cure=cure)
-    return ok("host name", name)
+        return (bad if probe.num_machines > 1 else warn)(text, cure=cure)
+    return ok(name)
 
 
 def is_loop(line: str, name: str) -> bool:
-    """Whether a line of /etc/hosts maps a name to this machine itself."""
+    """Whether a line of /etc/hosts maps the name to the loopback address."""
     address, *names = line.partition("#")[0].split() or [""]
     return name != "localhost" and name in names and (address.startswith("127.") or address == "::1")

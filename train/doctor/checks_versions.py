@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, numbers
-from train.machine import minor, package_faults
+from train.host.machine import minor, package_faults
 
 INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
@@ -44,63 +44,62 @@ INSTALL = f"pip install neuronx-cc=={LAST.neuronx_cc} torch-neuronx==2.9.0.{LAST
 
 def python(probe: Probe) -> Finding:
     """Python and glibc: both decide whether Neuron's wheels can be installed at all."""
-    name, version = "Python", ".".join(map(str, probe.python[:3]))
+    version = ".".join(map(str, probe.python[:3]))
     text = f"{version}" + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
     if probe.python[:2] < (3, 10):
-        return bad(name, f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
+        return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
     if not probe.is_trainium:
-        return ok(name, text)
+        return ok(text)
     low, high = NEURON_PYTHONS
     if not low <= probe.python[:2] <= high:
-        return bad(name, f"{text}: Neuron SDK {LAST.name} has wheels for 3.11 to 3.13", cure="python3.12 -m venv .venv")
+        return bad(f"{text}: Neuron SDK {LAST.name} has wheels for 3.11 to 3.13", cure="python3.12 -m venv .venv")
     if probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
-        return bad(name, text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
-    return ok(name, text)
+        return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
+    return ok(text)
 
 
 def packages(probe: Probe) -> Finding:
-    name, versions = "packages", dict(probe.versions)
+    versions = dict(probe.versions)
     text = ", ".join(f"{package} {versions[package]}" for package in PACKAGES if package in versions)
     torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
     if not torch:
-        return bad(name, "torch is not installed", cure="pip install .")
+        return bad("torch is not installed", cure="pip install .")
     native = bool(probe.instance and probe.instance.is_native) and minor(neuronx) != "2.9"
     if native:
         versions.pop("torch-neuronx", None)  # the native build is right there
     faults = [fault.partition("; ") for fault in package_faults(versions)]
     if faults:
-        return bad(name, "; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults))
+        return bad("; ".join(what for what, _, _ in faults), cure="; ".join(cure for _, _, cure in faults))
     if probe.has_gpu and not probe.is_trainium and "+cpu" in torch:
-        return bad(name, f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
+        return bad(f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
     if native:
         if neuronx:
-            return warn(name, f"{text}: no table for the native build yet", cure="see train/doctor/checks_versions.py")
-        return bad(name, f"torch-neuronx is missing ({text})", cure=f"pip install 'torch-neuronx>2.9' {INDEX}")
+            return warn(f"{text}: no table for the native build yet", cure="see train/doctor/checks_versions.py")
+        return bad(f"torch-neuronx is missing ({text})", cure=f"pip install 'torch-neuronx>2.9' {INDEX}")
     if probe.is_trainium or neuronx:
         return neuron_packages(text, versions)
-    return ok(name, text)
+    return ok(text)
 
 
 def neuron_packages(text: str, versions: dict[str, str]) -> Finding:
     """Python packages of a trn1: all there, and shipped together by one SDK."""
-    name = "packages"
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
     if missing:
-        return bad(name, f"{', '.join(missing)} missing ({text})", cure=INSTALL)
+        return bad(f"{', '.join(missing)} missing ({text})", cure=INSTALL)
     build = plain(versions["torch-neuronx"]).split(".", 3)[-1]
     sdks = [sdk for sdk in SDKS if sdk.torch_neuronx == build]
     if not sdks:
-        return warn(name, f"torch-neuronx {versions['torch-neuronx']} is in no SDK of the table", cure=INSTALL)
+        return warn(f"torch-neuronx {versions['torch-neuronx']} is in no SDK of the table", cure=INSTALL)
     sdks = [sdk for sdk in sdks if sdk.neuronx_cc == plain(versions["neuronx-cc"])]
     if not sdks:
         both = f"torch-neuronx {versions['torch-neuronx']} with neuronx-cc {versions['neuronx-cc']}"
-        return warn(name, f"{both}: no SDK ships them together", cure=INSTALL)
+        return warn(f"{both}: no SDK ships them together", cure=INSTALL)
     library = plain(versions.get("libneuronxla", sdks[0].libneuronxla))
     if sdks[0].libneuronxla and library != sdks[0].libneuronxla:
         cure = f"pip install libneuronxla=={sdks[0].libneuronxla} {INDEX}"
-        return warn(name, f"libneuronxla {library}: SDK {sdks[0].name} ships {sdks[0].libneuronxla}", cure=cure)
-    return ok(name, f"{text}: SDK {sdks[0].name}")
+        return warn(f"libneuronxla {library}: SDK {sdks[0].name} ships {sdks[0].libneuronxla}", cure=cure)
+    return ok(f"{text}: SDK {sdks[0].name}")
 
 
 def plain(version: str) -> str:
@@ -115,27 +114,26 @@ def read_dpkg(text: str) -> dict[str, str]:
 
 def driver(probe: Probe) -> Finding:
     """Neuron's driver, runtime and collectives. The driver that counts is the one that is loaded."""
-    name = "Neuron driver"
     if not probe.is_trainium:
-        return skip(name, "no Trainium")
+        return skip("no Trainium")
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
     if answer.code is None:
-        return skip(name, f"{answer.fault}: versions unknown")
-    found = read_dpkg(answer.out)  # a package that is not known makes the exit code 1, the others are listed
-    missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in found]
+        return skip(f"{answer.fault}: versions unknown")
+    installed = read_dpkg(answer.out)  # a package that is not known makes the exit code 1, the others are listed
+    missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
     if missing:
-        return bad(name, f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
+        return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
     loaded = probe.text("/sys/module/neuron/version") or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
-    dkms, runtime = loaded or found.get("aws-neuronx-dkms", ""), found["aws-neuronx-runtime-lib"]
+    dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
     text = f"driver {dkms or 'unknown'}, runtime {runtime}"
     if not dkms:
         cure = f"sudo apt-get install aws-neuronx-dkms={LAST.dkms}*"
-        return bad(name, f"{text}: no driver is installed", cure=cure)
+        return bad(f"{text}: no driver is installed", cure=cure)
     if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
         cure = f"sudo apt-get install aws-neuronx-runtime-lib={LAST.runtime}* (or newer)"
-        return bad(name, f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
+        return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
     sdk = next((s for s in SDKS if numbers(s.dkms) == numbers(dkms) and numbers(s.runtime) == numbers(runtime)), None)
     if sdk is None:
         cure = f"sudo apt-get install aws-neuronx-dkms={LAST.dkms}* aws-neuronx-runtime-lib={LAST.runtime}*"
-        return warn(name, f"{text}: no SDK of the table ships them together", cure=cure)
-    return ok(name, f"{text}: SDK {sdk.name}")
+        return warn(f"{text}: no SDK of the table ships them together", cure=cure)
+    return ok(f"{text}: SDK {sdk.name}")

@@ -1,9 +1,9 @@
-"""What a check comes to, and how a list of them is shown: one line each, the cure under what is not well."""
+"""The result of a check, and the screen of results: one line for each, with the cure below those that need one."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,53 +15,54 @@ NAME_COLUMN, TEXT_COLUMN = 6, 22
 
 @dataclass(frozen=True)
 class Finding:
-    name: str
     state: State
     text: str
-    cure: str = ""  # what to type or to do; given exactly for warn and bad
+    cure: str = ""  # what to type or to do; set for warn and bad, and only for these
 
     def __post_init__(self) -> None:
         assert bool(self.cure) == (self.state in ("warn", "bad")), self
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding(name, "ok", text)
+def ok(text: str) -> Finding:
+    return Finding("ok", text)
 
 
-def skip(name: str, text: str) -> Finding:
-    return Finding(name, "skip", text)
+def skip(text: str) -> Finding:
+    return Finding("skip", text)
 
 
-def warn(name: str, text: str, *, cure: str) -> Finding:
-    return Finding(name, "warn", text, cure)
+def warn(text: str, *, cure: str) -> Finding:
+    return Finding("warn", text, cure)
 
 
-def bad(name: str, text: str, *, cure: str) -> Finding:
-    return Finding(name, "bad", text, cure)
+def bad(text: str, *, cure: str) -> Finding:
+    return Finding("bad", text, cure)
 
 
-def is_red(findings: Iterable[Finding]) -> bool:
-    return any(finding.state == "bad" for finding in findings)
+def is_red(findings: Mapping[str, Finding]) -> bool:
+    return any(finding.state == "bad" for finding in findings.values())
 
 
-def screen(findings: list[Finding], *, width: int, colour: bool) -> str:
-    """All findings as text of at most `width` columns; a command in a cure is never broken inside a word."""
+def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
+    """All findings as text of at most `width` columns; words, and so commands, are never broken."""
     lines = []
-    for finding in findings:
-        lines += show(finding, width=width, colour=colour)
-    count = {state: sum(finding.state == state for finding in findings) for state in COLOURS}
-    summary = f"{count['ok']} ok, {count['warn']} to look at, {count['bad']} to mend"
+    for name, finding in findings.items():
+        lines += show(name, finding, width=width, colour=colour)
+    count = {state: sum(finding.state == state for finding in findings.values()) for state in COLOURS}
+    summary = f"{count['ok']} ok, {count['warn']} to look at, {count['bad']} to fix"
     if count["skip"]:
         summary += f", {count['skip']} that do not apply"
     return "\n".join([*lines, summary])
 
 
-def show(finding: Finding, *, width: int, colour: bool) -> list[str]:
+def show(name: str, finding: Finding, *, width: int, colour: bool) -> list[str]:
     text = wrap(finding.text, width=width - TEXT_COLUMN)
     cure = wrap(f"-> {finding.cure}", width=width - TEXT_COLUMN) if finding.cure else []
     mark = paint(f"{MARKS[finding.state]:{NAME_COLUMN}}", COLOURS[finding.state], colour=colour)
-    name = f"{finding.name:{TEXT_COLUMN - NAME_COLUMN}}"
-    return [mark + name + text[0], *(" " * TEXT_COLUMN + line for line in [*text[1:], *cure])]
+    return [
+        f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text[0]}",
+        *(" " * TEXT_COLUMN + line for line in [*text[1:], *cure]),
+    ]
 
 
 def wrap(text: str, *, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What an instance type should have: `conf/instance/<name>.yaml`, and how many EFA interfaces it can carry."""
+"""Known instance types: what `conf/instance/<name>.yaml` says, and the number of EFA interfaces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import resources
 
 import yaml
 
-# MaximumEfaInterfaces of EC2's DescribeInstanceTypes, as of 2026-11; 0: none.
+# MaximumEfaInterfaces of EC2's DescribeInstanceTypes, as of 2026-11.
 EFA_INTERFACES = {
     "trn1.2xlarge": 0,
     "trn1.32xlarge": 8,
@@ -26,8 +26,8 @@ EFA_INTERFACES = {
 @dataclass(frozen=True)
 class Instance:
     name: str
-    devices: int | None = None  # ranks that fill the machine
-    rank_counts: tuple[int, ...] = ()  # ranks that it can be run with; () unknown
+    devices: int | None = None  # number of ranks that fill the machine
+    rank_counts: tuple[int, ...] = ()  # numbers of ranks that it can run; (): unknown
 
     @property
     def num_efa(self) -> int | None:
@@ -39,7 +39,7 @@ class Instance:
 
     @property
     def is_native(self) -> bool:
-        """Whether PyTorch speaks to it without XLA (trn2, trn3)."""
+        """Whether PyTorch uses it without XLA (trn2, trn3)."""
         return self.name.startswith(("trn2", "trn3"))
 
 
@@ -49,8 +49,8 @@ def instance_names() -> list[str]:
 
 
 def read_instance(name: str) -> Instance:
-    """An instance type by its name; one without a YAML file has a name and nothing else."""
+    """Read an instance type; one without a YAML file has only its name."""
     if name not in instance_names():
         return Instance(name)
-    found = yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text())
-    return Instance(name, found.get("devices"), tuple(found.get("rank_counts") or ()))
+    known = yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text())
+    return Instance(name, known.get("devices"), tuple(known.get("rank_counts") or ()))

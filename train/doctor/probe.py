@@ -1,4 +1,4 @@
-"""All that a check may look at, behind one object: a test gives it recorded files and answers instead of a machine."""
+"""All that a check may look at, in one object: tests give it recorded files and answers instead of a machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from train.doctor.instance import Instance
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
-TIMEOUT_S = 20.0  # a tool that asks a broken driver may never answer; a slow one takes a few seconds
+TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
 AMAZON, NVIDIA = "0x1d0f", "0x10de"  # PCI vendors
 TRAINIUM_PCI = ("0x7164", "0x7364")  # trn1, trn2: PCI ids of the Neuron driver's neuron_device.h
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool said. A tool that is not there, or hangs, is an answer too."""
+    """The output of a tool, or the fact that it is missing or hangs."""
 
     tool: str
     code: int | None = None  # exit code; None: it did not end
     out: str = ""
     error: str = ""
-    waited_s: float = 0.0  # > 0: it gave no answer for so long
+    waited_s: float = 0.0  # above 0: it gave no answer in this time
 
     @property
     def is_missing(self) -> bool:
@@ -34,19 +34,19 @@ class Answer:
 
     @property
     def fault(self) -> str | None:
-        """Why there is no output to read, in a few words; None if there is."""
+        """Why there is no output; None if there is."""
         if self.is_missing:
             return f"{self.tool} is not installed"
         if self.code is None:
             return f"{self.tool} gave no answer in {self.waited_s:g} s"
         if self.code:
-            said = (self.error.strip() or self.out.strip() or "without a word").splitlines()[0]
-            return f"{self.tool} failed ({self.code}): {said[:160]}"
+            message = (self.error.strip() or self.out.strip() or "no message").splitlines()[0]
+            return f"{self.tool} failed ({self.code}): {message[:160]}"
         return None
 
 
 def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> Answer:
-    """Run a tool and give what it said; it is looked for on the PATH and in the folders of Neuron and EFA."""
+    """Run a tool, which is looked for on the PATH and in the folders of Neuron and EFA."""
     tool = command[0]
     path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *TOOL_FOLDERS]))
     if path is None:
@@ -61,20 +61,20 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> Answer:
             errors="replace",
             env={**os.environ, "LC_ALL": "C"},
         )
-    except OSError as error:  # there, but cannot be executed
+    except OSError as error:  # it is there, but cannot be executed
         return Answer(tool, code=126, error=error.strerror or str(error))
     try:
-        out, said = process.communicate(timeout=timeout_s)
+        out, error_text = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # Not subprocess.run: after the kill it waits without end for a process that sleeps in a driver.
+        # subprocess.run would wait after the kill, without end for a process that sleeps in a driver.
         process.kill()
         return Answer(tool, waited_s=timeout_s)
-    return Answer(tool, process.returncode, out, said)
+    return Answer(tool, process.returncode, out, error_text)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One machine, and what is asked of it."""
+    """One machine, and what the user means to run on it."""
 
     ask: Callable[..., Answer]  # ask("neuron-ls", "-j")
     versions: Mapping[str, str] = field(default_factory=dict)  # installed packages
@@ -96,7 +96,7 @@ class Probe:
     num_machines: int = 1
 
     def text(self, path: str) -> str | None:
-        """Content of a file given by its absolute path, stripped; None if there is none to read."""
+        """Content of a file, given by its absolute path, stripped; None if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
         except OSError:
@@ -107,13 +107,18 @@ class Probe:
 
     @property
     def kernel_number(self) -> tuple[int, int] | None:
-        found = re.match(r"(\d+)\.(\d+)", self.kernel)
-        return (int(found[1]), int(found[2])) if found and self.system == "Linux" else None
+        match = re.match(r"(\d+)\.(\d+)", self.kernel)
+        return (int(match[1]), int(match[2])) if match and self.system == "Linux" else None
 
     @property
     def is_old_kernel(self) -> bool:
-        """Before Linux 5.15, where a fork needs EFA's help to leave its memory alone."""
+        """Whether Linux is older than 5.15; there EFA has to protect its memory when a process forks."""
         return self.kernel_number is not None and self.kernel_number < (5, 15)
+
+    @property
+    def num_devices(self) -> int | None:
+        """Number of ranks that fill this type of instance; None if it is unknown."""
+        return self.instance.devices if self.instance else None
 
     @property
     def neuron_devices(self) -> list[Path]:
@@ -132,10 +137,10 @@ class Probe:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether an NVIDIA display or 3D controller (PCI class 03) sits on the bus, or its driver shows one."""
+        """Whether an NVIDIA display or 3D controller (PCI class 03) is on the bus, or its driver shows one."""
         classes = (file.with_name("class") for file in self.pci(NVIDIA))
-        found = any(file.is_file() and file.read_text().startswith("0x03") for file in classes)
-        return found or bool(self.files("/dev/nvidia[0-9]*"))
+        is_on_bus = any(file.is_file() and file.read_text().startswith("0x03") for file in classes)
+        return is_on_bus or bool(self.files("/dev/nvidia[0-9]*"))
 
     @property
     def is_accelerated(self) -> bool:
@@ -151,12 +156,12 @@ def reads(file: Path, *wanted: str) -> bool:
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
-    """The first numbers of a version: (2, 33, 10) of "2.33.10.0-e2ac4bb8c"."""
+    """The first numbers of a version: (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:count])
 
 
 def nearest(path: Path) -> Path:
-    """A path, or the closest folder above it that is there."""
-    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises where a folder is closed to us
+    """The path, or the closest folder above it that exists."""
+    while not os.access(path, os.F_OK) and path != path.parent:  # Path.exists raises if a folder may not be read
         path = path.parent
     return path

@@ -1,6 +1,6 @@
-"""Encoders of `transformers` with a head, any of them: what all tasks share, and masked language models.
+"""Encoders of `transformers`, of any architecture, with a head: what all tasks share, and masked language models.
 
-Shapes: B sequences, S tokens, P places to predict, H hidden size, V vocabulary.
+Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import InputError, ModelConfig, check
-from train.host_memory import total_memory_bytes
+from train.host.memory import total_memory_bytes
 from train.models.layers import Checkpoint, Run, freeze, recompute_layers, run_shared_layer_by, shared_layer
 from train.models.pretrained import read_model_config, read_weights
 
-# Our names and those of transformers' configurations (with their aliases), the usual one first, DistilBERT's second.
+# The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
 SIZES = {
     "vocab_size": ("vocab_size",),
     "max_positions": ("max_position_embeddings",),
@@ -34,16 +34,16 @@ SIZES = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout"),
 }
 logger = logging.getLogger("train")
-OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # count positions from pad_token_id + 1
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # these count positions from pad_token_id + 1
 HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
-# How architectures take a mask [B, 1, 1, S] that is to be used as it is: those that add it to the scores, and those
-# that read 0 and 1 from it. Others get the plain [B, S].
+# Architectures that use a mask [B, 1, 1, S] as it is: some add it to the scores, others read 0 and 1 from it. All
+# other architectures get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
 
 
 class Network(nn.Module):
-    """A model of transformers: what the backends and tasks do with it, whatever its head."""
+    """A model of transformers, with what backends and tasks do to it whatever its head."""
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
         """`new`: names of the parameters that a checkpoint did not have."""
@@ -52,14 +52,14 @@ class Network(nn.Module):
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
 
     def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
-        """What an architecture that tells segments apart wants to know."""
+        """The segments as an argument, for architectures that distinguish them."""
         return {"token_type_ids": token_type_ids} if self.has_segments else {}
 
     def mask(self, real: Tensor) -> Tensor:
-        """What the architecture takes to keep padding from being looked at; `real` [B, S] is 1 at tokens, 0 at padding.
+        """The attention mask, in the form that the architecture takes; `real` [B, S] is 1 at tokens and 0 at padding.
 
-        A [B, S] mask transformers looks into at every forward pass, to do without it where nothing is hidden: that
-        stops an XLA device, and gives two graphs. One of four dimensions it uses as it is.
+        transformers reads a [B, S] mask at every forward pass, to drop it if it hides nothing. That stops an XLA device
+        and makes two graphs. A mask of four dimensions is used as it is.
         """
         kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
         if kind in ADDING:
@@ -67,7 +67,7 @@ class Network(nn.Module):
         return real[:, None, None].to(dtype) if kind in CHOOSING else real
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Those outside the encoder, and of the encoder those that a checkpoint did not have (its pooler)."""
+        """The parameters outside the encoder, and those of the encoder (its pooler) that a checkpoint did not have."""
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
@@ -78,29 +78,29 @@ class Network(nn.Module):
             raise RuntimeError(f"{type(self.network).__name__} has no layers that are known to be recomputable")
 
     def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
-        """Run a shared layer by `make_loop(layer, depth)`; False, and nothing is done, if no one layer is shared."""
-        found = shared_layer(self.network)
-        if found is None:
+        """Run a shared layer by `make_loop(layer, depth)`. Returns False and does nothing if no layer is shared."""
+        shared = shared_layer(self.network)
+        if shared is None:
             return False
-        encoder, layer, depth = found
+        encoder, layer, depth = shared
         run_shared_layer_by(encoder, make_loop(layer, depth))
         return True
 
     def export(self, folder: Path) -> None:
-        """Write what `transformers` loads with from_pretrained: a copy on the host, in float32."""
+        """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
         copy = type(self.network)(self.network.config)
         copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
-        disable_progress_bar()  # of a fraction of a second
+        disable_progress_bar()  # it would last a fraction of a second
         copy.save_pretrained(folder)
-        for path in folder.glob("*.safetensors"):  # the library lets the owner alone read them, whatever the umask
+        for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
             shutil.copymode(folder / "config.json", path)
 
 
 class MaskedLM(Network):
-    """A masked language model that gives logits [B, P, V] for the places asked for, instead of all S.
+    """A masked language model that computes logits [B, P, V] at the given positions only, instead of all S.
 
-    The encoder's output is gathered at `positions` before the model's own head sees it, by a hook on the encoder, so
-    this works for every architecture whose head takes the encoder's last hidden state.
+    A hook on the encoder gathers its output at `positions` before the model's own head reads it. This works for every
+    architecture whose head reads the encoder's last hidden state.
     """
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
@@ -128,12 +128,12 @@ class MaskedLM(Network):
         return logits
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """None: the head's largest weight is the encoder's embedding, and all of it is learnt alike."""
+        """No parameters: the head's largest weight is the encoder's embedding, and all are learnt at one rate."""
         return []
 
 
 def build_masked_lm(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> MaskedLM:
-    """Model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
+    """A model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
     return MaskedLM(*make_network(AutoModelForMaskedLM, cfg, config, what="masked language model"))
@@ -142,8 +142,8 @@ def build_masked_lm(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: 
 def make_network(
     auto: Any, cfg: ModelConfig, config: PreTrainedConfig, *, what: str, new_head: bool = False
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """A model of a class of transformers' (AutoModelFor...), in float32, with random weights or a checkpoint's, and
-    frozen as cfg says; and the names of the parameters that the checkpoint did not have. InputError if there is none.
+    """A model by `auto` (AutoModelFor...), in float32, with random weights or a checkpoint's, and frozen as cfg says;
+    and the names of the parameters that the checkpoint did not have. InputError if transformers has no such model.
     """
     check(
         type(config) in auto._model_mapping,
@@ -151,7 +151,7 @@ def make_network(
     )
     fast = auto._model_mapping[type(config)]._supports_sdpa
     if not fast:
-        logger.warning("%s has no SDPA attention in transformers: slower and larger steps", config.model_type)
+        logger.warning("%s has no SDPA attention in transformers: steps take more time and memory", config.model_type)
     attention = "sdpa" if fast else "eager"
     new: frozenset[str] = frozenset()
     if cfg.pretrained is None:
@@ -163,7 +163,7 @@ def make_network(
 
 
 def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTrainedConfig:
-    """The configuration for transformers: a checkpoint's, or the architecture's with the sizes given."""
+    """The configuration for transformers: that of a checkpoint, or of the architecture with the given sizes."""
     given = {ours: getattr(cfg, ours) for ours in SIZES if getattr(cfg, ours) is not None}
     if cfg.pretrained is not None:
         config = read_model_config(cfg.pretrained)
@@ -172,8 +172,8 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
             if "dropout" in ours:
                 setattr(config, theirs, wanted)
                 continue
-            found = getattr(config, theirs)
-            check(wanted == found, f"model.{ours}={wanted}, but {cfg.pretrained} has {found}; leave it out")
+            value = getattr(config, theirs)
+            check(wanted == value, f"model.{ours}={wanted}, but {cfg.pretrained} has {value}; leave it out")
     else:
         try:
             defaults = AutoConfig.for_model(cfg.architecture)
@@ -187,7 +187,7 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
     name = cfg.pretrained or f"model.architecture={cfg.architecture}"
     check(
         hasattr(config, "hidden_size"),
-        f"{name} is not an encoder of text ({config.model_type}); take albert, bert, ...",
+        f"{name} is not an encoder of text ({config.model_type}); choose albert, bert, ...",
     )
     heads = getattr(config, "num_attention_heads", 1)
     check(
@@ -195,13 +195,13 @@ def model_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int) -> PreTraine
         f"model.hidden_size={config.hidden_size} must be a multiple of model.num_heads={heads}",
     )
     if getattr(config, "hidden_act", None) == "gelu_new":
-        # The same function as one kernel instead of eight, with 33-40 % less saved for the backward pass.
+        # This is the same function as one kernel instead of eight, which saves 33-40 % less for the backward pass.
         config.hidden_act = "gelu_pytorch_tanh"
     return config
 
 
 def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
-    """What a configuration of transformers calls one of SIZES. InputError if it has none."""
+    """The name of one of SIZES in a configuration of transformers. InputError if it has no such size."""
     theirs = next((name for name in SIZES[ours] if hasattr(config, name)), None)
     if theirs is None:
         raise InputError(f"model.{ours}={wanted}: {config.model_type} has no such size; leave it out")
@@ -213,14 +213,12 @@ def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> No
         config.vocab_size >= vocab_size,
         f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}",
     )
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None:
-        positions -= config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
-        check(
-            seq_len <= positions,
-            f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
-            "prepare shorter sequences",
-        )
+    positions = most_positions(config)
+    check(
+        positions is None or seq_len <= positions,
+        f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
+        "prepare shorter sequences",
+    )
     needed_bytes, memory_bytes = 4 * count_parameters(config), total_memory_bytes()
     sizes = ", ".join(f"{ours} {value}" for ours in SIZES if "dropout" not in ours and (value := size_of(config, ours)))
     check(
@@ -230,8 +228,16 @@ def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> No
     )
 
 
+def most_positions(config: PreTrainedConfig) -> int | None:
+    """The number of tokens that a model can read; None if its configuration sets no limit."""
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions and config.model_type in OFFSET_POSITIONS:
+        return positions - config.pad_token_id - 1
+    return positions
+
+
 def count_parameters(config: PreTrainedConfig) -> int:
-    """About as many as an encoder of this configuration has: its embeddings and the matrices of its layers."""
+    """About the number of an encoder's parameters: its embeddings and the matrices of its layers."""
     hidden = config.hidden_size
     embedded = size_of(config, "vocab_size") + size_of(config, "max_positions")
     layers = getattr(config, "num_hidden_groups", None) or size_of(config, "num_layers")  # ALBERT's share their weights
@@ -240,5 +246,5 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def size_of(config: PreTrainedConfig, ours: str) -> int:
-    """A size of a configuration of transformers by our name; 0 if it has none."""
+    """One of SIZES in a configuration of transformers; 0 if it has no such size."""
     return next((getattr(config, theirs) or 0 for theirs in SIZES[ours] if hasattr(config, theirs)), 0)

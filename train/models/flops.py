@@ -1,6 +1,6 @@
-"""Floating point operations of a training step, true to the architecture.
+"""Floating point operations of a training step, by the model's architecture.
 
-A multiply-add counts 2, the backward pass twice the forward one.
+A multiply-add counts as 2 operations, the backward pass as twice the forward pass.
 
 H hidden, I feed-forward, L layers executed (shared or not), E embedding, V vocabulary, S sequence, P predictions,
 C labels.
@@ -22,10 +22,10 @@ def train_flops_per_sequence(
     has_spans: bool = False,
     frozen: int = 0,
 ) -> float | None:
-    """FLOPs to train on one sequence; None for an architecture whose formula is not known here.
+    """FLOPs to train on one sequence; None for an architecture without a formula here.
 
-    The head predicts tokens at `predictions` places, or one of `labels` (a dense layer and a classifier on one token),
-    or spans (two scores a token). Of `frozen` layers at the bottom there is no backward pass.
+    The head predicts tokens at `predictions` positions, or one of `labels` (a dense layer and a classifier on one
+    token), or spans (two scores a token). The lowest `frozen` layers have no backward pass.
 
     The usual 6 x parameters is 8.5 times too low for ALBERT-base, whose layers share their parameters but not their
     work. Checked against torch.utils.flop_counter in the tests.

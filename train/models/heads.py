@@ -1,4 +1,4 @@
-"""Encoders of `transformers` with a head for a label, or for the span of an answer.
+"""Encoders of `transformers` with a head that predicts a label or the span of an answer.
 
 Shapes: B sequences, S tokens, C labels.
 """
@@ -6,6 +6,7 @@ Shapes: B sequences, S tokens, C labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,48 +17,54 @@ from train.models.encoder import Network, check_fits, make_network, model_config
 from train.models.flops import train_flops_per_sequence
 from train.models.layers import frozen_layers
 
-# What architectures call the dropout of a head.
+# The names of a head's dropout in the configurations of transformers.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
-class Classifier(Network):
+class PaddedEncoder(Network):
+    """An encoder with a head that reads padded sequences."""
+
+    has_spans = False  # whether the head scores each token, and not the sequence
+
+    def forward(self, input_ids: Tensor, real: Tensor, token_type_ids: Tensor) -> Tensor:
+        """Logits of sequences. The inputs are [B, S] int64; `real` is 1 at tokens and 0 at padding."""
+        inputs = {"input_ids": input_ids, "attention_mask": self.mask(real), **self.segments(token_type_ids)}
+        return self.logits(self.network(**inputs))
+
+    def logits(self, output: Any) -> Tensor:
+        """The logits of the head, from the output of the model of transformers."""
+        raise NotImplementedError
+
+    def train_flops(self, seq_len: int) -> float | None:
+        """FLOPs to train on one sequence of `seq_len` tokens; None for an architecture without a known formula."""
+        config = self.network.config
+        labels = 0 if self.has_spans else config.num_labels
+        frozen = frozen_layers(self.network)
+        return train_flops_per_sequence(config, seq_len=seq_len, labels=labels, has_spans=self.has_spans, frozen=frozen)
+
+
+class Classifier(PaddedEncoder):
     """One label for a sequence: logits [B, C]."""
 
-    def forward(self, input_ids: Tensor, real: Tensor, token_type_ids: Tensor) -> Tensor:
-        """All [B, S] int64; `real` is 1 at tokens and 0 at padding."""
-        inputs = {"input_ids": input_ids, "attention_mask": self.mask(real), **self.segments(token_type_ids)}
-        logits: Tensor = self.network(**inputs).logits
+    def logits(self, output: Any) -> Tensor:
+        logits: Tensor = output.logits
         return logits
 
-    def train_flops(self, seq_len: int) -> float | None:
-        """Of one sequence; None for an architecture whose formula is not known."""
-        config = self.network.config
-        return train_flops_per_sequence(
-            config, seq_len=seq_len, labels=config.num_labels, frozen=frozen_layers(self.network)
-        )
 
+class SpanReader(PaddedEncoder):
+    """The span of an answer: logits [B, S, 2] of its start and end."""
 
-class SpanReader(Network):
-    """Where an answer begins and ends: logits [B, S, 2], of the start and of the end."""
+    has_spans = True
 
-    def forward(self, input_ids: Tensor, real: Tensor, token_type_ids: Tensor) -> Tensor:
-        """All [B, S] int64; `real` is 1 at tokens and 0 at padding."""
-        inputs = {"input_ids": input_ids, "attention_mask": self.mask(real), **self.segments(token_type_ids)}
-        found = self.network(**inputs)
-        return torch.stack([found.start_logits, found.end_logits], dim=-1)
-
-    def train_flops(self, seq_len: int) -> float | None:
-        """Of one sequence; None for an architecture whose formula is not known."""
-        return train_flops_per_sequence(
-            self.network.config, seq_len=seq_len, has_spans=True, frozen=frozen_layers(self.network)
-        )
+    def logits(self, output: Any) -> Tensor:
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
 
 
 def build_classifier(
     cfg: ModelConfig, *, labels: Sequence[str], vocab_size: int, pad_id: int, seq_len: int
 ) -> Classifier:
-    """Model for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and sequences of `seq_len`
-    at most. InputError if they do not fit, or if the checkpoint has a head for other labels.
+    """A model for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and sequences of at most
+    `seq_len`. InputError if they do not fit, or if the checkpoint has a head for other labels.
     """
     config = head_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     check_labels(cfg, config, labels)
@@ -69,7 +76,7 @@ def build_classifier(
 
 
 def build_span_reader(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> SpanReader:
-    """Model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
+    """A model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
     config = head_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     config.num_labels = 2  # start and end; a checkpoint may have labels of its own
     auto, what = AutoModelForQuestionAnswering, "model to answer questions"
@@ -77,7 +84,7 @@ def build_span_reader(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len
 
 
 def head_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
-    """The encoder's configuration; model.hidden_dropout is the head's dropout as well."""
+    """The encoder's configuration. model.hidden_dropout is the head's dropout as well."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
@@ -88,8 +95,8 @@ def head_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int)
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:
-    """Raises InputError if a checkpoint has a head whose labels are not these in this order. LABEL_0, LABEL_1, ...
-    are what transformers calls labels without a name.
+    """Raise InputError if a checkpoint has a head for other labels, or for these in another order. transformers calls
+    labels without a name LABEL_0, LABEL_1, ...
     """
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:
@@ -98,7 +105,7 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     has_names = theirs != [f"LABEL_{number}" for number in range(len(theirs))]
     remedy = "model.new_head=true begins with a new head"
     if sorted(theirs) == sorted(ours):
-        remedy = f"say data.labels=[{','.join(theirs)}], or {remedy}"
+        remedy = f"set data.labels=[{','.join(theirs)}], or {remedy}"
     check(
         len(theirs) == len(ours) and not (has_names and theirs != ours),
         f"{cfg.pretrained} has a head for the labels {', '.join(theirs)}, the data has {', '.join(ours)}; {remedy}",

@@ -1,4 +1,4 @@
-"""The repeated layers of `transformers` encoders: what a backend may do with them without knowing the architecture."""
+"""The repeated layers of `transformers` encoders, and what a backend does to them without knowing the architecture."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask
 
 
 def recompute_layers(network: PreTrainedModel, checkpoint: Checkpoint) -> int:
-    """Keep only the input of each layer for the backward pass. Gives the number of layers that do.
+    """Keep only the input of each layer for the backward pass. Returns the number of such layers.
 
-    transformers' own switch passes over ALBERT, and its default recomputation is not the one that XLA needs.
+    The switch of transformers ignores ALBERT, and its default recomputation is not the one that XLA needs.
     """
     layers = [
         module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)
@@ -40,7 +40,7 @@ def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Mo
 
 
 def shared_layer(network: PreTrainedModel) -> tuple[AlbertTransformer, nn.Module, int] | None:
-    """The encoder, its one layer and how often it is applied; None if layers differ or draw random numbers."""
+    """The encoder, its one layer and how often that is applied; None if layers differ or draw random numbers."""
     config = network.config
     encoders = [module for module in network.modules() if isinstance(module, AlbertTransformer)]
     if not encoders or config.num_hidden_groups != 1 or config.num_hidden_layers < 2:
@@ -51,12 +51,12 @@ def shared_layer(network: PreTrainedModel) -> tuple[AlbertTransformer, nn.Module
 
 
 def run_shared_layer_by(encoder: AlbertTransformer, run: Run) -> None:
-    """Have the encoder apply its shared layer by `run` instead of one call after the other."""
+    """Have the encoder apply its shared layer by `run` instead of by a call for each application."""
 
     def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any) -> BaseModelOutput:
         wanted = [name for name, value in others.items() if value is True]
         if wanted:
-            raise RuntimeError(f"a looped encoder gives only its last state, not {', '.join(wanted)}")
+            raise RuntimeError(f"a looped encoder returns only its last state, not {', '.join(wanted)}")
         return BaseModelOutput(
             last_hidden_state=run(encoder.embedding_hidden_mapping_in(hidden_states), attention_mask)
         )
@@ -65,8 +65,8 @@ def run_shared_layer_by(encoder: AlbertTransformer, run: Run) -> None:
 
 
 def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
-    """Have the encoder's embeddings (if `embeddings`, or any layer is frozen) and its first `layers` layers stay as
-    they are. Their dropout stays. InputError for more layers than there are, and for layers that are one.
+    """Freeze the encoder's embeddings (if `embeddings` or `layers`) and its first `layers` layers. Their dropout stays.
+    InputError for more layers than there are, and for an encoder that shares one layer.
     """
     base = network.base_model
     frozen: list[nn.Module] = []
@@ -76,18 +76,19 @@ def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
         check(
             not any(isinstance(module, AlbertTransformer) for module in base.modules()),
             f"model.freeze_layers={layers}: {network.config.model_type} shares one layer over its whole depth, which "
-            "cannot be frozen in part; leave it at 0 (model.freeze_embeddings=true is possible)",
+            "cannot be frozen in part; set it to 0 (model.freeze_embeddings=true is possible)",
         )
-        found = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        all_layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
         check(
-            layers <= len(found), f"model.freeze_layers={layers}, but {network.config.model_type} has {len(found)} here"
+            layers <= len(all_layers),
+            f"model.freeze_layers={layers}, but this {network.config.model_type} has {len(all_layers)} layers",
         )
-        frozen += found[:layers]
+        frozen += all_layers[:layers]
     for module in frozen:
         module.requires_grad_(False)
 
 
 def frozen_layers(network: PreTrainedModel) -> int:
-    """How many layers stay as they are."""
+    """The number of frozen layers."""
     layers = [module for module in network.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return sum(not any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers)

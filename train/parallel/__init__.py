@@ -1,39 +1,94 @@
-"""How a step is split over ranks: the door between the loop and the engines, and the table of engines."""
+"""How a model and a step are split over ranks: the door between the loop and the engines, and the table of engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from train.config import ParallelConfig, check_choice
+from train.config import OptimConfig, ParallelConfig, check_choice
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.data.batches import Batch
+    from train.data.batches.loader import Batch
 
+State = dict[str, Any]  # tensors and plain containers
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+Statistics = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
-class Engine(Protocol):
-    model: nn.Module  # the bare one: its parameters are trained, saved and exported
-    parameters: list[nn.Parameter]
-    loss_sum: Tensor  # [1], this rank's since it was last taken, on the device; a resumed run fills it
+class Stateful(Protocol):
+    """What checkpoints see of an engine. All ranks call each verb, in the same order."""
 
-    def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> None:
-        """Gradients of the mean loss over `count` labels of all ranks and micro batches."""
+    def check_replicas(self) -> None:
+        """Raise RuntimeError if ranks that should hold the same weights do not."""
+
+    def state(self) -> dict[str, State]:
+        """The state for a checkpoint: "model" by parameter names, "optimizer" without settings; whole on rank 0."""
+
+    def load(self, model: State, optimizer: State) -> None:
+        """Put back what `state` returned, on any device and number of ranks. InputError if the optimizer's state is for
+        another number of parameters.
+        """
+
+
+class Engine(Stateful, Protocol):
+    """The owner of the model on its devices, the optimizer, a step, and the state that a checkpoint holds. All ranks
+    call each verb, in the same order.
+    """
+
+    model: nn.Module  # as the task has built it: its head, its sizes
+    parameters: list[nn.Parameter]  # that this rank trains
+    optimizer: torch.optim.Optimizer
+    data_rank: int  # ranks with the same data_rank see the same rows
+    data_size: int  # the number of different data_ranks
+    loss_sum: Tensor  # [1], on the device: this rank's sum since it was last taken; a resumed run fills it
+
+    def ready(self) -> None:
+        """Called once weights and optimizer are as the first step finds them."""
+
+    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
+        """Update once by the mean loss over the labels of all ranks and micro batches. Returns the global norm of the
+        gradients before clipping, [] on the device. The "count" of the batches is for the rows of this data rank.
+        """
 
     def take_loss(self) -> float:
-        """This rank's loss sum since it was last taken. It is kept on the device: this waits for it."""
+        """This rank's loss sum since it was last taken. The sum is on the device, so this waits for it."""
+
+    def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
+        """The statistics [batch, n] of a batch of this data rank, on the device; None on ranks without them."""
+
+    def assemble(self) -> None:
+        """Put the trained weights of all ranks into the model of rank 0, to be exported."""
 
 
 def build_engine(
-    cfg: ParallelConfig, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int = 1
+    cfg: ParallelConfig,
+    optim: OptimConfig,
+    backend: Backend,
+    model: nn.Module,
+    loss: LossFunction,
+    *,
+    accumulation: int,
+    lengths: int = 1,
 ) -> Engine:
-    """`lengths`: how many shapes batches have."""
-    from train.parallel import data
+    """`accumulation`: micro batches of a step on each rank; `lengths`: how many shapes batches have."""
+    engine: Engine = engine_of(cfg).build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
+    return engine
 
-    table = {"data": data.DataParallel}
-    check_choice("parallel.name", cfg.name, tuple(table))
-    return table[cfg.name](backend, model, accumulation=accumulation, lengths=lengths)
+
+def data_size(cfg: ParallelConfig, world_size: int) -> int:
+    """The number of groups of ranks that see rows of their own. InputError if `world_size` cannot be split so."""
+    return engine_of(cfg).data_size(cfg, world_size)
+
+
+def engine_of(cfg: ParallelConfig) -> Any:
+    """The module of an engine, which has `build` and `data_size`. It is imported only by runs that use it."""
+    check_choice("parallel.name", cfg.name, tuple(ENGINES))
+    return import_module(ENGINES[cfg.name])
+
+
+ENGINES = {"data": "train.parallel.data"}

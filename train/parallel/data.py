@@ -2,42 +2,111 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from train.backend import guards
+from train.config import OptimConfig, ParallelConfig
+from train.optim import build_optimizer, load_state, set_learning_rate
+from train.parallel.clipping import divide_and_clip
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.data.batches import Batch
-    from train.parallel import LossFunction
+    from train.data.batches.loader import Batch
+    from train.parallel import LossFunction, State, Statistics
 
 
-class DataParallel:
+def build(cfg: ParallelConfig, *args: Any, **options: Any) -> DataParallel:
+    return DataParallel(*args, **options)
+
+
+def data_size(cfg: ParallelConfig, world_size: int) -> int:
+    return world_size
+
+
+class Replica:
+    """A model that every rank holds whole, and its optimizer, as checkpoints see them."""
+
+    def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.backend, self.model, self.optimizer = backend, model, optimizer
+
+    def check_replicas(self) -> None:
+        """Compare a few small weights, on the hosts."""
+        weights = guards.smallest(self.model.parameters())
+        guards.check_same(
+            self.backend.world.gather([float(copy.double().sum()) for copy in self.backend.read(weights)])
+        )
+
+    def state(self) -> dict[str, State]:
+        moments = self.optimizer.state_dict()
+        groups = [{"params": group["params"]} for group in moments["param_groups"]]
+        # With keep_vars these are the parameters themselves: tied names share one.
+        return {
+            "model": self.model.state_dict(keep_vars=True),
+            "optimizer": {**moments, "param_groups": groups},
+        }
+
+    def load(self, model: State, optimizer: State) -> None:
+        self.model.load_state_dict(model)
+        load_state(self.optimizer, optimizer)
+
+    def assemble(self) -> None:
+        """Do nothing: the model of every rank is whole."""
+
+
+class DataParallel(Replica):
     """See `train.parallel.Engine`."""
 
-    def __init__(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int = 1) -> None:
-        self.backend, self.model = backend, model
-        self.wrapped = backend.wrap(model, accumulation=accumulation, lengths=lengths)
+    def __init__(
+        self,
+        optim: OptimConfig,
+        backend: Backend,
+        model: Any,
+        loss: LossFunction,
+        *,
+        accumulation: int,
+        lengths: int = 1,
+    ) -> None:
+        self.data_rank, self.data_size = backend.world.rank, backend.world.size
+        self.max_grad_norm = optim.max_grad_norm
+        backend.move(model)
+        self.reducer = backend.reducer(model, accumulation=accumulation, lengths=lengths)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=model.head_parameters())
+        super().__init__(backend, model, optimizer)
+        self.loss = loss
         self.loss_sum = torch.zeros(1).to(backend.device)
 
-    def forward_backward(self, micro_batches: list[Batch], loss: LossFunction, count: float) -> None:
-        # The ranks' gradients are averaged, the loss is a sum over all of them: hence the world size.
-        scale = self.backend.world_size / (count or 1.0)
-        for number, batch in enumerate(micro_batches, start=1):
-            with self.backend.accumulate(self.wrapped, is_last=number == len(micro_batches)):
-                self._add_gradients(batch, loss, scale)
+    def ready(self) -> None:
+        self.backend.ready(self.optimizer, self.parameters)
 
-    def _add_gradients(self, batch: Batch, loss: LossFunction, scale: float) -> None:
-        # A function of its own: nothing of it is alive when the backend cuts the graph, so all cuts are alike.
-        with self.backend.timed(), self.backend.autocast():
-            loss_sum = loss(self.wrapped, batch["inputs"])
-        (loss_sum * scale).backward()
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
+        set_learning_rate(self.optimizer, lr)
+        self.reducer.begin(sum(batch["count"] for batch in micro_batches))
+        for number, batch in enumerate(micro_batches, start=1):
+            with self.reducer.micro_batch(is_last=number == len(micro_batches)):
+                self._add_gradients(batch)
+        clip = partial(divide_and_clip, self.parameters, self.reducer.finish(), self.max_grad_norm)
+        return self.backend.update(self.optimizer, self.parameters, clip)
+
+    def _add_gradients(self, batch: Batch) -> None:
+        # This is a function so that none of its tensors is alive when the backend cuts the graph: all cuts are alike.
+        with self.backend.work.timed(), self.backend.autocast():
+            loss_sum = self.loss(self.reducer.module, batch["inputs"])
+        loss_sum.backward()
         self.loss_sum += loss_sum.detach()
 
     def take_loss(self) -> float:
         taken = float(self.backend.read([self.loss_sum])[0])
-        # The same tensor, filled from the host: a new one, or zeros made on the device, would change the graph.
+        # The tensor stays and is filled from the host: a new one, or zeros made on the device, would change the graph.
         self.loss_sum.copy_(torch.zeros(1))
         return taken
+
+    def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
+        with self.backend.autocast():  # a new one for each batch: casts that outlive it would change the next graph
+            return statistics(self.model, inputs)

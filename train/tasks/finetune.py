@@ -1,5 +1,5 @@
-"""What classification and question answering share: prepared tables to batches of static shapes, and evaluations of
-several splits that come one after the other.
+"""What the tasks that learn from records share: batches of static shapes from prepared tables, and evaluations of
+several splits, one after the other.
 """
 
 from __future__ import annotations
@@ -8,35 +8,46 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import concatenate_datasets
-from torch import nn
+from torch import Tensor, nn
 
-from train.config import ModelConfig, RecordsConfig, TrainConfig, check
-from train.data.buckets import Buckets
-from train.data.cache import cache_dir
-from train.data.features import Featurizer
-from train.data.order import ShardSampler, Windows
-from train.data.prepared import NothingToDo, Supply
-from train.data.table_facts import padding_share
-from train.data.tables import open_tables
-from train.data.token_rows import TokenRows
-from train.models.encoder import OFFSET_POSITIONS, check_fits, model_config
-from train.models.heads import Classifier, SpanReader
+from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
+from train.data.batches.buckets import Buckets
+from train.data.records.kinds import Featurizer
+from train.data.records.table_facts import padding_share
+from train.data.records.tables import open_tables
+from train.data.records.token_rows import TokenRows
+from train.data.shards.cache import cache_dir
+from train.data.shards.order import ShardSampler, Windows
+from train.data.shards.prepared import Supply
+from train.models.encoder import check_fits, model_config, most_positions
+from train.models.heads import PaddedEncoder
 from train.models.source import resolved, task_tokenizer
-from train.storage import Folder, canonical_json
+from train.storage.folders import Folder, canonical_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The output of a PaddedEncoder for a batch."""
+    logits: Tensor = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
+    return logits
+
+
+def mean_loss(rows: np.ndarray) -> float:
+    """The mean loss of statistics [rows, n] that begin with the loss."""
+    return float(rows[:, 0].mean(dtype=np.float64))
 
 
 # ---- sizes ---------------------------------------------------------------------------------------------------------
@@ -44,9 +55,9 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model to be, its tokenizer, and the lengths that batches are padded to."""
+    """The sizes of a model that is to be built, its tokenizer, and the lengths that batches are padded to."""
 
-    model: ModelConfig  # with what it starts from on this machine
+    model: ModelConfig  # its weights and tokenizer are on this machine or at the Hub
     tokenizer: PreTrainedTokenizerFast
     lengths: tuple[int, ...]  # tokens, rising
 
@@ -55,24 +66,44 @@ class Sizes:
         """InputError if model, tokenizer and lengths do not go together."""
         assert isinstance(cfg.data, RecordsConfig)
         model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
-        tokenizer = task_tokenizer(model)
-        config = model_config(model, vocab_size=len(tokenizer), pad_id=tokenizer.pad_token_id)
-        seq_len = cfg.seq_len or most_positions(config)
-        check_fits(config, vocab_size=len(tokenizer), seq_len=seq_len)
-        return Sizes(model, tokenizer, lengths_up_to(seq_len, cfg.data.lengths))
+        sizes = Sizes.read(model, cfg.seq_len)
+        check_fits(sizes.config, vocab_size=len(sizes.tokenizer), seq_len=sizes.seq_len)
+        return replace(sizes, lengths=lengths_up_to(sizes.seq_len, cfg.data.lengths))
 
+    @staticmethod
+    def read(model: ModelConfig, seq_len: int | None) -> Sizes:
+        """Sizes with one length: `seq_len`, or all that the model can read. InputError for a tokenizer that cannot be
+        loaded.
+        """
+        sizes = Sizes(model, task_tokenizer(model), ())
+        longest = seq_len or most_positions(sizes.config)
+        if not longest:
+            raise InputError(f"{sizes.config.model_type} sets no longest sequence: set seq_len")
+        return replace(sizes, lengths=(longest,))
 
-def most_positions(config: Any) -> int:
-    """Tokens that a model (its transformers configuration) can read. InputError if it does not say."""
-    positions: int = getattr(config, "max_position_embeddings", None) or 0
-    check(positions > 0, f"{config.model_type} has no longest sequence of its own: set seq_len")
-    return positions - (config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0)
+    @property
+    def seq_len(self) -> int:
+        return self.lengths[-1]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """transformers' configuration of the encoder. InputError if there is none."""
+        return model_config(self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id)
+
+    @property
+    def fit(self) -> dict[str, int]:
+        """The arguments of the functions of train.models.heads."""
+        return {
+            "vocab_size": len(self.tokenizer),
+            "pad_id": self.tokenizer.pad_token_id,
+            "seq_len": self.seq_len,
+        }
 
 
 def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """`lengths` with seq_len as the last. InputError if one is longer."""
+    """`lengths` and seq_len as the last one. InputError if one is longer."""
     longest = max(lengths, default=0)
-    check(longest <= seq_len, f"data.lengths ends with {longest}, more than the seq_len={seq_len} of this run")
+    check(longest <= seq_len, f"data.lengths has {longest}, which is more than seq_len={seq_len}")
     return (*(length for length in lengths if length < seq_len), seq_len)
 
 
@@ -81,19 +112,19 @@ def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """Validation data, as far as it is used."""
+    """The part of a table of validation data that is used."""
 
     name: str  # of its tables
     prefix: str  # of its metrics: none for "validation"
     features: Dataset
-    first: int  # its place in the statistics of an evaluation
+    first: int  # row at which it begins in the statistics of an evaluation
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         return rows[self.first : self.first + len(self.features)]
 
 
 class FineTuning(ABC):
-    """See `train.tasks.Task`. `eval_columns` and `train_columns`: inputs of a batch and the features they hold."""
+    """See `train.tasks.Task`. `eval_columns` and `train_columns` name the features of each input of a batch."""
 
     def __init__(
         self,
@@ -106,7 +137,7 @@ class FineTuning(ABC):
         metrics: Sequence[str],
     ) -> None:
         assert isinstance(cfg.data, RecordsConfig)
-        self.model_config, self.tokenizer, self.lengths = sizes.model, sizes.tokenizer, sizes.lengths
+        self.sizes, self.lengths = sizes, sizes.lengths
         self.tables = open_tables(cfg, featurizer)
         self.splits: list[Split] = []
         self.eval_rows = 0
@@ -118,19 +149,19 @@ class FineTuning(ABC):
             self.eval_rows += len(features)
         self.train_table = self._rows(self.tables.features("train"), train_columns)
         self.eval_table = self._rows(concatenate_datasets([split.features for split in self.splits]), eval_columns)
-        self.buckets = None  # one length is a plain order
+        self.buckets: Buckets | None = None  # one length is a plain order
         if len(self.lengths) > 1:
             self.buckets = Buckets(self.lengths, train=self.train_table.bucket_of, evaluation=self.eval_table.bucket_of)
         self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in metrics)
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
-        self.shard_rows = [self.train_rows]
+        self.shard_rows: Sequence[int] = [self.train_rows]
         self.details = self._details()
         train = self.details["splits"]["train"]
         notes = {f"{name}_share": number / train["examples"] for name, number in train["notes"].items()}
         self.facts: dict[str, float] = {"padding_share": train["padding_share"], **notes}
 
     def _rows(self, table: Dataset, columns: Mapping[str, str]) -> TokenRows:
-        return TokenRows(table, pad_id=self.tokenizer.pad_token_id, lengths=self.lengths, columns=columns)
+        return TokenRows(table, pad_id=self.sizes.tokenizer.pad_token_id, lengths=self.lengths, columns=columns)
 
     def _details(self) -> dict[str, Any]:
         """What is known of the data, with the share of padding that this run's lengths come to."""
@@ -148,18 +179,18 @@ class FineTuning(ABC):
         return {"kind": facts["kind"], "labels": facts["labels"], "lengths": list(self.lengths), "splits": splits}
 
     def cut(self, features: Dataset, most: int) -> int:
-        """How many rows of a longer table to evaluate."""
+        """The number of rows of a longer table to evaluate."""
         return most
 
     def verify_data(self) -> None:
-        """With data.verify, checksums were compared as the tables were opened."""
+        """Do nothing: with data.verify, checksums were compared when the tables were opened."""
         return
 
     def windows(self) -> Windows:
         return Windows(1)
 
     def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
-        return NothingToDo()
+        return Supply()
 
     def train_data(self) -> TokenRows:
         return self.train_table
@@ -168,45 +199,45 @@ class FineTuning(ABC):
         return self.eval_table
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
-        assert isinstance(model, Classifier | SpanReader)
+        assert isinstance(model, PaddedEncoder)
         return model.train_flops(seq_len)
 
     @abstractmethod
     def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:
-        """Metrics of each split out of the statistics of all rows."""
+        """The metrics of each split, from the statistics of all rows."""
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        found = self.evaluate(rows)
-        return {f"{part.prefix}{name}": value for part in self.splits for name, value in found[part.name].items()}
+        metrics = self.evaluate(rows)
+        return {f"{part.prefix}{name}": value for part in self.splits for name, value in metrics[part.name].items()}
 
     @abstractmethod
     def results(
-        self, split: Split, rows: np.ndarray, found: dict[str, dict[str, float]]
+        self, split: Split, rows: np.ndarray, metrics: dict[str, dict[str, float]]
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Of a split's statistics, and the metrics of all splits: files for predictions/ and what evaluation.json is to
-        say beside the metrics.
+        """Files for predictions/ and further entries of evaluation.json, from the statistics of a split and the metrics
+        of all splits.
         """
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """predictions/ and, last, evaluation.json."""
-        found = self.evaluate(rows)
+        """Write predictions/ and, last, evaluation.json."""
+        metrics = self.evaluate(rows)
         splits = {}
         for split in self.splits:
-            files, tables = self.results(split, split.of(rows), found)
+            files, tables = self.results(split, split.of(rows), metrics)
             for name, content in files.items():
                 folder.write(f"predictions/{name}", content)
-            splits[split.name] = {**found[split.name], **tables}
+            splits[split.name] = {**metrics[split.name], **tables}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """model/: what a checkpoint lacks to be exported without the data, tokenizer and transformers' config.json."""
-        assert isinstance(model, Classifier | SpanReader)
+        """Write model/: tokenizer and config.json, so that a checkpoint can be exported without the data."""
+        assert isinstance(model, PaddedEncoder)
         for path in sorted((self.tables.folder / "tokenizer").iterdir()):
             folder.write(f"model/{path.name}", path.read_bytes())
         folder.write("model/config.json", model.network.config.to_json_string().encode())
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """The model and its tokenizer, for transformers' from_pretrained(folder)."""
-        assert isinstance(model, Classifier | SpanReader)
+        """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
+        assert isinstance(model, PaddedEncoder)
         model.export(folder)
         shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)

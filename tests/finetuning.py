@@ -1,0 +1,58 @@
+"""How tests make a fine-tuning: one of a second, and questions to learn from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from running import TINY
+
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.cli import compose as cli
+from train.config import TrainConfig
+
+FP32 = ["--device", "cpu", "--precision", "fp32"]  # flags of predict
+
+
+def tuning(run_dir: Path, tokenizer: Path, *overrides: str) -> list[str]:
+    """Settings but for the task and its data: two steps of eight examples. Its cache is beside the run."""
+    return [
+        *TINY,
+        f"model.tokenizer={tokenizer}",
+        f"run_dir={run_dir}",
+        f"data.cache_dir={run_dir.parent / 'cache'}",
+        "data.num_workers=0",
+        "global_batch_size=8",
+        "max_steps=2",
+        "optim.lr=3e-3",
+        "log_every=1",
+        "tensorboard=false",
+        "backend.device=cpu",
+        "backend.precision=fp32",
+        *overrides,
+    ]
+
+
+def tuned(run_dir: Path, tokenizer: Path, *overrides: str) -> Path:
+    """The folder of such a run that has ended."""
+    loop.run(cli.load_config(TrainConfig, tuning(run_dir, tokenizer, *overrides)), StopRequest())
+    return run_dir
+
+
+def squad(texts: Sequence[str], *, seed: int, questions: int, v2: bool = False) -> dict[str, Any]:
+    """A SQuAD file: contexts of several sentences, answers of some words of theirs; in v2 every third has none."""
+    rng = random.Random(seed)
+    paragraphs = []
+    for number in range(questions):
+        context = " ".join(rng.choices(texts, k=rng.randint(1, 6)))
+        words = context.split(" ")
+        first = rng.randrange(len(words) - 1)
+        text = " ".join(words[first : first + rng.randint(1, 2)])
+        start = len(" ".join(words[:first])) + (first > 0)
+        answers = [] if v2 and number % 3 == 0 else [{"text": text, "answer_start": start}]
+        question = {"id": f"q{number}", "question": f"  {rng.choice(words)} ?", "answers": answers}
+        paragraphs.append({"context": context, "qas": [question | ({"is_impossible": not answers} if v2 else {})]})
+    return {"version": "2.0" if v2 else "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}

@@ -1,0 +1,124 @@
+"""The room in which ranks agree: sums, actions of one rank, failures that all raise."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from forks import launch, run_forked
+
+from train.attempt.preempt import StopRequest
+from train.config import Failure, InputError
+from train.ranks import World
+from train.votes import Votes
+
+ONE = World()
+
+
+def test_a_single_process_agrees_with_itself():
+    assert (ONE.rank, ONE.size, ONE.num_machines) == (0, 1, 1)
+    assert ONE.sum([1, True, 2.5]) == [1.0, 1.0, 2.5]
+    assert ONE.share("a") == ONE.gather("a") == ["a"]
+    assert ONE.agree(lambda: 3) == ONE.first_rank_does(lambda: 3) == 3
+    with pytest.raises(InputError, match="no such file"):
+        ONE.agree(refuse)
+
+
+def refuse():
+    raise InputError("no such file")
+
+
+def test_a_long_action_is_waited_for_with_a_heartbeat():
+    beaten = threading.Event()
+    assert ONE.first_rank_does(lambda: beaten.wait(60), beaten.set)
+
+
+def test_a_machine_full_of_ranks_loads_eight_at_a_time():
+    class Rank(World):
+        def __init__(self, local_rank):
+            self.local_rank, self.local_size, self.meetings = local_rank, 20, 0
+
+        def meet(self):
+            self.meetings += 1
+
+    entered = {}
+    for local_rank in range(20):
+        rank = Rank(local_rank)
+        with rank.in_turn():
+            entered.setdefault(rank.meetings, []).append(local_rank)
+        assert rank.meetings == 3  # the same on all: they meet
+    assert [len(ranks) for _, ranks in sorted(entered.items())] == [8, 8, 4]
+
+
+# ---- several ranks, each a process -----------------------------------------------------------------------------------
+
+
+def message(call, *arguments):
+    try:
+        call(*arguments)
+    except (InputError, Failure) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def rank_of_three(folder):
+    dist.init_process_group("gloo")
+    world, beats = World(), []
+    rank = world.rank
+    answer = {"sum": world.sum([1.0, rank]), "share": world.share(rank * 2), "gather": world.gather(str(rank))}
+    answer["first"] = world.first_rank_does(lambda: f"by {rank}", lambda: beats.append(1))
+
+    def fails_on(number, error):
+        if rank == number:
+            raise error
+
+    answer["agree"] = message(world.agree, lambda: fails_on(2, InputError("rank 2 has no file")))
+    answer["first fails"] = message(world.first_rank_does, lambda: fails_on(0, Failure("the disk is full")))
+    answer["others are not asked"] = message(world.first_rank_does, lambda: fails_on(1, Failure("never raised")))
+    machine = Path(folder) / f"machine_{rank}"
+    world.each_machine_does(machine.touch)
+
+    votes = Votes(world, StopRequest())
+    votes.cast(InputError("rank 1 cannot draw") if rank == 1 else None)
+    answer["counted"] = votes.count()
+    answer["vote"] = message(votes.raise_failure)
+    if rank == 2:
+        votes.stop.reason = "SIGTERM"
+    votes.cast(None)
+    answer["stops"] = votes.count()
+    answer["reasons"] = [[number, reason] for number, reason, _ in votes.reasons()]
+    answer["none"] = message(votes.raise_failure)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(answer))
+    dist.destroy_process_group()
+
+
+def test_three_ranks_agree(tmp_path):
+    done = run_forked(launch(__file__, [str(tmp_path)], ranks=3), os.environ)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [answer.pop("gather") for answer in answers] == [["0", "1", "2"], [], []]
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == {
+        "sum": [3.0, 3.0],
+        "share": [0, 2, 4],
+        "first": "by 0",
+        "agree": "InputError: rank 2 has no file",
+        "first fails": "Failure: the disk is full",
+        "others are not asked": "",
+        "counted": [0.0, 0.0, 1.0],
+        "vote": "InputError: rank 1 cannot draw",
+        "stops": [1.0, 0.0, 0.0],
+        "reasons": [[2, "SIGTERM"]],
+        "none": "",
+    }
+    assert [path.name for path in tmp_path.glob("machine_*")] == ["machine_0"]
+
+
+if __name__ == "__main__":
+    import sys
+
+    rank_of_three(sys.argv[1])

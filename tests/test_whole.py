@@ -1,0 +1,74 @@
+"""Files and folders that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from train.host.processes import is_gone, owner_name
+from train.storage.whole import made_once, new_folder, open_whole, publish_folder, remove_temporaries, temporary_for
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(folder, text="new"):
+    (folder / "file").write_text(text)
+
+
+def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
+    (tmp_path / "a").write_text("old")
+    with pytest.raises(ZeroDivisionError), open_whole(tmp_path / "a") as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_folder_that_is_not_finished_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "deep" / "a") as folder:
+        fill(folder)
+        raise ZeroDivisionError
+    assert names(tmp_path / "deep") == []
+
+
+def test_a_folder_takes_a_name_that_is_free_or_replaces_what_is_there(tmp_path):
+    with new_folder(tmp_path / "a") as folder:
+        fill(folder, "old")
+        assert not (tmp_path / "a").exists()
+    with pytest.raises(FileExistsError), new_folder(tmp_path / "a") as folder:
+        fill(folder)
+    assert (tmp_path / "a" / "file").read_text() == "old"
+    with new_folder(tmp_path / "a", replaces=True) as folder:
+        fill(folder)
+    assert names(tmp_path) == ["a"] and (tmp_path / "a" / "file").read_text() == "new"
+
+
+def test_a_folder_that_somebody_has_removed_changes_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        publish_folder(temporary_for(tmp_path / "a"), tmp_path / "a")
+    assert names(tmp_path) == []
+
+
+def test_only_temporaries_of_the_name_are_removed(tmp_path):
+    mine, other = temporary_for(tmp_path / "a"), temporary_for(tmp_path / "b")
+    mine.mkdir()
+    fill(mine)
+    for path in (other, tmp_path / ".a.tmp-mine", tmp_path / "a"):
+        path.touch()
+    remove_temporaries(tmp_path, "a")
+    assert names(tmp_path) == sorted([other.name, ".a.tmp-mine", "a"])
+
+
+def test_a_folder_is_made_once_and_what_a_killed_process_left_of_it_goes(tmp_path):
+    temporary_for(tmp_path / "a").mkdir()
+    made = [made_once(tmp_path / "a", fill), made_once(tmp_path / "a", pytest.fail)]
+    assert made == [tmp_path / "a"] * 2 and names(tmp_path) == ["a", "a.lock"]
+
+
+def test_a_process_is_gone_only_if_this_machine_knows_it():
+    here, *_ = mine = owner_name(os.getpid()).rsplit("-", 2)
+    assert not is_gone("-".join(mine))
+    assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(f"{here}-{2**40}-1")  # another process had the number
+    assert not is_gone(f"elsewhere-{os.getpid()}-1")

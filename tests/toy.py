@@ -1,0 +1,188 @@
+"""A task that learns in microseconds, for tests of what the loop does: a line is fitted to two numbers a row.
+
+Its runs go through `train.loop.run` with the real engine, backend, checkpoints and run folder; only model and data are
+small. The fixture `toy` chooses what each loss and each evaluation gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import running
+import torch
+from torch import Tensor, nn
+
+from train import loop, ranks
+from train.attempt.preempt import StopRequest
+from train.checkpoints.store_disk import LocalStore
+from train.config import (
+    BackendConfig,
+    CheckpointConfig,
+    OptimConfig,
+    PreemptConfig,
+    ShardsConfig,
+    TaskConfig,
+    TrainConfig,
+)
+from train.data.shards.order import PADDING, Windows
+from train.data.shards.prepared import Supply
+from train.tasks import TASKS, mlm
+
+ROWS, EVAL_ROWS = 160, 10
+NAN = float("nan")
+
+
+@dataclass(kw_only=True)
+class ToyConfig(TaskConfig):
+    learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
+    kind: str = "toy"
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.dropout = nn.Linear(2, 1), nn.Dropout(0.1)
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.line(self.dropout(numbers)).squeeze(-1)
+
+
+class Rows:
+    def draw(self, items: np.ndarray) -> dict[str, Any]:
+        rows = np.where(items == PADDING, 0, items % ROWS)
+        numbers = torch.from_numpy(np.stack([np.sin(rows), np.cos(3 * rows)], -1)).float()
+        counts = (items != PADDING).sum(-1).tolist()
+        return {"inputs": {"input_ids": numbers, "labels": numbers.sum(-1)}, "count": counts, "tokens": counts}
+
+
+class ToyTask:
+    """See `train.tasks.Task`."""
+
+    shard_rows, train_rows, eval_rows, buckets = (ROWS,), ROWS, EVAL_ROWS, None
+    metrics, data_id = ("loss", "error"), "toy"
+
+    def __init__(self, toy: Toy) -> None:
+        self.toy = toy
+        self.facts: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
+
+    def verify_data(self) -> None: ...
+
+    def windows(self) -> Windows:
+        return Windows(1)
+
+    def supply(self, order: object, *, is_first_on_machine: bool) -> Supply:
+        return Supply()
+
+    def build_model(self) -> Line:
+        return Line()
+
+    def train_data(self) -> Rows:
+        return Rows()
+
+    eval_data = train_data
+
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        self.toy.losses += 1
+        return self.eval_statistics(model, inputs).sum() * self.toy.scale(self.toy.losses)
+
+    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return (model(inputs["input_ids"]) - inputs["labels"]).square()[:, None]
+
+    def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
+        assert rows.shape == (EVAL_ROWS, 1)
+        loss = float(rows.mean()) if self.toy.scores is None else next(self.toy.scores)
+        return {"loss": loss, "error": loss}
+
+    def write_evaluation(self, rows: np.ndarray, folder: object, *, step: int) -> None: ...
+
+    def flops_per_example(self, model: nn.Module, seq_len: int) -> float:
+        return 12.0
+
+    def describe_model(self, model: nn.Module, folder: object) -> None: ...
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        torch.save(model.state_dict(), folder / "model.pt")
+
+
+class Toy:
+    """Runs in folders beside each other, by their names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses = 0  # how often a loss was computed
+        self.scale: Callable[[int], float] = lambda call: 1.0  # factor of each loss, by its number from 1; may raise
+        self.scores: Iterator[float] | None = None  # what evaluations give instead of the model's loss
+
+    def config(self, name: str = "run", **changes: Any) -> TrainConfig:
+        """Six steps of eight rows, saved and evaluated after the third and the last. `changes`: a section is a dict."""
+        settings: dict[str, Any] = {"global_batch_size": 8, "max_steps": 6, "log_every": 1, "eval_every": 3}
+        settings |= {"export": False, "tensorboard": False, "backend": BackendConfig(device="cpu", precision="fp32")}
+        settings |= changes
+        sections = {
+            "checkpoint": CheckpointConfig(every=3),
+            "optim": OptimConfig(lr=0.01, warmup_steps=0),
+            "preempt": PreemptConfig(notices="off", poll_s=0.05),
+        }
+        settings |= {key: replace(section, **settings.get(key, {})) for key, section in sections.items()}
+        cfg = TrainConfig(
+            run_dir=str(self.folder / name),
+            task=ToyConfig(),
+            data=ShardsConfig(path="toy", num_workers=0),
+            **settings,
+        )
+        cfg.watchdog.enabled = False
+        return cfg
+
+    def train(self, name: str = "run", *, stop: StopRequest | None = None, **changes: Any) -> tuple[str, int]:
+        return loop.run(self.config(name, **changes), stop or StopRequest())
+
+    def stopped_at_once(self, name: str = "run", **changes: Any) -> tuple[str, int]:
+        """As if a signal had come during the first step."""
+        asked = StopRequest()
+        asked.ask("SIGTERM")
+        return self.train(name, stop=asked, **changes)
+
+    def lines(self, kind: str, name: str = "run") -> list[dict[str, Any]]:
+        return running.lines(self.folder / name, kind)
+
+    def values(self, kind: str, key: str, name: str = "run") -> list[Any]:
+        return [line[key] for line in self.lines(kind, name)]
+
+    def faults(self, name: str = "run") -> list[str]:
+        return self.values("fault", "reason", name)
+
+    def outcome(self, name: str = "run") -> dict[str, Any]:
+        outcome: dict[str, Any] = json.loads((self.folder / name / "outcome.json").read_text())
+        return outcome
+
+    def saved(self, name: str = "run") -> dict[int, dict[str, Any]]:
+        """The progress in each checkpoint, by its step."""
+        store = LocalStore(self.folder / name / "checkpoints")
+        return {step: store.manifest(step).progress for step in store.steps()}
+
+    def weights(self, step: int, name: str = "run") -> list[float]:
+        path = self.folder / name / f"checkpoints/step_{step:08d}/model.pt"
+        return [number for tensor in torch.load(path).values() for number in tensor.flatten().tolist()]
+
+
+def spoilt(calls: Iterable[int]) -> Callable[[int], float]:
+    """Losses of these calls are no numbers."""
+    return lambda call: NAN if call in calls else 1.0
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    toy = Toy(tmp_path)
+    monkeypatch.setitem(TASKS, "toy", replace(mlm.SPEC, settings=ToyConfig, build=lambda cfg: ToyTask(toy)))
+    monkeypatch.setattr(ranks, "POLL_S", 0.001)
+    return toy

@@ -1,0 +1,1 @@
+"""One start of a run: stop requests, watchdog, recovery, goodput."""

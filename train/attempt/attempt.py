@@ -1,0 +1,210 @@
+"""One attempt at a run, from the check of its folder to its exit record: lease, watchdog, notices, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from train.attempt.notices import Notices
+from train.attempt.preempt import StoppedEarly, StopRequest
+from train.attempt.watchdog import Watchdog
+from train.backend.base import peak_device_bytes
+from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
+from train.checkpoints.saver import SavesFail
+from train.checkpoints.unsent import STAGING, adopt
+from train.config import InputError, Plan, TrainConfig, Unreachable
+from train.host import machine
+from train.host.launched import launched
+from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.run_folder.folder import RunFolder, set_up_logging
+from train.run_folder.lease import Lease
+from train.run_folder.outcome import OUT_OF_MEMORY, Outcome, may_go_on
+from train.run_folder.ownership import LeaseLost, check_owner, find_identity
+from train.storage.folders import make_folder
+from train.tasks import Task
+
+logger = logging.getLogger("train")
+STOP_FILE = "STOP"
+ENDS = ("done", "early_stop")
+KILLED_LOADER = "killed by signal: Killed"
+OOM_COUNTER = find_oom_counter()
+OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
+HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
+
+
+@dataclass
+class Attempt:
+    """What an attempt knows of itself."""
+
+    cfg: TrainConfig
+    plan: Plan
+    task: Task
+    folder: RunFolder
+    identity: dict[str, Any]
+    stop: StopRequest
+    began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
+    checkpoint: int | None = None  # the newest that is committed, on rank 0
+    asked: str = ""  # the requests to stop, with their ranks
+    lease: Lease | None = None  # rank 0's
+
+    def __post_init__(self) -> None:
+        self.watch = Watchdog(self.cfg.watchdog, self.folder)
+
+    @property
+    def failure(self) -> LeaseLost | None:
+        return LeaseLost(self.lease.lost) if self.lease is not None and self.lease.lost else None
+
+    @property
+    def owner(self) -> str:
+        """The owner that rank 0's lease names; empty on other ranks."""
+        return "" if self.lease is None else str(self.lease.claim["owner"])
+
+    def joined(self, previous: dict[str, Any], owner: str) -> None:
+        """Note what rank 0 shares: how the last attempt ended, and who owns the folder. Every rank calls it."""
+        self.folder.previous = previous
+        if self.lease is None:
+            self.folder.guard = partial(check_owner, self.folder.storage, owner)
+        self.watch.joined()
+
+    def may_log(self) -> bool:
+        """Whether log lines may go to the run folder: not after it was lost, unless it is this machine's copy."""
+        return self.folder.is_remote or not (self.folder.is_lost or self.failure)
+
+    def has_stop_file(self) -> bool:
+        return self.folder.folder.size(STOP_FILE) is not None
+
+
+def started_ago_s() -> float:
+    """The age of the command that started the run: torchrun's, since its restarts belong to one start."""
+    return machine.age_s(os.getppid() if launched().is_under_torchrun else os.getpid())
+
+
+@contextmanager
+def begin(attempt: Attempt) -> Iterator[Attempt]:
+    """Take the run folder, open the watchdog and the notices, and record how the attempt failed if it does. Raises
+    InputError if another job has the folder.
+    """
+    cfg, folder, launch = attempt.cfg, attempt.folder, launched()
+    set_up_logging(None)
+    folder.check_is_ours(attempt.identity, data_path=cfg.data.path, force=cfg.resume.force)
+    make_folder(folder.path)
+    with ExitStack() as stack:
+        if launch.rank == 0:
+            with attempt.stop.nothing_to_save():
+                attempt.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
+            adopt(folder.path / STAGING, attempt.lease)
+            folder.guard = attempt.lease.check
+        try:
+            folder.open()
+            set_up_logging(folder.log, may_write=attempt.may_log)
+            stack.enter_context(attempt.watch)
+            if launch.local_rank == 0:
+                notices = Notices(
+                    cfg.preempt,
+                    attempt.stop,
+                    has_stop_file=attempt.has_stop_file,
+                    max_run_s=cfg.max_run_s,
+                    began_s=attempt.began_s,
+                )
+                stack.enter_context(notices)
+            yield attempt
+        except BaseException as error:
+            record_failure(error, attempt)
+            raise
+
+
+@contextmanager
+def refusals(cfg: TrainConfig) -> Iterator[None]:
+    """Record a refusal that comes before the run folder is taken. It replaces the outcome of an earlier attempt, which
+    may say `goes_on`.
+    """
+    try:
+        yield
+    except InputError as error:
+        folder = RunFolder(cfg.run_dir, cfg.s3)
+        with suppress(InputError, Unreachable, OSError):  # the refusal matters more than its record
+            if launched().rank == 0 and find_identity(folder.storage) is not None and folder.last_outcome():
+                outcome = Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False)
+                folder.outcome(outcome, is_of_all=True)
+        raise
+
+
+def record_end(attempt: Attempt, reason: str, step: int) -> None:
+    """Record that the run ended in order. Every rank calls it; rank 0 writes the outcome. Raises LeaseLost if another
+    job has the folder by now.
+    """
+    folder = attempt.folder
+    folder.check_owner()
+    folder.exit_file(reason, step)
+    if launched().rank == 0:
+        ended = "done" if reason in ENDS else "stopped"
+        asked, goes_on = attempt.asked or reason, ended == "stopped"
+        folder.mirror()
+        folder.outcome(Outcome(ended, reason, asked, step, attempt.checkpoint, goes_on=goes_on), is_of_all=True)
+        if attempt.has_stop_file():
+            folder.folder.remove(STOP_FILE)  # it was obeyed: the same command resumes the run
+
+
+def record_failure(error: BaseException, attempt: Attempt) -> None:
+    """Record that the run failed. The first rank's outcome stays."""
+    kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
+    reason = f"{type(error).__name__}: {error}"
+    attempt.folder.is_lost |= kind == "lease_lost"
+    if not attempt.watch.is_ours or attempt.folder.is_lost:  # the folder is another job's
+        return
+    if kind in OUT_OF_MEMORY:
+        reason = out_of_memory(kind, error)
+    if kind == "refused":
+        outcome, reason = "refused", f"refused: {error}"
+    elif isinstance(error, StoppedEarly):
+        outcome, reason = "stopped", f"{error} came before there was anything to save"
+    elif isinstance(error, SystemExit):
+        outcome, reason = "stopped", f"left at once on a second signal ({attempt.stop.signal} came first)"
+    else:
+        outcome, reason = "failed", f"failed: {reason}"
+    goes_on = may_go_on(kind, attempt.folder.previous.get("kind", ""))
+    attempt.folder.exit_file(reason, None)
+    attempt.folder.outcome(Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on))
+
+
+def kind_of(error: BaseException) -> str:
+    """The short name of a failure, by which launchers judge it."""
+    table: list[tuple[type[BaseException], str]] = [
+        (InputError, "refused"),
+        (NoneValid, "no_valid_checkpoint"),
+        (Untrusted, "untrusted_checkpoint"),
+        (OtherVersion, "other_version"),
+        (FloatingPointError, "not_finite"),
+        (LeaseLost, "lease_lost"),
+        (SavesFail, "saves_fail"),
+        (MemoryError, "out_of_host_memory"),
+        (SystemExit, "left_at_once"),
+    ]
+    kind = next((name for cls, name in table if isinstance(error, cls)), type(error).__name__)
+    if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
+        return "out_of_device_memory"
+    if any(text in str(error) for text in HOST_MEMORY_ERRORS) or lost_a_loader(error):
+        return "out_of_host_memory"
+    return kind
+
+
+def lost_a_loader(error: BaseException) -> bool:
+    """Whether the kernel killed a loader process to free memory, by torch's message and the kernel's counter."""
+    return KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
+
+
+def out_of_memory(kind: str, error: BaseException) -> str:
+    """The reason of a failure for lack of memory, with the peak and what to lower."""
+    device_bytes = peak_device_bytes()
+    peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
+    peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
+    first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
+    advice = "lower micro_batch_size (the global batch stays)"
+    advice += ", data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
+    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice}"

@@ -1,0 +1,230 @@
+"""Requests to stop other than signals: EC2's notices, a file in the run folder, a time limit, the end of a block.
+
+EC2's notices are in its instance metadata. Each is answered with 404 until there is one (EC2 user guide):
+
+- spot/instance-action: this spot instance will be taken back, announced two minutes ahead at best.
+- events/recommendations/rebalance: it may be taken back soon; sent long before the notice, or together with it.
+- events/maintenance/scheduled: a stop or retirement for good, announced days ahead; obeyed shortly before it begins.
+  Reboots are left to the SIGTERM that they begin with: the machine comes back, and a run that is restarted on it
+  before the reboot would leave again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from train.attempt.preempt import StopRequest
+from train.config import InputError, PreemptConfig, Unreachable, check
+
+ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
+TIMEOUT_S = 1.0  # for a request: the service is on the machine's own host
+TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and how long before its end it is renewed
+BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
+BLOCK_MARGIN_S = 60  # beside the save: for the steps in which the ranks agree, and for clocks that differ
+EVENT_LEAD_S = 120  # before a scheduled stop; as much time as a spot notice gives
+FOR_GOOD = ("instance-stop", "instance-retirement")
+CLOSE_S = 5.0  # for the last request; a thread that S3 holds longer ends with the process
+
+logger = logging.getLogger("train")
+
+
+class Metadata:
+    """EC2's instance metadata service, version 2: every request carries a token. No proxies, no redirects."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.url = endpoint, urlsplit(endpoint)
+        check(
+            self.url.scheme == "http" and self.url.hostname is not None,
+            f"AWS_EC2_METADATA_SERVICE_ENDPOINT={endpoint} must be a URL like {ENDPOINTS['ipv4']}",
+        )
+        self.token, self.renew_at_s = "", 0.0
+
+    def get(self, path: str) -> Any:
+        """The JSON of a category below /latest/meta-data/; None if there is none. Raises OSError, HTTPException or
+        ValueError if the service does not answer as it should.
+        """
+        if time.monotonic() >= self.renew_at_s:
+            self.renew()
+        status, body = self.ask_for(path)
+        if status == 401:  # the service has forgotten its tokens
+            self.renew()
+            status, body = self.ask_for(path)
+        if status == 404:
+            return None
+        if status != 200:
+            raise OSError(f"{path} is answered with status {status}")
+        return json.loads(body)
+
+    def ask_for(self, path: str) -> tuple[int, bytes]:
+        return self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
+
+    def renew(self) -> None:
+        asked_s = time.monotonic()
+        header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+        try:
+            status, body = self.request("PUT", "/latest/api/token", header)
+        except TimeoutError as error:
+            hint = "for containers the instance needs HttpPutResponseHopLimit=2"
+            raise TimeoutError(f"no token within {TIMEOUT_S:g} s ({hint})") from error
+        if status != 200:
+            raise OSError(f"a token is refused with status {status}")
+        self.token, self.renew_at_s = body.decode("ascii"), asked_s + TOKEN_S - RENEWS_S
+
+    def request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        connection = HTTPConnection(self.url.hostname or "", self.url.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self.url.path.rstrip("/") + path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+class Notices:
+    """Threads that ask `stop` to leave or to save. Local rank 0 of each machine opens one such context.
+
+    Each source has a thread of its own, which asks at once and then every `cfg.poll_s`: S3 may take minutes to answer
+    whether a file exists, and a spot notice leaves two minutes. A source that fails is reported once and asked again.
+    `stop.save_s`, the seconds that the last save took, is kept free before an end that is known beforehand. Raises
+    InputError for a capacity block that has no time left and for an invalid address.
+    """
+
+    def __init__(
+        self,
+        cfg: PreemptConfig,
+        stop: StopRequest,
+        *,
+        has_stop_file: Callable[[], bool],
+        max_run_s: float | None,
+        began_s: float,  # of time.monotonic()
+    ) -> None:
+        self.cfg, self.stop = cfg, stop
+        self.has_stop_file, self.max_run_s, self.began_s = has_stop_file, max_run_s, began_s
+        self.block_end = None if cfg.block_end is None else datetime.fromisoformat(cfg.block_end.replace("Z", "+00:00"))
+        check(
+            self.block_end is None or now() < self.block_leave_at(self.block_end),
+            f"preempt.block_end={cfg.block_end} leaves no time: EC2 ends the instances of a block 30 minutes before, "
+            f"and it is {as_text(now())}; give the end of a later block, or null",
+        )
+        self.sources: dict[str, Callable[[], None]] = {"clock": self.look_at_clock, "stop file": self.look_for_file}
+        if watches_metadata(cfg.notices, os.environ):
+            self.metadata = Metadata(metadata_endpoint(os.environ))
+            self.sources[f"EC2 notices, {self.metadata.endpoint}"] = self.look_at_metadata
+        self.rebalance: object = None  # the last recommendation that was followed
+        self.closed = threading.Event()
+        self.threads = [
+            threading.Thread(target=self.watch, args=(name, look), name=f"notices: {name}", daemon=True)
+            for name, look in self.sources.items()
+        ]
+
+    def __enter__(self) -> Notices:
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed.set()
+        for thread in self.threads:
+            thread.join(CLOSE_S)
+
+    def watch(self, name: str, look: Callable[[], None]) -> None:
+        fails = False
+        while self.stop.reason is None:
+            try:
+                look()
+                fails = False
+            except (OSError, HTTPException, ValueError, InputError, Unreachable) as error:
+                if not fails:
+                    logger.warning("%s: %s; asked again every %g s", name, error, self.cfg.poll_s)
+                fails = True
+            if self.closed.wait(self.cfg.poll_s):
+                return
+
+    def look_at_clock(self) -> None:
+        if self.max_run_s is not None and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s:
+            self.stop.ask(f"max_run_s={self.max_run_s:g} is over")
+        if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
+            self.stop.ask(f"the capacity block ends at {as_text(self.block_end)}, its instances 30 minutes before")
+
+    def block_leave_at(self, end: datetime) -> datetime:
+        return end - timedelta(seconds=BLOCK_LEAD_S + BLOCK_MARGIN_S + self.stop.save_s)
+
+    def look_for_file(self) -> None:
+        if self.has_stop_file():
+            self.stop.ask("the file STOP in the run folder")
+
+    def look_at_metadata(self) -> None:
+        if notice := self.metadata.get("spot/instance-action"):
+            self.stop.ask(f"EC2 spot notice: {field(notice, 'action')} at {field(notice, 'time')}")
+        if self.cfg.rebalance != "ignore":
+            self.look_at_rebalance(self.metadata.get("events/recommendations/rebalance"))
+        events = self.metadata.get("events/maintenance/scheduled")
+        for event in events if isinstance(events, list) else ():
+            self.look_at_event(event)
+
+    def look_at_rebalance(self, notice: Any) -> None:
+        if notice is None or notice == self.rebalance:
+            return
+        asked = f"EC2 rebalance recommendation of {field(notice, 'noticeTime')}"
+        self.rebalance = notice
+        if self.cfg.rebalance == "leave":
+            self.stop.ask(asked)
+        else:
+            self.stop.ask_save(asked)
+
+    def look_at_event(self, event: Any) -> None:
+        """Obey a stop for good once it is near. Its dates look like "21 Jan 2019 09:00:43 GMT"."""
+        if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
+            return
+        begins = parsedate_to_datetime(field(event, "NotBefore"))
+        if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
+            self.stop.ask(f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}")
+
+
+def watches_metadata(mode: str, environ: Mapping[str, str]) -> bool:
+    """Whether to ask EC2's metadata, by `preempt.notices` and the variables of the AWS tools."""
+    if mode != "auto":
+        return mode == "on"
+    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+        return False
+    return bool(environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")) or is_ec2()
+
+
+def is_ec2(asset_tag: Path = Path("/sys/devices/virtual/dmi/id/board_asset_tag")) -> bool:
+    """Whether this is an EC2 instance. On Nitro, as on Trainium and all newer types, the asset tag is the instance's id
+    (EC2 user guide, "Detect whether a host is an EC2 instance").
+    """
+    return asset_tag.is_file() and asset_tag.read_text().startswith("i-")
+
+
+def metadata_endpoint(environ: Mapping[str, str]) -> str:
+    """The service's address, from the variables that botocore reads."""
+    mode = environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
+    return environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or ENDPOINTS.get(mode, ENDPOINTS["ipv4"])
+
+
+def field(notice: Any, name: str) -> str:
+    """A field of a notice. Raises ValueError if it is missing or no text."""
+    if not isinstance(notice, dict) or not isinstance(notice.get(name), str):
+        raise ValueError(f"{name} is missing in {notice}")
+    return notice[name]
+
+
+def now() -> datetime:
+    """The time by the wall clock, since ends of blocks and events are dates."""
+    return datetime.now(timezone.utc)
+
+
+def as_text(at: datetime) -> str:
+    return f"{at.astimezone(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"

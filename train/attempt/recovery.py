@@ -1,0 +1,290 @@
+"""What a run does about faults: it saves, goes back to a checkpoint, and counts what was lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.attempt import goodput
+from train.attempt.resume import load_newest
+from train.checkpoints.loader import Loaded, read
+from train.checkpoints.manifest import Damaged, Manifest
+from train.checkpoints.progress import Progress
+from train.checkpoints.retention import best
+from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
+from train.checkpoints.store import Store
+from train.config import InputError, TrainConfig, Unreachable, flat
+from train.host.environment import environment
+from train.telemetry.metrics import Recorder, Window
+
+if TYPE_CHECKING:
+    from train.attempt.attempt import Attempt
+    from train.backend import Backend
+    from train.parallel import Engine
+
+logger = logging.getLogger("train")
+
+
+class Recovery:
+    """All ranks call each method at the same steps; used as a context while the loop runs."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        backend: Backend,
+        engine: Engine,
+        store: Store,
+        recorder: Recorder,
+        loaded: Loaded,
+        make_saver: type[Saver],
+    ) -> None:
+        """Continue the metrics where the checkpoint that was loaded left them, and report what a fault has cost."""
+        self.attempt, self.backend, self.engine, self.recorder = attempt, backend, engine, recorder
+        self.cfg, self.store, self.world = attempt.cfg, store, backend.world
+        self.unmirrored: Exception | None = None  # why the metrics could not be uploaded before the last commit
+        lease = attempt.lease
+        self.saver = make_saver(
+            self.cfg.checkpoint,
+            store,
+            engine,
+            backend,
+            Facts(lease.number if lease else 0, attempt.identity, flat(attempt.cfg), environment()["versions"]),
+            may_commit=self._before_commit,
+            after_commit=self._after_commit,
+            newest=loaded.progress.step if loaded.ranks else None,
+        )
+        attempt.checkpoint = self.saver.newest
+        self.last_rollback: int | None = None  # the step that the run went back to
+        self._put_back_window(loaded)
+        for fault in loaded.faults:
+            recorder.fault(fault)
+        skew = attempt.folder.clock.go_on(max(recorder.progress.attempts_s, recorder.progress.productive_s))
+        self.lost: goodput.Lost | None = None
+        if self.world.rank == 0:
+            if skew is not None:
+                recorder.alarm(skew)
+            assert recorder.journal is not None
+            self.lost = goodput.lost(
+                attempt.folder.metrics,
+                attempt.folder.previous,
+                lease.previous if lease is not None else None,
+                attempt=recorder.journal.attempt,
+                step=recorder.progress.step,
+            )
+        self.saver.warm()
+
+    def _put_back_window(self, loaded: Loaded) -> None:
+        """Give each rank its own sums; if the number of ranks has changed, rank 0 takes all of them. Labels and tokens
+        are saved as sums over the ranks, which rank 0 takes in any case.
+        """
+        rank, ranks = self.world.rank, loaded.ranks
+        if len(ranks) != self.world.size:
+            sums = {key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")}
+            ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
+        own = ranks[rank]
+        if not math.isfinite(sum(float(each["loss_sum"]) for each in ranks)):  # saved beside steps that were skipped
+            self.engine.loss_sum.zero_()
+            self.recorder.window = Window()
+            return
+        self.engine.loss_sum.copy_(torch.tensor([float(own["loss_sum"])]))
+        saved: dict[str, Any] = loaded.progress.window
+        window = Window(**saved) if rank == 0 else Window(**{**saved, "count": 0.0, "tokens": 0.0})
+        self.recorder.window = dataclasses.replace(window, wait_s=float(own["wait_s"]), work_s=float(own["work_s"]))
+
+    def _before_commit(self) -> None:
+        """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
+        self.attempt.folder.check_owner()
+        self.unmirrored = None
+        try:
+            self.attempt.folder.mirror()
+        except (InputError, Unreachable, OSError) as error:  # the checkpoint matters more than the metrics
+            self.unmirrored = error
+
+    def _after_commit(self) -> None:
+        self.attempt.folder.check_owner()  # older checkpoints are removed next
+        if self.unmirrored is not None:
+            raise self.unmirrored
+
+    # ---- in the loop ---------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the run has to end: saves fail, or the run folder was lost. None if it may continue."""
+        return self.saver.failure or self.attempt.failure
+
+    def report(self) -> None:
+        """Report saves that have ended and, once the first step is done, what a fault has cost."""
+        if self.attempt.lease is not None:
+            self.attempt.lease.step = self.recorder.progress.step
+        if self.lost is not None and self.recorder.steps_done:
+            since_s = time.time() - self.lost.last_sign_unix_s
+            recover_s = max(since_s, self.attempt.folder.clock.attempt_s())  # clocks may differ
+            text = f"{self.lost.reason}; {self.lost.steps} steps lost, {recover_s:.0f} s until the first step"
+            logger.warning(text)
+            self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
+            self.lost = None
+        self._report_saves()
+
+    def _report_saves(self) -> list[Saved]:
+        saves = self.saver.take()
+        for saved in saves:
+            self.recorder.saved(saved)
+        self.attempt.checkpoint = self.saver.newest
+        self.attempt.stop.save_s = self.saver.save_s
+        return saves
+
+    def is_due(self, num_asked: float) -> bool:
+        """Whether to save after this step, which is not the last. `num_asked`: ranks that were asked to save soon. The
+        first step after a rollback is saved too, to keep the fact of the rollback and the new position in the data.
+        """
+        progress, cfg = self.recorder.progress, self.cfg.checkpoint
+        is_best = cfg.best and progress.best_step == progress.step
+        is_after_rollback = self.last_rollback is not None and progress.step == self.last_rollback + 1
+        return progress.step % cfg.every == 0 or num_asked > 0 or is_best or is_after_rollback
+
+    def save(self, metric: float | None, *, is_last: bool) -> None:
+        """Begin to save this step. `metric` is the score of its evaluation, if there was one. The last save waits for
+        the one before it, and so does that of the best evaluation if it will be exported.
+        """
+        progress, window = self.recorder.progress, self.recorder.window
+        asked = self.attempt.stop.saves_soon
+        if asked is not None:
+            logger.info("step %d: saving, as asked by %s", progress.step, asked)
+            self.attempt.stop.saved()
+        progress.attempts_s = self.attempt.folder.clock.attempts_s()
+        count, tokens = self.world.sum([window.count, window.tokens])
+        progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
+        own = {
+            "loss_sum": float(self.backend.read([self.engine.loss_sum])[0]),
+            "wait_s": window.wait_s,
+            "work_s": window.work_s,
+        }
+        beat, must = self.attempt.watch.beat, is_last or (self.cfg.best.export and progress.best_step == progress.step)
+        patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
+        self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=beat)
+
+    def roll_back(self) -> Progress:
+        """Put back weights, optimizer and step of the newest checkpoint. The data continues from its present position,
+        so that the batches before the fault are not seen again. A second rollback to the same checkpoint takes the one
+        before it.
+
+        Raises:
+            FloatingPointError: there is no checkpoint to go back to, or this happened too often.
+        """
+        now, limit, skips = self.recorder.progress, self.cfg.nonfinite.max_rollbacks, self.recorder.skips_in_a_row
+        text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
+        if skips > self.cfg.nonfinite.max_skips:
+            text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}; this device counts skips itself and is "
+            text += f"read every log_every={self.cfg.log_every} steps)"
+        self.attempt.watch.phase("roll back", is_start=True)
+        self.saver.wait(self.attempt.watch.beat)
+        self.report()
+        if now.rollbacks >= limit:
+            raise FloatingPointError(
+                f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks={limit}); try a lower optim.lr"
+            )
+        self.world.first_rank_does(self._put_aside_what_failed, self.attempt.watch.beat)
+        loaded = load_newest(self.attempt, self.store, self.engine, self.backend)
+        if not loaded.ranks:
+            raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
+        progress = loaded.progress
+        self.last_rollback = progress.step
+        progress.examples, progress.rollbacks, progress.skipped = now.examples, now.rollbacks + 1, now.skipped
+        self.backend.skips.reset_streak()
+        self.backend.cut()
+        self.recorder.go_back(progress)
+        self._put_back_window(loaded)
+        self.recorder.alarm(
+            f"{text}: back to step {progress.step}, with other data (rollback {progress.rollbacks} of {limit})"
+        )
+        return progress
+
+    def _put_aside_what_failed(self) -> None:
+        """Put aside the checkpoint of the last rollback if the run has saved nothing newer and older ones are left."""
+        self.attempt.folder.check_owner()
+        last, steps = self.last_rollback, self.store.steps()
+        since = [step for step in steps if last is not None and step in (last, last + 1)]
+        if since and since[-1] == steps[-1] and len(since) < len(steps):
+            for step in since:
+                self.store.put_aside(step, "rolled-back")
+
+    # ---- at the end ----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until the last save is committed. Raises SavesFail on all ranks if it failed, and LeaseLost if the run
+        folder was lost since the votes were last counted.
+        """
+        self.saver.wait(self.attempt.watch.beat)
+        lost = self.attempt.failure
+        if self.world.sum([lost is not None])[0]:
+            self.world.raise_failure(lost)
+        saves = self._report_saves()
+        failure = None
+        if saves and saves[-1].failure is not None and not saves[-1].num_bytes:  # earlier ones were alarms only
+            failure = f"saving step {saves[-1].step}: {saves[-1].failure}; {self.saver.newest_text}"
+        failure = self.world.share(failure)[0]
+        if failure is not None:
+            raise SavesFail(failure)
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of the summary, on rank 0: what saving and faults have cost, and how often to save."""
+        stalls_s = self.saver.stalls_s
+        if self.world.rank != 0 or not stalls_s:
+            return {}
+        return goodput.facts(
+            self.attempt.folder.metrics,
+            wall_s=self.attempt.folder.clock.run_s(),
+            stall_s=sum(stalls_s) / len(stalls_s),
+            save_s=self.saver.save_s,
+            step_s=self.recorder.train_s / max(1, self.recorder.steps_done),
+            max_loss_s=self.cfg.checkpoint.max_loss_s,
+        )
+
+    def put_best(self) -> None:
+        """Give the model of rank 0 the weights of the best evaluation, once training has ended. If these were not saved
+        or are damaged, the best checkpoint among the others is taken.
+        """
+        progress, manifests = self.recorder.progress, self._manifests()
+        while (step := best(manifests)) is not None:
+            if step != progress.best_step:
+                text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
+                logger.warning(text, progress.best_step, step)
+            if step == progress.step:
+                return
+            try:
+                path = self.store.fetch(step)
+            except Damaged as error:
+                logger.warning("step %d is damaged: %s", step, error)
+                del manifests[step]
+                continue
+            logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
+            self.engine.model.load_state_dict(read(path / "model.pt"))
+            self.store.let_go(path)
+            return
+
+    def _manifests(self) -> dict[int, Manifest]:
+        """The manifests of all checkpoints, by step; damaged ones are left out."""
+        manifests = {}
+        for step in self.store.steps():
+            with suppress(Damaged):
+                manifests[step] = self.store.look(step)
+        return manifests
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for a save that is under way, unless the run has to leave at once."""
+        self.saver.close(waits=kind is not SystemExit)
+
+
+def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
+    """How long the last save is tried again: no longer than this attempt may take."""
+    left_s = math.inf if cfg.max_run_s is None else began_s + cfg.max_run_s - time.monotonic()
+    return max(0.0, min(cfg.checkpoint.patience_s, left_s))

@@ -1,0 +1,77 @@
+"""What all backends share."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from train.backend.nonfinite import Skips
+from train.ranks import World
+
+if TYPE_CHECKING:
+    from train.backend import State
+
+RANK_STRIDE = 1_000_003  # a prime: the seeds of neighbouring runs and ranks differ
+
+
+class Work:
+    """Seconds of this rank's own work, timed on the host."""
+
+    def __init__(self) -> None:
+        self.taken_s = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.taken_s += time.perf_counter() - began_s
+
+    def take_s(self) -> float:
+        taken_s, self.taken_s = self.taken_s, 0.0
+        return taken_s
+
+
+class Base:
+    """See `train.backend.Backend`."""
+
+    read: Callable[[Sequence[Tensor]], list[Tensor]]
+    skips: Skips  # made when the model moves: made later, it would give the first step another graph on XLA
+
+    def __init__(self) -> None:
+        self.world, self.work = World(), Work()
+
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        for buffer, copy in zip(buffers, self.read(tensors), strict=True):
+            buffer.copy_(copy)
+
+    def cut(self) -> None: ...
+
+    def close(self) -> None:
+        """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and
+        gloo threads that still hold its tensors at exit abort the process (https://github.com/pytorch/pytorch/pull/179291).
+        """
+        if self.world.is_distributed:
+            gc.collect()
+            self.world.meet()
+            dist.destroy_process_group()
+
+
+def peak_device_bytes() -> int | None:
+    """The most bytes that PyTorch's allocator had handed out on this process's device; None where there is none."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+
+def load(path: Path) -> State:
+    """Tensors and plain containers that a backend has saved, on the host. The file is mapped: the ranks of a machine
+    share its pages, and none of them copies what it only reads.
+    """
+    state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state

@@ -1,0 +1,1 @@
+"""The command line: settings, flags, exit codes, help, and what is written to the console."""

@@ -1,0 +1,325 @@
+"""The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code.
+
+Exit codes: 0 done, 1 failed, 2 configuration or input refused, 75 stopped on request with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from train.cli.command import DONE, EXITS, FAILED, REFUSED, STOPPED, Parser, command_parser, guarded
+from train.cli.help import groups, settings_help
+from train.config import (
+    CorpusConfig,
+    FilesCorpusConfig,
+    HFCorpusConfig,
+    InputError,
+    PrepareConfig,
+    RecordsConfig,
+    ShardsConfig,
+    TrainConfig,
+    Unset,
+    XLAConfig,
+    check,
+    check_values,
+)
+from train.host.launched import launched
+from train.host.launcher import leave_it_to_the_first
+from train.optim import OPTIMIZERS, check_optimizer
+from train.tasks import TASKS, spec_of
+
+__all__ = ["DONE", "FAILED", "REFUSED", "STOPPED"]  # names that actions import from this module
+
+SCHEMAS: tuple[tuple[str, str, type], ...] = (  # (group, name, dataclass): what the option of a group selects
+    *(("task", kind, spec.settings) for kind, spec in TASKS.items()),
+    *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
+    ("data", "shards", ShardsConfig),
+    ("data", "records", RecordsConfig),
+    ("backend", XLAConfig.name, XLAConfig),
+    ("corpus", "plain", CorpusConfig),
+    ("corpus", "files", FilesCorpusConfig),
+    ("corpus", "hf", HFCorpusConfig),
+)
+TABLES, LABELS = ("data.label_map", "data.more_validation"), "data.labels"
+
+Config = TypeVar("Config", TrainConfig, PrepareConfig)
+
+
+@functools.cache
+def register_schemas() -> None:
+    """Register the dataclasses with Hydra; `conf/*.yaml` name them in their defaults lists."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig)
+    store.store(name="prepare_schema", node=PrepareConfig)
+    for group, name, node in SCHEMAS:
+        store.store(group=group, name=f"{name}_schema", node=node)
+
+
+def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
+    """Compose `conf/train.yaml` or `conf/prepare.yaml` with the command line's overrides and check every value.
+
+    Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
+    """
+    return checked(compose_config(schema, overrides), schema, overrides)
+
+
+def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
+    """Convert settings to dataclasses; InputError for one that is missing or impossible."""
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        check_values({str(key): value for key, value in plain.items()})
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(explain(error, schema, overrides)) from error
+    assert isinstance(config, schema)
+    if isinstance(config, TrainConfig):
+        check_tables(config)
+    return config
+
+
+def check_tables(cfg: TrainConfig) -> None:
+    """InputError unless the tables have what a configuration names, and its settings are those of the entry."""
+    spec_of(cfg.task)
+    check_optimizer(cfg.optim)
+
+
+def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
+    """Compose the settings and check names, options and types; values may still be missing."""
+    register_schemas()
+    overrides, users_own = opened(given)
+    for override in given:
+        check(
+            re.search(r"\$\{[^}]*:", override) is None,
+            f"{override.partition('=')[0]}: settings are not looked up (${{oc.env:...}}), since config.yaml would "
+            'keep the result; let the shell do it: key="$NAME"',
+        )
+    for override in overrides:
+        check_override(schema, override)
+    listed = groups(config_name(schema))  # Hydra has no value for "no option of this group", which is a default here
+    overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
+    try:
+        with initialize_config_module("conf", version_base="1.3"):
+            composed = compose(config_name(schema), overrides=overrides)
+        for key, value in users_own.items():
+            is_known = OmegaConf.get_type(composed, "data") is RecordsConfig
+            check(is_known, f"{key} is not a setting of the data chosen here; --cfg job lists all")
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InputError(explain(error, schema, given)) from error
+    return composed
+
+
+def check_override(schema: type, override: str) -> None:
+    """Raise InputError unless `override` is key=value with a known key and, for a group, a known option."""
+    check(not override.startswith("+"), f"{override}: settings cannot be added; write it without +")
+    check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
+    key, equals, value = override.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        hint = f"""write '{key}="{value}"'""" if equals else "quote special characters, as in 'key=\"a (b)\"'"
+        raise InputError(f"{override} is not key=value; {hint}") from error
+    check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
+    check(
+        not parsed.is_sweep_override(),
+        f"{override} is more than one value, and sweeps are not supported: start one run for each; quotes make it one "
+        f"""value, '{key}="{value}"'""",
+    )
+    listed = groups(config_name(schema))
+    top = key.split(".")[0].split("/")[0]
+    is_known = top in listed or any(top == item.name for item in fields(schema))
+    check(is_known, f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
+    default, options = listed.get(key, (None, []))
+    chosen = parsed.value()
+    if options and not isinstance(chosen, dict):
+        text = str(chosen) if isinstance(chosen, str | QuotedString) else ""
+        check(
+            text in options or (chosen is None and default is None),
+            f"{override}: there is no such {key}; choose one of: {', '.join(options)}",
+        )
+
+
+def close_to(name: str, names: Sequence[str]) -> str:
+    """A hint for an unknown name: the known one that is closest to it."""
+    close = difflib.get_close_matches(name, [other for other in names if other != name], n=1)
+    return f"did you mean {close[0]}?" if close else "--cfg job lists all"
+
+
+def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Split overrides into those that Hydra reads and the settings that hold the user's own names.
+
+    Such names may have any character, and Hydra's grammar accepts neither {-1: neg} nor [don't]. A value that begins
+    with ~ is quoted for Hydra.
+    """
+    for_hydra: list[str] = []
+    users_own: dict[str, Any] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key in TABLES:
+            users_own[key] = {**users_own.get(key, {}), **own_names(key, text, dict)}
+        elif key == LABELS:
+            users_own[key] = own_names(key, text, list)
+        else:
+            for_hydra.append(f"{key}={json.dumps(text, ensure_ascii=False)}" if text.startswith("~") else override)
+    return for_hydra, users_own
+
+
+def own_names(key: str, text: str, kind: type) -> Any:
+    """Parse a table or list of names as Hydra does, or else as YAML, whose plain scalars may have more characters."""
+    value: Any
+    try:
+        value = OverridesParser.create().parse_override(f"{key}={text}").value()
+    except HydraException:
+        try:
+            value = yaml.BaseLoader(text).get_single_data()  # scalars stay as they are written
+        except yaml.YAMLError:
+            value = None
+    what = "table, as {a: b, c: d}" if kind is dict else "list, as [a, b]"
+    check(isinstance(value, kind), f"{key}={text}: {key} is a {what}")
+    if kind is list:
+        return [str(name) for name in value]
+    return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
+
+
+def config_name(schema: type[Config]) -> str:
+    """Name of the schema's file in conf/, without .yaml."""
+    return "train" if schema is TrainConfig else "prepare"
+
+
+KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
+
+
+def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -> str:
+    """One line for the user, from the several of an error of Hydra or OmegaConf."""
+    while isinstance(error.__cause__, HydraException | OmegaConfBaseException):
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    first = lines[0] if lines else type(error).__name__
+    if "missing mandatory value" in first.lower():
+        return f"{full_key} is not set: give {full_key}=... on the command line"
+    if " not in '" in first or "is not in struct" in first:
+        name, names = full_key.rsplit(".", 1)[-1], known_keys(schema)
+        if name in names:
+            group = full_key.rpartition(".")[0]
+            where = f"of the {group} chosen here" if group else "by itself but one of a group"
+            return f"{full_key} is not a setting {where}; --cfg job lists all"
+        return f"{full_key} is not a setting; {close_to(name, names)}"
+    seen = ([full_key] + [override for override in overrides if is_of(override, full_key)])[-1]
+    if match := re.search(r"could not be converted to (\w+)|Cannot convert .* to (\w+)", first):
+        return f"{seen}: {full_key} must be {KINDS.get(match[1] or match[2], match[1] or match[2])}"
+    if "is not a ListConfig" in first:
+        return f"{seen}: {full_key} must be a list, as {full_key}=[a,b]"
+    if "is not a subclass of" in first or "not a DictConfig" in first or "Cannot merge DictConfig with" in first:
+        return f"{seen}: {full_key} holds other settings; give one of them, as {full_key}.name=value"
+    if "is not Optional" in first:
+        return f"{seen or first}: it must have a value"
+    noise = (
+        "full_key:",
+        "object_type=",
+        "reference_type=",
+        "Set the env",
+        "See https",
+        "Config search path",
+        "provider=",
+    )
+    message = " ".join(line.strip() for line in lines if not line.startswith(noise))
+    return f"{seen}: {message}" if full_key and full_key not in message else message
+
+
+def is_of(override: str, full_key: str) -> bool:
+    """Whether an override sets `full_key`, a part of it, or the section or list that holds it."""
+    key = override.partition("=")[0]
+    return full_key == key or full_key.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{full_key}.")
+
+
+def known_keys(schema: type) -> list[str]:
+    """All names in the schema, for "did you mean"."""
+    names = []
+    for item in fields(schema):
+        names.append(item.name)
+        if callable(item.default_factory) and is_dataclass(item.default_factory):
+            names += [inner.name for inner in fields(item.default_factory)]
+    return [*names, *(item.name for _, _, kind in SCHEMAS for item in fields(kind))]
+
+
+def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str]) -> Parser:
+    """Make the parser of a command that takes settings; its --help explains those in `keys`."""
+    exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
+    settings = partial(settings_help, schema, config_name(schema), keys)
+    parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
+    parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
+    parser.add_argument("-m", "--multirun", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def run(
+    schema: type[Config],
+    action: Callable[[Config], int],
+    parser: Parser,
+    *,
+    arguments: Sequence[str] | None = None,
+    given: Sequence[str] = (),
+) -> int:
+    """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code."""
+
+    local_rank = 0
+
+    def act() -> int:
+        options, unknown = parser.parse_known_intermixed_args(arguments)
+        for flag in unknown:
+            key = flag.lstrip("-")
+            is_setting = "=" in flag or key in known_keys(schema)
+            hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
+            raise InputError(f"{flag} is not a flag; {hint}")
+        check(not options.multirun, "sweeps are not supported: start one run for each value")
+        keys = {override.partition("=")[0] for override in options.settings}
+        overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
+        if options.cfg is None:
+            nonlocal local_rank
+            local_rank = launched().local_rank if schema is TrainConfig else 0
+            return action(load_config(schema, overrides))
+        composed = compose_config(schema, overrides)
+        check_what_is_set(composed, schema, overrides)
+        print(OmegaConf.to_yaml(composed), end="")
+        return DONE
+
+    return guarded(
+        act,
+        before_error=lambda: leave_it_to_the_first(local_rank),  # one process per machine reports
+        interrupted=("interrupted; the same command resumes it", STOPPED),
+    )
+
+
+def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:
+    """Run the checks of a run on settings that may still miss some values."""
+    filled = copy.deepcopy(composed)
+    try:
+        for key in OmegaConf.missing_keys(filled):
+            with suppress(ValidationError):  # a missing number stays missing, and is refused
+                OmegaConf.update(filled, key, "not-set")
+    except OmegaConfBaseException as error:
+        raise InputError(explain(error, schema, overrides)) from error
+    with suppress(Unset):
+        checked(filled, schema, overrides)

@@ -1,0 +1,70 @@
+"""Lines on standard error that show how far long work has come."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+FIRST_S, EVERY_S = 1.5, 10.0  # time until the first line, and between lines
+
+
+@dataclass
+class Stage:
+    name: str
+    total: int | None = None  # number that `advance` will count to; None: unknown
+    unit: str = "rows"  # or bytes
+    has_bar: bool = False  # a progress bar replaces the lines on terminals
+    done: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        waited = f"{time.monotonic() - self.began_s:.0f} s"
+        if not self.done:
+            return f"{self.name} ({waited})"
+        total = "" if self.total is None else f" of {self.amount(self.total)}"
+        return f"{self.name}: {self.amount(self.done)}{total} ({waited})"
+
+    def amount(self, number: int) -> str:
+        return f"{number / 1e6:,.1f} MB" if self.unit == "bytes" else f"{number:,} {self.unit}"
+
+
+_stage = Stage("starting")
+
+
+def begin(stage: Stage) -> None:
+    """Make `stage` the current one."""
+    global _stage
+    _stage = stage
+
+
+def advance(count: int) -> None:
+    """Add `count` to what is done of the current stage."""
+    _stage.done += count
+
+
+@contextmanager
+def reported(*, speaks: bool = True) -> Iterator[None]:
+    """Print every few seconds the current stage and how far it is, if this process `speaks`."""
+    ends = threading.Event()
+
+    def report() -> None:
+        wait_s = FIRST_S
+        while not ends.wait(wait_s):
+            wait_s = EVERY_S
+            with suppress(OSError, ValueError):  # a closed or full standard error stops no work
+                if not (_stage.has_bar and sys.stderr.isatty()):
+                    print(f"... {_stage}", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    if speaks:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        if speaks:
+            thread.join()

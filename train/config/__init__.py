@@ -1,0 +1,33 @@
+"""Every setting of a training run and of corpus preparation: name, type, unit, default and check.
+
+The dataclasses of this package are the Hydra schema: an unknown key or a value of another type is refused before
+anything starts. Defaults stand here and nowhere else; `conf/*.yaml` holds only what differs from them. The package does
+without torch, so that launchers and reports can read a configuration on a machine that has none. None means "off" or
+"derive it"; the comment says which.
+"""
+
+# ruff: noqa: F401 -- the names that other packages import
+
+from train.config.attempt import LeaseConfig, PreemptConfig, WatchdogConfig
+from train.config.backend import BackendConfig, InstanceConfig, ParallelConfig, XLAConfig
+from train.config.checkpoints import CheckpointConfig, lower_is_better
+from train.config.checks import check, check_choice, check_values
+from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
+from train.config.errors import Failure, InputError, Unreachable, Unset
+from train.config.models import ModelConfig
+from train.config.optim import OptimConfig
+from train.config.plain import flat, flatten, to_dict
+from train.config.plan import Plan, make_plan
+from train.config.prepare import (
+    MIN_VOCAB_SIZE,
+    CorpusConfig,
+    FilesCorpusConfig,
+    HFCorpusConfig,
+    HFDataset,
+    PrepareConfig,
+)
+from train.config.publish import HubConfig
+from train.config.s3 import S3Config, check_endpoint
+from train.config.tasks import TaskConfig
+from train.config.telemetry import StragglerConfig
+from train.config.train import TrainConfig

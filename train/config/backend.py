@@ -1,0 +1,91 @@
+"""Settings of the device, of the split over ranks and of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.config.checks import check, check_at_most, check_choice, check_positive
+from train.config.data import MAX_MICRO_BATCHES_AHEAD
+
+DEFAULT_TIMEOUT_S = 600.0  # of a collective operation
+
+
+@dataclass(kw_only=True)
+class BackendConfig:
+    name: str = "auto"  # auto | ddp | xla | neuron
+    device: str = "auto"  # auto | cpu | cuda | neuron
+    precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 if the hardware multiplies it natively
+    grad_compression: str = "none"  # none | bf16: half the bytes in the gradient reduction (CUDA)
+    activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
+    timeout_s: float | None = None  # a collective that takes longer is an error; None: DEFAULT_TIMEOUT_S, on Trainium
+    # 7,200, since ranks also wait for each other's compilers
+
+    def __post_init__(self) -> None:
+        check_choice("backend.name", self.name, ("auto", "ddp", "xla", "neuron"))
+        check_choice("backend.device", self.device, ("auto", "cpu", "cuda", "neuron"))
+        check_choice("backend.precision", self.precision, self.precisions())
+        check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16"))
+        check_positive("backend.", self, "timeout_s")
+
+    def precisions(self) -> tuple[str, ...]:
+        """Values that `precision` may have."""
+        return ("auto", "fp32", "bf16")
+
+
+@dataclass(kw_only=True)
+class XLAConfig(BackendConfig):
+    """PyTorch/XLA, on Trainium 1 or the CPU.
+
+    It has two more precisions: bf16_master (everything in bf16, computed from fp32 weights that the optimizer keeps)
+    and bf16_stochastic (bf16 weights, updated in fp32 and rounded stochastically by the hardware, at 2 bytes a weight;
+    the CPU rounds to nearest).
+    """
+
+    name: str = "xla"
+    layers: str = "auto"  # unrolled | scan (a shared layer is compiled once) | auto: scan on CPUs, unrolled on Trainium
+    batches_per_execution: int = 1  # micro batches in one graph; with all of a step's there is one execution a step
+    loader_prefetch: int = 8  # micro batches kept ready on the host
+    device_prefetch: int = 4  # micro batches kept ready on the device; that many are sent together
+    max_graphs: int | None = None  # one graph more stops the run on CPUs and warns on Trainium; None: as many as needed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
+        check(self.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla")
+        check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
+        ahead = MAX_MICRO_BATCHES_AHEAD
+        check_at_most("backend.", self, loader_prefetch=ahead, device_prefetch=ahead)
+
+    def precisions(self) -> tuple[str, ...]:
+        return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    name: str = "data"  # data: every rank holds the model and a share of each batch
+
+
+@dataclass(kw_only=True)
+class InstanceConfig:
+    """A machine type. Unknown figures are None; what needs them (MFU, cost) is left out, never guessed."""
+
+    name: str = "local"
+    device: str | None = None  # cuda | neuron, which a run that names this instance needs; None: any
+    devices: int | None = None  # number of ranks that fill one machine
+    rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
+    device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s
+    device_tflops_fp32: float | None = None
+    usd_per_hour: float | None = None  # of one machine, on demand
+    source: str | None = None  # origin and date of the figures
+
+    def __post_init__(self) -> None:
+        check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
+        check_positive("instance.", self, "devices", "device_tflops_bf16", "device_tflops_fp32", "usd_per_hour")
+        counts = self.rank_counts
+        ok = counts is None or (counts != [] and min(counts) > 0)
+        check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
+
+    def peak_flops_per_s(self, precision: str) -> float | None:
+        """Peak of one rank's device; None if it is unknown."""
+        tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
+        return None if tflops is None else tflops * 1e12

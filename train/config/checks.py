@@ -1,0 +1,74 @@
+"""Checks of single settings, each of which raises InputError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from train.config.errors import InputError
+
+LARGEST_FLOAT = 1e100  # the product of two such numbers is still finite
+LARGEST = 2**63  # numbers must be below it: NumPy, torch and safetensors count in 64 bits
+LONGEST_S = 1e9  # 30 years; timers of Python and gloo take a little more, but not every float
+
+
+def check(ok: bool, message: str) -> None:
+    """Raise InputError with `message` unless `ok`."""
+    if not ok:
+        raise InputError(message)
+
+
+def check_values(settings: Mapping[str, Any]) -> None:
+    """Raise InputError for a value that no setting can have, whatever it means.
+
+    These are numbers that are not finite or need more than 64 bits, times that no timer of the operating system takes,
+    empty texts (mostly a variable that is not set), and texts of several lines.
+    """
+    for key, value in leaves(settings):
+        if isinstance(value, int | float):
+            check(math.isfinite(value) and abs(value) < LARGEST_FLOAT, f"{key}={value:g} must be a finite number")
+            is_real = isinstance(value, float) and key != "max_epochs"  # it becomes a number of steps
+            check(is_real or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
+            check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
+        elif isinstance(value, str):
+            check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")
+            check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the single values of nested tables and lists, with their names: "optim.betas[0]"."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from leaves(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{key}[{index}]")
+    else:
+        yield key, value
+
+
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise InputError unless `value` is one of `choices`."""
+    check(value in choices, f"{key}={value} is not known; choose one of: {', '.join(choices)}")
+
+
+def check_positive(prefix: str, obj: object, *names: str) -> None:
+    """Raise InputError unless every named field of `obj` is None or above zero."""
+    for name in names:
+        value = getattr(obj, name)
+        check(value is None or value > 0, f"{prefix}{name}={value} must be above 0")
+
+
+def check_at_least(prefix: str, obj: object, **limits: float) -> None:
+    """Raise InputError unless every named field of `obj` is None or at least its limit."""
+    for name, limit in limits.items():
+        value = getattr(obj, name)
+        check(value is None or value >= limit, f"{prefix}{name}={value} must be {limit} or more")
+
+
+def check_at_most(prefix: str, obj: object, **limits: float) -> None:
+    """Raise InputError unless every named field of `obj` is None or at most its limit."""
+    for name, limit in limits.items():
+        value = getattr(obj, name)
+        check(value is None or value <= limit, f"{prefix}{name}={value} must be at most {limit:,}")

@@ -1,0 +1,80 @@
+"""Batch sizes, length and learning rate that follow from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.config.backend import XLAConfig
+from train.config.checks import check
+from train.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that a configuration leads to, given the number of ranks and the amount of data."""
+
+    world_size: int
+    global_batch_size: int  # sequences per optimizer step
+    micro_batch_size: int  # sequences per rank and forward pass
+    accumulation: int  # forward passes per rank and optimizer step
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    lr: float  # peak, scaled
+
+
+def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
+    """Make the plan of a run over `rows` training sequences; InputError if there can be none."""
+    if cfg.global_batch_size is None:
+        assert cfg.micro_batch_size is not None  # TrainConfig refuses a run without both
+        global_batch = cfg.micro_batch_size * world_size
+    else:
+        global_batch = cfg.global_batch_size
+    check(
+        global_batch % world_size == 0,
+        f"global_batch_size={global_batch} does not divide over {world_size} ranks; make it a multiple",
+    )
+    micro = cfg.micro_batch_size or global_batch // world_size
+    check(
+        global_batch % (micro * world_size) == 0,
+        f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {world_size} ranks",
+    )
+    per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
+    check(
+        global_batch // (micro * world_size) % per_graph == 0,
+        f"backend.batches_per_execution={per_graph} does not divide the {global_batch // (micro * world_size)} micro "
+        "batches of a rank and step",
+    )
+    check(
+        rows >= global_batch,
+        f"the data holds {rows} training sequences, fewer than one batch of {global_batch} over {world_size} ranks; "
+        "prepare more text or lower global_batch_size",
+    )
+    steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, others each epoch
+    lengths = []
+    if cfg.max_steps is not None:
+        lengths.append(cfg.max_steps)
+    if cfg.max_examples is not None:
+        lengths.append(cfg.max_examples // global_batch)
+    if cfg.max_epochs is not None:
+        lengths.append(int(cfg.max_epochs * steps_per_epoch))
+    total = min(lengths)
+    check(total > 0, f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs")
+    optim = cfg.optim
+    warmup = optim.warmup_steps if optim.warmup_steps is not None else round(total * optim.warmup_fraction)
+    check(
+        warmup <= total,
+        f"optim.warmup_steps={warmup} is longer than the run of {total} steps; lower it, or set it to null for a tenth",
+    )
+    ratio = global_batch / (optim.reference_batch_size or global_batch)
+    factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[optim.lr_scaling]
+    return Plan(
+        world_size=world_size,
+        global_batch_size=global_batch,
+        micro_batch_size=micro,
+        accumulation=global_batch // (micro * world_size),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+        warmup_steps=warmup,
+        lr=optim.lr * factor,
+    )

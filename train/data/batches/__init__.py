@@ -1,0 +1,1 @@
+"""Batches of static shapes: loader, lengths, masking."""

@@ -1,0 +1,127 @@
+"""Batches of a few static lengths: which length each example is padded to, and an order whose steps have one each.
+
+Every global batch holds examples of one bucket, so all ranks run the same graph at every step, however many ranks
+there are. Rows that do not fill a batch of their bucket move up to the next longer one: no more is left out of an
+epoch than without buckets. The first batches of a run are of each length, the longest first: what does not fit into the
+device's memory shows at once, and every graph is compiled at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler
+
+BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
+FIRST_ROUNDS = 2  # batches of each length at the start: in so many steps all graphs of a length occur
+
+
+@dataclass(frozen=True)
+class Buckets:
+    lengths: tuple[int, ...]  # tokens, rising
+    train: np.ndarray  # [rows] uint8: which length each example needs
+    evaluation: np.ndarray  # [rows] uint8
+
+
+def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
+    """Items without their bucket, and the bucket, which is the same for all but PADDING; 0 if all is PADDING."""
+    is_padding = items == PADDING
+    buckets = np.unique(items[~is_padding] >> BUCKET_SHIFT)
+    if len(buckets) > 1:
+        raise ValueError(f"a batch of several lengths: buckets {buckets.tolist()}")
+    plain = np.where(is_padding, PADDING, items & (2**BUCKET_SHIFT - 1))
+    return plain, int(buckets[0]) if len(buckets) else 0
+
+
+class BucketEpochOrder:
+    """The rows of an epoch, each with its bucket, batch after batch; stands in for EpochOrder."""
+
+    def __init__(self, plain: EpochOrder, bucket_of: np.ndarray, *, batch_size: int) -> None:
+        shuffled = plain.rows(0, len(bucket_of))
+        mine = bucket_of[shuffled]
+        batches: list[np.ndarray] = []  # of each bucket: [batches, batch_size]
+        left = np.empty(0, np.int64)
+        for bucket in range(int(bucket_of.max()) + 1):
+            rows = np.concatenate([left, shuffled[mine == bucket]])
+            whole = len(rows) // batch_size * batch_size
+            batches.append(rows[:whole].reshape(-1, batch_size) + (bucket << BUCKET_SHIFT))
+            left = rows[whole:]
+        first = []
+        for _ in range(FIRST_ROUNDS if plain.epoch == 0 else 0):
+            for bucket in reversed(range(len(batches))):
+                first.append(batches[bucket][:1])
+                batches[bucket] = batches[bucket][1:]
+        rest = np.concatenate(batches)
+        rest = rest[np.random.default_rng([plain.seed, plain.epoch, 0, 2]).permutation(len(rest))]
+        self.order = np.concatenate([*first, rest]).ravel()
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64: rows with their buckets."""
+        return self.order[start:stop]
+
+
+class BucketSampler(ShardSampler):
+    """A ShardSampler (one shard) whose global batches have one length each. `bucket_of`: [rows]."""
+
+    def __init__(
+        self,
+        bucket_of: np.ndarray,
+        *,
+        seed: int,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        consumed_rows: int = 0,
+    ) -> None:
+        super().__init__(
+            [len(bucket_of)],
+            seed=seed,
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world_size=world_size,
+            consumed_rows=consumed_rows,
+        )
+        self.bucket_of = bucket_of
+
+    def epoch_order(self, epoch: int) -> EpochOrder:
+        plain = super().epoch_order(epoch)
+        return cast(EpochOrder, BucketEpochOrder(plain, self.bucket_of, batch_size=self.global_batch_size))
+
+
+class BucketEvalOrder:
+    """Every example once over all ranks, bucket after bucket, each as an EvalOrder of its own: what an example is
+    padded to does not depend on the number of ranks.
+    """
+
+    def __init__(
+        self, bucket_of: np.ndarray, *, batch_size: int, rank: int, world_size: int, most: int | None = None
+    ) -> None:
+        """`most`: rows of each bucket; None: all."""
+        self.num_rows, self.batch_size = len(bucket_of), batch_size
+        buckets = range(int(bucket_of.max(initial=0)) + 1)
+        self.members = [np.flatnonzero(bucket_of == bucket)[:most] for bucket in buckets]
+        self.parts = [EvalOrder(len(rows), batch_size, rank, world_size) for rows in self.members]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for bucket, (rows, part) in enumerate(zip(self.members, self.parts, strict=True)):
+            for batch in part:
+                slots = np.asarray(batch)
+                items = rows[np.maximum(slots, 0)] + (bucket << BUCKET_SHIFT)
+                yield np.where(slots == PADDING, PADDING, items).tolist()
+
+    def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
+        """[rows, ...]: see EvalOrder.merged."""
+        result = np.empty((self.num_rows, *shares[0].shape[1:]), shares[0].dtype)
+        start = 0
+        for rows, part in zip(self.members, self.parts, strict=True):
+            stop = start + len(part) * self.batch_size
+            result[rows] = part.merged([share[start:stop] for share in shares])
+            start = stop
+        return result

@@ -1,0 +1,176 @@
+"""Sequences to batches of fixed shape, and the loader that prepares them beside the training step.
+
+A batch is a dict: host tensors under "inputs", and the number of its labels under "count" and of its tokens under
+"tokens", plain numbers, so that the global count is known on the host before the forward pass.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from train.data.batches.masking import IGNORE_INDEX, Masker
+from train.data.shards.format import ShardSet
+from train.data.shards.order import PADDING
+from train.host.launcher import leave_signals_to_the_parent
+
+Batch = dict[str, Any]
+ROWS_TOGETHER, MOST_TOGETHER = 1024, 32  # sequences, and micro batches, that are drawn at once
+EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
+
+
+class Drawable(Protocol):
+    """A data set that makes several micro batches at once."""
+
+    def draw(self, items: np.ndarray) -> Batch:
+        """The batch of items [K, B]: "inputs", tensors [K, B, ...], "count", K numbers (or weights) of labels, and
+        "tokens", K numbers of tokens without padding.
+        """
+
+
+class MaskedRows:
+    """Token sequences, masked as they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
+
+    def __init__(self, shards: ShardSet, masker: Masker, *, is_training: bool) -> None:
+        self.shards, self.masker, self.is_training = shards, masker, is_training
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def draw(self, items: np.ndarray) -> Batch:
+        """input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B]."""
+        is_padding = items == PADDING
+        epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
+        if not self.is_training:
+            epochs = np.full_like(epochs, EVAL_EPOCH)
+        tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
+        tokens = tokens.reshape(*items.shape, -1)
+        masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
+        labels = np.stack([one.labels for one in masked])
+        labels[is_padding] = IGNORE_INDEX
+        segments = np.arange(tokens.shape[-1]) >= pivot.reshape(*items.shape, 1)
+        inputs = {
+            "input_ids": torch.from_numpy(np.stack([one.input_ids for one in masked])),
+            "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
+            "positions": torch.from_numpy(np.stack([one.positions for one in masked])),
+            "labels": torch.from_numpy(labels),
+        }
+        tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
+        return {
+            "inputs": inputs,
+            "count": (labels != IGNORE_INDEX).sum((1, 2)).tolist(),
+            "tokens": tokens_each.tolist(),
+        }
+
+
+class Together(Dataset[Batch]):
+    """Several micro batches at once from a data set that can `draw` them, because a loader's own work, and handing a
+    tensor from one process to another, cost something for each call.
+
+    If one cannot be drawn, those before it come with the exception as "failure". It goes through processes and threads
+    like a batch, so that the rank can report it to the others at the end of a step instead of leaving them waiting.
+    """
+
+    def __init__(self, dataset: Drawable) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, micro_batches: list[np.ndarray]) -> Batch:
+        try:
+            return self.dataset.draw(np.stack(micro_batches))
+        except Exception:
+            return self.until_failure(micro_batches)
+
+    def until_failure(self, micro_batches: list[np.ndarray]) -> Batch:
+        failure: dict[str, Exception] = {}
+        good = 0
+        for micro_batch in micro_batches:
+            try:
+                self.dataset.draw(np.asarray(micro_batch)[None])
+            except Exception as error:
+                failure = {"failure": error}
+                break
+            good += 1
+        drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else {"inputs": {}, "count": [], "tokens": []}
+        return {**drawn, **failure}
+
+
+def failure_of(batches: Iterable[Batch]) -> Exception | None:
+    """Why a batch could not be drawn; None if all could."""
+    return next((batch["failure"] for batch in batches if "failure" in batch), None)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Batches:
+    """Micro batches in the given order, made by worker processes (or, with none, when asked for)."""
+
+    def __init__(
+        self,
+        dataset: Drawable,
+        order: Iterable[Any],
+        *,
+        batch_size: int,
+        num_workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        most_together: int | None = None,
+        start_method: str = "fork",  # shares the memory maps instead of copying them
+    ) -> None:
+        together = max(1, min(MOST_TOGETHER, most_together or MOST_TOGETHER, ROWS_TOGETHER // batch_size))
+        self.groups, self.dataset = InGroups(order, together), Together(dataset)
+        self.loader: DataLoader[Batch] | None = None
+        if num_workers or pin_memory:
+            atexit.register(end_workers)  # runs before multiprocessing's own, which was registered before
+            self.loader = DataLoader(
+                self.dataset,
+                batch_sampler=self.groups,
+                collate_fn=as_it_is,
+                num_workers=num_workers,
+                prefetch_factor=-(-prefetch // together) if num_workers else None,
+                pin_memory=pin_memory,
+                multiprocessing_context=start_method if num_workers else None,
+                worker_init_fn=leave_signals_to_the_parent,
+                generator=torch.Generator(),  # else it draws from the one that dropout uses, and a resume differs
+            )
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Without worker processes a loader only costs time.
+        source = map(self.dataset.__getitems__, self.groups) if self.loader is None else self.loader
+        for drawn in source:
+            parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
+            for number, (count, tokens) in enumerate(zip(drawn["count"], drawn["tokens"], strict=True)):
+                inputs = {name: tensors[number] for name, tensors in parts.items()}
+                yield {"inputs": inputs, "count": count, "tokens": tokens}
+            if "failure" in drawn:
+                yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}
+                return
+
+
+def end_workers() -> None:
+    """At exit multiprocessing ends its daemons by SIGTERM, which loader workers leave to their parent, and waits for
+    them, without end if an exception still holds the loader.
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
+
+
+class InGroups:
+    """The items of an iterable, `size` at a time; the last group may be smaller."""
+
+    def __init__(self, items: Iterable[Any], size: int) -> None:
+        self.items, self.size = items, size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        iterator = iter(self.items)
+        while group := list(islice(iterator, self.size)):
+            yield group

@@ -1,0 +1,100 @@
+"""Tokens to hide: n-gram masking for a whole batch at once, the same for a sequence wherever it is drawn.
+
+ALBERT hides runs of up to three tokens, p(n) ~ 1/n (https://arxiv.org/abs/1909.11942, section 4.1); of the hidden
+tokens 80 % become [MASK], 10 % a random token and 10 % stay (BERT, https://arxiv.org/abs/1810.04805, section 3.1).
+Here each sequence is first tiled with runs of random length, so that lengths follow p(n) exactly, and tiles are
+taken in random order until the budget is full; the last one may be shortened. (Google's generator draws overlapping
+candidates and skips those that collide, in Python, once per corpus copy; this one is drawn afresh every epoch.)
+
+Shapes: B sequences, S tokens, P slots for predictions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from train.data.random_bits import hash_uniform
+
+IGNORE_INDEX = -100  # torch's cross entropy skips it
+LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)  # which of a position's random numbers
+
+
+@dataclass(frozen=True)
+class Masked:
+    input_ids: np.ndarray  # [B, S] int64
+    positions: np.ndarray  # [B, P] int64, ascending; 0 in unused slots
+    labels: np.ndarray  # [B, P] int64, IGNORE_INDEX in unused slots
+
+
+@dataclass(frozen=True)
+class Masker:
+    """Draws masks as a function of (seed, epoch, sequence)."""
+
+    seed: int
+    mask_rate: float
+    max_predictions: int  # P
+    max_ngram: int
+    mask_id: int
+    special_ids: tuple[int, ...]  # never hidden, never a replacement
+    vocab_size: int
+    word_start: np.ndarray | None = None  # [V] bool: hide whole words; None: single tokens
+    special: np.ndarray = field(init=False, repr=False)
+    replacements: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        special = np.zeros(self.vocab_size, bool)
+        special[list(self.special_ids)] = True
+        object.__setattr__(self, "special", special)
+        object.__setattr__(self, "replacements", np.flatnonzero(~special))
+
+    def __call__(self, tokens: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> Masked:
+        """Mask `tokens` [B, S], the sequences `rows` [B] as seen in `epochs` [B]."""
+        tokens = tokens.astype(np.int64)  # labels need a sign
+        batch_size, seq_len = tokens.shape
+        line = np.arange(batch_size)[:, None]
+        keys = (self.seed, epochs[:, None], rows[:, None])
+        candidate = ~self.special[tokens]
+        unit = self._units(tokens, candidate)
+        tile = self._tiles(hash_uniform(*keys, np.arange(seq_len), LENGTHS))[line, unit]
+        priority = hash_uniform(*keys, np.arange(seq_len), PRIORITY)[line, tile]
+        order = np.argsort(np.where(candidate, priority, 2.0), axis=1, kind="stable")
+
+        budget = np.rint(candidate.sum(1) * self.mask_rate).astype(np.int64).clip(1, self.max_predictions)
+        chosen = order[:, : self.max_predictions]
+        used = (np.arange(chosen.shape[1]) < budget[:, None]) & candidate[line, chosen]
+        if self.word_start is not None:  # the last word may have been cut: leave it out
+            last, following = order[line, budget[:, None] - 1], order[line, budget[:, None].clip(max=seq_len - 1)]
+            is_cut = (unit[line, last] == unit[line, following]) & candidate[line, following] & (last != following)
+            used &= ~is_cut | (unit[line, chosen] != unit[line, last])
+        positions = np.sort(np.where(used, chosen, seq_len), axis=1)
+        used = positions < seq_len
+        positions = np.where(used, positions, 0)
+        labels = np.where(used, tokens[line, positions], IGNORE_INDEX)
+
+        kind = hash_uniform(*keys, positions, KIND)
+        drawn = self.replacements[(hash_uniform(*keys, positions, REPLACEMENT) * len(self.replacements)).astype(int)]
+        hidden = np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, drawn, labels))
+        input_ids = tokens.copy()
+        lines, slots = np.nonzero(used)
+        input_ids[lines, positions[lines, slots]] = hidden[lines, slots]
+        return Masked(input_ids, positions, labels)
+
+    def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+        """[B, S] number of the token or word that each position belongs to, counted from 0 in each sequence."""
+        begins = candidate
+        if self.word_start is not None:
+            after_special = np.ones_like(candidate)
+            after_special[:, 1:] = ~candidate[:, :-1]
+            begins = candidate & (self.word_start[tokens] | after_special)
+        return (np.cumsum(begins, axis=1) - 1).clip(0)
+
+    def _tiles(self, uniform: np.ndarray) -> np.ndarray:
+        """[B, units] number of the run that each unit belongs to; run lengths n have probability ~ 1/n."""
+        weights = 1.0 / np.arange(1, self.max_ngram + 1)
+        lengths = 1 + np.searchsorted(np.cumsum(weights / weights.sum())[:-1], uniform, side="right")
+        ends = np.cumsum(lengths, axis=1)
+        first_of_run = np.zeros((len(uniform), uniform.shape[1] + 1), np.int64)
+        first_of_run[np.arange(len(uniform))[:, None], ends.clip(max=uniform.shape[1])] = 1
+        return np.cumsum(first_of_run[:, :-1], axis=1)

@@ -1,0 +1,46 @@
+"""Errors of reading: the library's become one line for the user; one bad row is a value, not an end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from train.config import Failure, InputError
+from train.storage.untrusted import BadContent
+
+LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or missing
+# Characters that no text holds: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do not
+# decode.
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class BadRow(Exception):
+    """One row cannot be used; the message gives the reason without naming the row."""
+
+
+@contextmanager
+def naming(what: str, errors: tuple[type[Exception], ...], hint: str = "") -> Iterator[None]:
+    """Turn a library's error into one line that names what was read."""
+    try:
+        yield
+    except BadContent as error:
+        raise InputError(f"{what}: {error}{hint}") from None
+    except (InputError, Failure):
+        raise
+    except errors as error:
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{what}: {lines[0]}{hint}") from error
+
+
+def unreadable(text: str, encoding: str, settings: str = "data.encoding") -> BadRow | None:
+    """The fault of a text's characters; None if there is none. `settings`: what decides how it is decoded."""
+    if "\0" in text:
+        return BadRow(f"a NUL character, which no text has: a binary file, or another encoding; check {settings}")
+    bad = None if text.isascii() else SURROGATE.search(text)
+    if bad is None:
+        return None
+    code = ord(bad.group())
+    if 0xDC80 <= code <= 0xDCFF:
+        return BadRow(f"byte {code - 0xDC00:#04x} is not {encoding}; check {settings}")
+    return BadRow("half of a surrogate pair")

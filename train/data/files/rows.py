@@ -1,0 +1,153 @@
+"""Rows of CSV, JSON lines and Parquet: the one reader of each format. A row that cannot be read is a BadRow."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError, check
+from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
+
+Values = dict[str, Any] | BadRow  # of a row, by column
+
+BATCH_ROWS = 256  # of Parquet, decoded at once
+BUFFER_BYTES = 2**20  # of Parquet, read at once; without it a whole row group is
+
+
+def json_rows(lines: Iterable[str], encoding: str, settings: str = "data.encoding") -> Iterator[tuple[int, Values]]:
+    """The number of each line that is not blank, and its object. `settings`: see `unreadable`."""
+    for number, line in enumerate(lines, 1):
+        if not line.isspace():
+            yield number, unreadable(line, encoding, settings) or json_object(line)
+
+
+def json_object(line: str) -> Values:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"not a JSON object on one line: {error}")
+    return row if isinstance(row, dict) else BadRow(f"not a JSON object on one line but a {type(row).__name__}")
+
+
+def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | None = None) -> dict[str, Any]:
+    """Arguments of `csv.reader`. Without `quote`, quotes are text; without `escape`, a quote in a field is doubled.
+
+    Strict: a quote that stays open or ends early is an error.
+    """
+    quoting = csv.QUOTE_NONE if quote is None else csv.QUOTE_MINIMAL
+    return {"delimiter": delimiter, "quotechar": quote, "escapechar": escape, "quoting": quoting, "strict": True}
+
+
+COMMAS = csv_dialect()
+
+
+def csv_rows(
+    lines: Iterator[str],
+    name: str,
+    encoding: str,
+    settings: str = "data.encoding",
+    *,
+    header: bool = True,
+    max_field_chars: int,
+    dialect: dict[str, Any] = COMMAS,
+) -> tuple[list[str] | None, Iterator[tuple[int, Values]]]:
+    """The columns that the header names, and of each row the number of its first line and its values by column.
+
+    Args:
+        name: of the file, for errors.
+        settings: see `unreadable`.
+        dialect: from `csv_dialect`.
+
+    Without a header, columns are 0, 1, ... and not known before the rows. InputError for a header that cannot be used.
+    """
+    records = csv_records(lines, dialect, max_field_chars=max_field_chars)
+    names: list[str] | None = None
+    if header:
+        line, fields = next(records, (1, []))
+        broken = fields if isinstance(fields, BadRow) else unreadable("".join(fields), encoding, settings)
+        if broken is not None or isinstance(fields, BadRow):
+            raise InputError(f"{name}:{line}: no header: {broken}")
+        names = fields
+        twice = sorted({name for name in names if name and names.count(name) > 1})
+        check(not twice, f"{name}:{line}: two columns are named {', '.join(twice)}; rename one")
+
+    def rows() -> Iterator[tuple[int, Values]]:
+        columns, first = names, "header" if header else "first row"
+        for line, fields in records:
+            if isinstance(fields, BadRow):
+                yield line, fields
+            elif broken := unreadable("".join(fields), encoding, settings):
+                yield line, broken
+            else:
+                columns = columns or [str(number) for number in range(len(fields))]
+                fits = len(fields) == len(columns)
+                wrong = f"{len(fields)} fields where the {first} has {len(columns)}"
+                yield line, dict(zip(columns, fields, strict=True)) if fits else BadRow(wrong)
+
+    return names, rows()
+
+
+def csv_records(
+    lines: Iterator[str], dialect: dict[str, Any], *, max_field_chars: int
+) -> Iterator[tuple[int, list[str] | BadRow]]:
+    """The number of the first line of each record, and its fields. Blank lines are none.
+
+    A quote that stays open makes one bad row: reading continues with the line after the one that opened it.
+    """
+    csv.field_size_limit(max_field_chars)
+    source = Rewindable(lines)
+    reader = csv.reader(source, **dialect)
+    while True:
+        source.record = []
+        first_line = source.line + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield first_line, BadRow(f"not CSV: {error}")
+            source.rewind()
+        else:
+            if fields:
+                yield first_line, fields
+
+
+class Rewindable:
+    """Lines for csv.reader. It keeps the lines of the present record, so that reading can return to its second line."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        self.lines = lines
+        self.waiting: deque[str] = deque()
+        self.record: list[str] = []
+        self.line = 0  # number of the last line given, from 1 on
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self.waiting.popleft() if self.waiting else next(self.lines)
+        self.record.append(line)
+        self.line += 1
+        return line
+
+    def rewind(self) -> None:
+        """Make the second line of the record the next one."""
+        self.waiting.extendleft(reversed(self.record[1:]))
+        self.line -= len(self.record) - 1
+
+
+@contextmanager
+def open_parquet(path: Path, name: object = None) -> Iterator[Any]:
+    """A pyarrow.parquet.ParquetFile. InputError for what cannot be read while it is open."""
+    import pyarrow.parquet  # takes a while, and few need it
+
+    with (
+        naming(f"{name or path} cannot be read as Parquet", LIBRARY_ERRORS),
+        pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES) as file,
+    ):
+        yield file

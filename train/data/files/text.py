@@ -1,0 +1,121 @@
+"""Text files, gzipped or not, opened so that a byte that does not decode can be named with its line."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from train.data.files.errors import naming
+
+MAX_LINE_CHARS = 2**20  # a longer line of plain text comes in stretches, so that memory and time are bounded
+STRETCH_CHARS = 2**16  # of such a line, at most
+STRETCH = re.compile(rf".{{1,{STRETCH_CHARS}}}(?!\S)|.{{1,{STRETCH_CHARS}}}", re.DOTALL)  # ends before a blank
+SEEKABLE = ("utf-8", "ascii", "iso8859", "cp125")  # encodings
+
+
+@contextmanager
+def open_text(
+    path: Path,
+    encoding: str,
+    *,
+    key: str = "data.encoding",
+    errors: str = "surrogateescape",
+    newline: str | None = "\n",
+    first: int = 0,
+    last: int | None = None,
+) -> Iterator[tuple[io.TextIOWrapper, IO[bytes]]]:
+    """A text file, and the bytes it is read from, whose position is how much was read; of a .gz compressed bytes count.
+
+    Args:
+        key: the setting that names the encoding, for errors.
+        errors: see `open`; by default bytes that do not decode are surrogates, which `unreadable` finds.
+        first, last: of a seekable file, only lines that begin in bytes [first, last).
+
+    Raises:
+        InputError: the file cannot be opened or read.
+    """
+    check_encoding(encoding, key)
+    is_utf8 = codecs.lookup(encoding).name == "utf-8"
+    with (
+        naming(f"{path} cannot be read", (OSError, EOFError, zlib.error)),
+        naming(f"{path} cannot be read", (UnicodeError,), f"; is {key} right?"),
+        path.open("rb") as raw,
+        io.TextIOWrapper(
+            window(raw, path, first, last),
+            encoding="utf-8-sig" if is_utf8 and first == 0 else encoding,  # it drops a byte order mark
+            errors=errors,
+            newline=newline,
+        ) as text,
+    ):
+        yield text, raw
+
+
+def check_encoding(encoding: str, key: str) -> None:
+    """InputError for an encoding that is not known, or not one of text. `key`: the setting that names it."""
+    with naming(f"{key}={encoding} is not known, try utf-8 or latin-1", (LookupError,)):
+        io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+
+
+def is_packed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def is_seekable(path: Path, encoding: str) -> bool:
+    """Whether lines can be found from any byte on: not packed, and a byte 0x0a is a line end and nothing else."""
+    return not is_packed(path) and codecs.lookup(encoding).name.startswith(SEEKABLE)
+
+
+def window(raw: IO[bytes], path: Path, first: int, last: int | None) -> Any:
+    end = None if last is None or last >= path.stat().st_size else line_start(raw, last)
+    raw.seek(line_start(raw, first))
+    if end is not None:
+        return Window(raw, end)
+    return gzip.GzipFile(fileobj=raw) if is_packed(path) else raw
+
+
+def line_start(raw: IO[bytes], offset: int) -> int:
+    """Where the first line begins that does so at byte `offset` or behind it; the file's size if none does."""
+    if offset == 0:
+        return 0
+    position = raw.seek(offset - 1)
+    while chunk := raw.read(io.DEFAULT_BUFFER_SIZE):
+        line_end = chunk.find(b"\n")
+        if line_end >= 0:
+            return position + line_end + 1
+        position += len(chunk)
+    return position
+
+
+class Window(io.RawIOBase):
+    """A file that ends at byte `end`."""
+
+    def __init__(self, raw: IO[bytes], end: int) -> None:
+        self.raw, self.end = raw, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.raw.read(min(len(buffer), self.end - self.raw.tell()))
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def stretches(text: IO[str]) -> Iterator[str]:
+    """Lines; one of MAX_LINE_CHARS or more is cut before blanks into stretches of at most STRETCH_CHARS."""
+    while line := text.readline(MAX_LINE_CHARS):
+        if len(line) < MAX_LINE_CHARS or line.endswith("\n"):
+            yield line
+            continue
+        while len(line) == MAX_LINE_CHARS and not line.endswith("\n"):
+            *ready, rest = STRETCH.findall(line)
+            yield from ready
+            line = rest + text.readline(MAX_LINE_CHARS - len(rest))
+        yield from STRETCH.findall(line)

@@ -1,0 +1,1 @@
+"""Labelled rows to token rows: readers, tables, features."""

@@ -1,0 +1,107 @@
+"""The door between a task and its data: which rows it learns from, and which rows of tokens it makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from datasets import List, Value
+
+from train.config import ColumnsConfig
+from train.data.files.errors import BadRow, unreadable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
+TOKENS = {  # columns of every row of tokens
+    "input_ids": NUMBERS,  # with special tokens, without padding, at most seq_len
+    "second_at": NUMBER,  # the first token of segment 1; the length where there is none
+    "length": NUMBER,
+    "row": NUMBER,  # number of the row that it was made of
+}
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """The rows that a task learns from."""
+
+    name: str  # the task's
+    columns: dict[str, Any]  # keys of data.columns that the task reads, with their types in a table
+    read: Callable[[Row], dict[str, str]]  # the texts of a row by key; BadRow if they cannot be used
+    target: str  # the key of what is to be predicted, which new rows may lack
+    split_by: str  # the key of the text that stays in one split
+    tokens: dict[str, Any]  # columns of a row of tokens beside TOKENS, with their types
+    # From the target's value, the texts, and whether the row is to be learnt from; None: the target is a label's name.
+    read_target: Callable[[Any, dict[str, str], bool], Any] | None = None
+    has_unique_ids: bool = False
+
+    def columns_of(self, columns: ColumnsConfig) -> dict[str, str]:
+        """The column of each key that is read, in the data."""
+        named = {key: getattr(columns, key) for key in ("id", *self.columns)}
+        return {key: column for key, column in named.items() if column is not None}
+
+
+class Featurizer(Protocol):
+    """What a task makes of rows. `settings` is all that decides it: seq_len, and whatever else, JSON's types."""
+
+    kind: RowKind
+    settings: dict[str, Any]
+    tokenizer: PreTrainedTokenizerFast
+
+    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+        """TOKENS and kind.tokens for a batch of rows with these numbers; there may be more or fewer than rows."""
+
+    def notes(self, split: str) -> dict[str, float]:
+        """What `features` counted: truncated, ..."""
+
+
+class Row:
+    """The values of one row by the keys of data.columns. `columns`: the column of each key."""
+
+    def __init__(self, values: dict[str, Any], columns: dict[str, str], encoding: str) -> None:
+        self.values, self.columns, self.encoding = values, columns, encoding
+
+    def has(self, key: str) -> bool:
+        return self.columns[key] in self.values or self.columns[key].split(".")[0] in self.values
+
+    def value(self, key: str) -> Any:
+        """A column, or where its name has dots, what is in an object there. BadRow if it is missing."""
+        column = self.columns[key]
+        if column in self.values:
+            return self.values[column]
+        value: Any = self.values
+        for name in column.split("."):
+            if not isinstance(value, dict) or name not in value:
+                raise BadRow(f"no {column}")
+            value = value[name]
+        return value
+
+    def text(self, key: str) -> str:
+        """A string without characters that no text has. BadRow if it is none."""
+        value, column = self.value(key), self.columns[key]
+        if not isinstance(value, str):
+            raise BadRow(f"{column} holds {value!r:.40} ({type(value).__name__}), not a string")
+        return self.checked(value)
+
+    def id(self) -> str:
+        name = plain(self.value("id"))
+        if not name:
+            raise BadRow(f"an empty {self.columns['id']}")
+        return self.checked(name)
+
+    def checked(self, text: str) -> str:
+        bad = unreadable(text, self.encoding)
+        if bad is not None:
+            raise bad
+        return text
+
+
+def plain(value: Any) -> str:
+    """How settings write an id or a label: 1, 1.0 and "1" are 1; nothing and not-a-number are empty."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).strip()

@@ -1,0 +1,161 @@
+"""A folder of prepared examples: tables that `datasets.load_from_disk` reads, a tokenizer, and tables.json.
+
+tables.json comes last and has the checksums of all other files and of itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from train.config import InputError, RecordsConfig, check, flatten
+from train.storage.folders import (
+    Folder,
+    LocalFolder,
+    Mismatch,
+    canonical_json,
+    read_again,
+    sha256_file,
+)
+from train.storage.manifest import fault_of_file, read_verified, sealed, unsealed
+from train.storage.untrusted import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
+from train.storage.whole import write_atomic
+
+if TYPE_CHECKING:
+    from train.data.records.kinds import Featurizer
+
+NAME = "tables.json"
+FORMAT = 2
+
+
+class SplitFacts(TypedDict):
+    """See table_facts."""
+
+    examples: int
+    rows: int
+    tokens: int
+    label_counts: dict[str, int]
+    length_quantiles: dict[str, int]
+    length_histogram: dict[str, list[int]]
+    padding_share: float
+    notes: dict[str, float]
+    bad_rows: int
+    bad_examples: list[str]
+    left_out: int
+
+
+class Facts(TypedDict):
+    """tables.json."""
+
+    format: int
+    id: Sha256  # of the rows of tokens and the labels
+    kind: str
+    labels: list[str]
+    settings: dict[str, Any]
+    selection: dict[str, Any]
+    tokenizer_sha256: Sha256
+    splits: dict[str, SplitFacts]  # the names are FileNames
+    files: dict[RelativePath, FileEntry]
+
+
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Write tables.json: `facts` and the checksums of all files that are there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in paths
+    }
+    body = json.loads(json.dumps({**facts, "files": files}))  # plain types, which are read again as they are
+    write_atomic(folder / NAME, (json.dumps(sealed(body), indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def parse_facts(content: bytes) -> Facts:
+    """Read tables.json. Raises BadContent if it is of another version, was changed, or holds impossible values."""
+    body = read_object(content)
+    if body.get("format") != FORMAT:
+        raise BadContent("it is of another version of this program")
+    body = unsealed(body)
+    facts = record(Facts, body)
+    for split in facts["splits"]:
+        checked(FileName, split, "splits")
+    return facts
+
+
+@read_again
+def find_facts(folder: Folder) -> Facts | None:
+    """tables.json of a folder, None if it has none. InputError if it is of another version, or damaged."""
+    if folder.size(NAME) is None:
+        return None
+    try:
+        return parse_facts(folder.read(NAME))
+    except BadContent as error:
+        raise Mismatch(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
+
+
+def check_whole(folder: Path, facts: Facts, *, checksums: bool) -> None:
+    """InputError for a file that is missing or has another length or, with `checksums`, another checksum."""
+    for name, entry in facts["files"].items():
+        fault = fault_of_file(folder / name, entry, checksum=checksums)
+        check(fault is None, f"{folder / name} {fault}; prepare the data again")
+
+
+def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
+    """tables.json of a folder of the cache; None if this or any other file is missing or damaged."""
+    try:
+        facts = parse_facts((folder / NAME).read_bytes())
+        check_whole(folder, facts, checksums=checksums)
+    except (FileNotFoundError, NotADirectoryError, InputError):
+        return None
+    return facts
+
+
+# ---- elsewhere -----------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, target: Folder) -> None:
+    """Copy prepared tables to another folder, tables.json last. InputError if the folder holds other files."""
+    content = LocalFolder(folder).read(NAME)
+    facts = parse_facts(content)
+    saved_before = find_facts(target)
+    key = f"data.save_to={target.location}"
+    if saved_before is not None:
+        same = all(dict(saved_before)[name] == dict(facts)[name] for name in ("id", "settings", "selection"))
+        check(same, f"{key} holds other prepared data; choose another folder")
+        return
+    strange = sorted(target.names_here() - {PurePosixPath(name).parts[0] for name in facts["files"]})
+    check(not strange, f"{key} holds something else ({', '.join(strange[:3])}); choose an empty folder")
+    for name in facts["files"]:
+        target.write(name, (folder / name).read_bytes())
+    target.write(NAME, content)
+
+
+def bring(source: Folder, facts: Facts, folder: Path) -> None:
+    """Copy prepared tables to `folder`, tables.json last. InputError for a file that is missing or damaged."""
+    for name, entry in facts["files"].items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        advice = f"{NAME} names it: save the data again"
+        path.write_bytes(read_verified(source, name, entry["sha256"], advice=advice))
+    (folder / NAME).write_bytes(source.read(NAME))
+
+
+def check_same(facts: Facts, data: RecordsConfig, featurizer: Featurizer, tokenizer_sha256: str) -> None:
+    """InputError for the first setting in which this run and tables prepared elsewhere differ."""
+    path, task = f"data.path={data.path}", featurizer.kind.name
+    check(facts["kind"] == task, f"{path} was prepared for task={facts['kind']}, not {task}")
+    theirs = dict(flatten(facts["settings"]))
+    mine = dict(flatten(json.loads(canonical_json(featurizer.settings))))
+    theirs["labels"], mine["labels"] = facts["labels"], data.labels or facts["labels"]
+    for name, value in facts["selection"].items():
+        theirs[name], mine[name] = value, value if getattr(data, name) is None else getattr(data, name)
+    for name in sorted({*theirs, *mine}):
+        old, new = theirs.get(name), mine.get(name)
+        check(old == new, f"{path} was prepared with {name}={old}, this run has {new}; use the same or prepare anew")
+    missing = sorted(set(data.more_validation) - set(facts["splits"]))
+    check(not missing, f"{path} has no split {', '.join(missing)} (data.more_validation); prepare it anew")
+    check(
+        facts["tokenizer_sha256"] == tokenizer_sha256,
+        f"{path} was prepared with another tokenizer (sha256 {facts['tokenizer_sha256'][:12]}) than the model's "
+        f"({tokenizer_sha256[:12]}); choose the model it was prepared for, or prepare anew",
+    )

@@ -1,0 +1,162 @@
+"""Labelled examples as tables: whatever holds them, each split becomes a `datasets.Dataset` with the same columns.
+
+CSV, JSON lines, Parquet and SQuAD files, here or in S3, what save_to_disk wrote, and the Hub. Rows go through memory a
+few at a time into Arrow files. A row that cannot be used is named, counted, and refused beyond `data.max_bad_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets.arrow_writer import ArrowWriter
+
+from train.cli import progress
+from train.cli.progress import Stage
+from train.config import RecordsConfig, S3Config, check
+from train.data.files.errors import naming
+from train.data.random_bits import hash_uniform, text_uniform
+from train.data.records.formats import Table, open_splits
+from train.data.records.kinds import STRING, RowKind
+from train.data.records.rows import Dropped, LabelNames, examples
+from train.data.records.sources import FILE_FORMATS, MAX_LISTED, is_named, layout
+from train.data.records.table_facts import column
+from train.storage.folders import scratch_folder
+
+BATCH_ROWS = 500  # gathered in memory before they are written
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Columns: `id`, a string, and those of the kind that data.columns names; a label is a ClassLabel."""
+
+    splits: dict[str, datasets.Dataset]  # "train", "validation", then the names of more_validation
+    labels: list[str]  # names in the order of their numbers; [] where there are none
+    dropped: dict[str, Dropped]  # of each split
+
+
+def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, folder: Path) -> Raw:
+    """All splits of the data as Arrow files in `folder`.
+
+    Without `data.validation`, rows of the training data are held out by a hash of kind.split_by and the seed. Subsets
+    are drawn with the seed and keep the order of the data. Raises InputError for what the user has to fix.
+    """
+    tables = open_splits(cfg, kind.columns_of(cfg.columns).values(), s3, folder)
+    has_labels = kind.read_target is None
+    labels = given_labels(cfg, kind, tables["train"][0]) if has_labels else []
+    splits: dict[str, datasets.Dataset] = {}
+    dropped: dict[str, Dropped] = {}
+    for number, (split, parts) in enumerate(tables.items()):
+        progress.begin(Stage(f"reading {split} of data.path={cfg.path}"))
+        dropped[split], names = Dropped(split, cfg.max_bad_rows), LabelNames(cfg, labels)
+        rows = examples(parts, cfg, kind, names, dropped[split])
+        table = write_table(rows, cfg, kind, folder / f"{number}.arrow")
+        dropped[split].check()
+        labels = labels or (names.in_order() if has_labels else [])
+        if labels:
+            table = table.cast_column(kind.target, datasets.ClassLabel(names=labels))
+        splits |= hold_out(table, cfg, kind, seed) if split == "train" and cfg.validation is None else {split: table}
+    dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
+    counts = {split: len(table) for split, table in splits.items()}
+    for number, (split, table) in enumerate(splits.items()):
+        check_size(cfg, split, counts, dropped[split], [table.where for table in tables.get(split, ())])
+        most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
+        splits[split] = sample(table, most, seed, number)
+    if has_labels:
+        check_classes(splits["train"], kind, labels)
+    return Raw(splits, labels, dropped)
+
+
+def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKind, path: Path) -> datasets.Dataset:
+    """Examples as a table that is mapped into memory. InputError if two have one id and the kind needs it unique."""
+    used = kind.columns_of(cfg.columns)
+    features = datasets.Features({"id": STRING} | {key: type_ for key, type_ in kind.columns.items() if key in used})
+    ids: set[str] = set()
+    with (
+        naming(f"{path} cannot be written", (OSError,)),
+        ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH_ROWS) as writer,
+    ):
+        for example in rows:
+            if kind.has_unique_ids:
+                check(
+                    example["id"] not in ids,
+                    f"two rows have the id {example['id']} (data.columns.id); each needs its own",
+                )
+                ids.add(example["id"])
+            writer.write(example)
+            progress.advance(1)
+        writer.finalize()
+    return datasets.Dataset.from_file(str(path))
+
+
+def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int) -> dict[str, datasets.Dataset]:
+    """Rows for training and rows held out; those with the same text stay together."""
+    texts = (text for batch in table.iter(BATCH_ROWS) for text in batch[kind.split_by])
+    is_held_out = np.array([text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool)
+    return {
+        "train": table.select(np.flatnonzero(~is_held_out)),
+        "validation": table.select(np.flatnonzero(is_held_out)),
+    }
+
+
+def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
+    """The labels as far as they are known before reading: from the settings, or else from the data's description."""
+    names = table.class_names.get(kind.columns_of(cfg.columns)[kind.target])
+    if names is None:
+        return list(cfg.labels)
+    if not cfg.labels:
+        return [] if cfg.label_map else list(names)
+    mapped = {cfg.label_map.get(name, name) for name in names} - {None}
+    agree = mapped <= set(cfg.labels)
+    have = f"{table.where}: its labels are {', '.join(names)}, data.labels are {', '.join(cfg.labels)}"
+    check(agree, f"{have}; name the same ones, or lead from one to the other with data.label_map")
+    return list(cfg.labels)
+
+
+def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]) -> None:
+    """InputError, with the reason, if a split has no row. `names`: the files that it was read from."""
+    held_out = f"data.validation_fraction={cfg.validation_fraction} of {rows['train'] + rows['validation']:,} rows"
+    if split == "validation" and cfg.validation is None:
+        hint = f"{held_out} is none; raise it or set data.validation"
+    elif split == "train" and cfg.validation is None and rows["validation"]:
+        hint = f"{held_out} is all, as rows with the same text stay together; set data.validation"
+    elif dropped.bad_rows or dropped.left_out:
+        hint = f"{dropped.bad_rows:,} bad ones and {dropped.left_out:,} that data.label_map leads to null"
+    else:
+        hint = f"none is in {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
+    check(rows[split] > 0, f"{split}: no row is left: {hint}")
+
+
+def check_classes(table: datasets.Dataset, kind: RowKind, labels: list[str]) -> None:
+    numbers = np.unique(column(table, kind.target))
+    what = f"train: all {len(table):,} rows have the label {labels[numbers[0]]}"
+    check(len(numbers) > 1, f"{what}, there is nothing to learn; is data.columns.label right?")
+
+
+def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) -> datasets.Dataset:
+    """`most` rows drawn with the seed, in the order of the table; all, if they are not more."""
+    if most is None or most >= len(table):
+        return table
+    drawn = np.argsort(hash_uniform(seed, stream, np.arange(len(table))), kind="stable")[:most]
+    return table.select(np.sort(drawn))
+
+
+def read_texts(
+    cfg: RecordsConfig, kind: RowKind, path: str, s3: S3Config, *, labels: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """New examples of a file, or of a saved data set, in its order, read like the training data was.
+
+    Columns as in `Raw`; a label is a name, one of `labels` if they are given, or None. The target is only there where
+    the data has one. A row that cannot be read is an InputError that names the row.
+    """
+    new = replace(cfg, path=path, train=None, validation=None, more_validation={})
+    says_format = is_named(path) and not path.endswith(".json")
+    new.format = cfg.format if cfg.format in FILE_FORMATS and not says_format else "auto"
+    check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
+    with scratch_folder() as scratch:
+        tables = open_splits(new, kind.columns_of(new.columns).values(), s3, scratch)["train"]
+        yield from examples(tables, new, kind, LabelNames(new, labels), None)

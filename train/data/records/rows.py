@@ -1,0 +1,153 @@
+"""Examples from rows of any format: columns and labels mapped, texts and targets checked, bad rows counted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from train.config import InputError, RecordsConfig, check
+from train.data.files.errors import BadRow
+from train.data.records.formats import LocatedRow, Table
+from train.data.records.kinds import Row, RowKind, plain
+
+MAX_NAMED = 10  # bad rows of a split that are named
+COUNTED = 10_000  # bad rows beyond the limit that are counted before reading stops
+MAX_LABELS = 1000  # seen in the data; more are another column
+SHOWN_LABELS = 10
+COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
+
+@dataclass
+class Dropped:
+    """Rows of a split that are not used. `limit`: bad ones that are allowed."""
+
+    split: str
+    limit: int
+    bad_rows: int = 0
+    bad_examples: list[str] = field(default_factory=list)
+    left_out: int = 0
+
+    def add(self, where: str, bad: BadRow) -> None:
+        self.bad_rows += 1
+        if len(self.bad_examples) < MAX_NAMED:
+            self.bad_examples.append(f"{where}: {bad}")
+        if self.bad_rows > self.limit + COUNTED:
+            self.check(" or more")
+
+    def check(self, more: str = "") -> None:
+        """InputError if there are too many."""
+        what = f"{self.split}: {self.bad_rows:,}{more} bad rows, data.max_bad_rows={self.limit} are allowed"
+        hint = "" if self.bad_rows <= len(self.bad_examples) else "; ..."
+        check(self.bad_rows <= self.limit, f"{what}: {'; '.join(self.bad_examples)}{hint}")
+
+    def facts(self) -> dict[str, Any]:
+        return {"bad_rows": self.bad_rows, "bad_examples": self.bad_examples, "left_out": self.left_out}
+
+
+class LabelNames:
+    """Maps the labels in the data to their names. `known`: the only names that are right; empty: any name is."""
+
+    def __init__(self, cfg: RecordsConfig, known: Sequence[str] = ()) -> None:
+        self.map = cfg.label_map
+        targets = dict.fromkeys(name for name in cfg.label_map.values() if name is not None)
+        self.known = list(known or cfg.labels or targets)
+        self.seen: set[str] = set()
+
+    def of(self, value: Any, names: Sequence[str] | None) -> str | None:
+        """The name for a value, which is a number of `names` if they are given; None: the row is left out."""
+        key = plain(value)
+        if names is not None and isinstance(value, int) and 0 <= value < len(names):
+            key = names[value]
+        name = self.map.get(key, key)
+        if name is None:
+            return None
+        if name == "":
+            raise BadRow("an empty label")
+        if self.known and name not in self.known:
+            some = ", ".join(self.known[:SHOWN_LABELS]) + (", ..." if len(self.known) > SHOWN_LABELS else "")
+            raise BadRow(f"unknown label {key[:40]}; the labels are {some}")
+        self.seen.add(name)
+        many = f"the data holds more than {MAX_LABELS} different labels, is data.columns.label right? as {name[:40]}"
+        check(bool(self.known) or len(self.seen) <= MAX_LABELS, many)
+        return name
+
+    def in_order(self) -> list[str]:
+        """The names seen so far: numbers in the order of their values, other names in alphabetical order."""
+        names = sorted(self.seen)
+        return sorted(names, key=float) if all(map(NUMBER.fullmatch, names)) else names
+
+
+def examples(
+    tables: Iterable[Table], cfg: RecordsConfig, kind: RowKind, labels: LabelNames, dropped: Dropped | None
+) -> Iterator[dict[str, Any]]:
+    """Rows with the columns of `kind`, a label by its name. Bad rows go to `dropped`.
+
+    If that is None the rows are new ones: they have a target only if the data does, a label that is not known is None.
+
+    Raises:
+        InputError: a column is missing; for new rows, one is bad.
+    """
+    is_new, number = dropped is None, -1
+    for table in tables:
+        columns = kind.columns_of(table.keys or cfg.columns)
+        rows = with_columns({key: columns[key] for key in columns if not is_new or key != kind.target}, table)
+        names = table.class_names.get(columns[kind.target])
+        for where, values in rows:
+            number += 1
+            try:
+                if isinstance(values, BadRow):
+                    raise values
+                row = Row(values, columns, cfg.encoding)
+                example = {"id": row.id() if "id" in columns else str(number), **kind.read(row)}
+                if not is_new or row.has(kind.target):
+                    example |= target_of(row, example, kind, labels, names, is_new=is_new)
+            except BadRow as bad:
+                if dropped is None:
+                    raise InputError(f"{where}: {bad}") from None
+                dropped.add(where, bad)
+                continue
+            if dropped is not None and example[kind.target] is None:
+                dropped.left_out += 1
+            else:
+                yield example
+
+
+def target_of(
+    row: Row, example: dict[str, Any], kind: RowKind, labels: LabelNames, names: Sequence[str] | None, *, is_new: bool
+) -> dict[str, Any]:
+    """The target by its key; empty for a new row that holds none."""
+    value = row.value(kind.target)
+    if kind.read_target is not None:
+        if is_new and value is None:
+            return {}
+        return {kind.target: kind.read_target(value, example, not is_new)}
+    try:
+        return {kind.target: labels.of(value, names)}
+    except BadRow:
+        if not is_new:
+            raise
+        return {kind.target: None}
+
+
+def with_columns(needed: dict[str, str], table: Table) -> Iterator[LocatedRow]:
+    """The rows of a table. InputError if it lacks one of the columns, by key."""
+    rows = table.rows()
+    if table.columns is not None:
+        check_columns(needed, table.columns, table.where)
+        return rows
+    first = list(islice(rows, COLUMN_ROWS))
+    good = [(where, values) for where, values in first if not isinstance(values, BadRow)]
+    if good:
+        check_columns(needed, list(dict.fromkeys(name for _, row in good for name in row)), good[0][0])
+    return chain(first, rows)
+
+
+def check_columns(needed: dict[str, str], columns: Sequence[str], where: str) -> None:
+    for key, column in needed.items():
+        is_there = column in columns or column.split(".")[0] in columns
+        have = ", ".join(columns) or "(none)"
+        check(is_there, f"{where}: no column {column} (data.columns.{key}); the columns are: {have}")

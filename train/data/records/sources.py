@@ -1,0 +1,233 @@
+"""Where labelled data is: files here or in S3, what save_to_disk wrote, or the Hub; and which version is there."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from train.config import InputError, RecordsConfig, S3Config, Unreachable, check
+from train.data.files.errors import LIBRARY_ERRORS, naming
+from train.data.files.find import matching, walk
+from train.storage.folders import is_s3, local_path, sha256_json
+from train.storage.hub_access import asking_hub, is_at_hub, why_missing
+from train.storage.untrusted import RelativePath, checked
+
+if TYPE_CHECKING:
+    from train.storage.s3 import S3Folder
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")  # .gz may follow
+FILE_FORMATS = ("csv", "jsonl", "parquet", "squad")
+SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
+MAX_LISTED = 5  # files named in an error
+# Settings that leave the rows as they are.
+NOT_READING = ("path", "num_workers", "prefetch", "verify", "cache_dir", "lengths", "save_to", "max_bad_rows")
+
+
+def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
+    """The file, glob or name that the settings give for each split; None: there is only one."""
+    validation = {} if cfg.validation is None else {"validation": cfg.validation}
+    return {"train": cfg.train, **validation, **cfg.more_validation}
+
+
+def version(cfg: RecordsConfig, s3: S3Config) -> str:
+    """A sha256 that changes when the data or the settings of reading it do. No data is read.
+
+    It covers names, sizes and times of files, ETags in S3, the commit at the Hub. Raises InputError as `open_splits`.
+    """
+    source = layout(cfg, s3)
+    if source == "files":
+        seen: Any = {split: [stamp(file) for file in files] for split, files in split_files(cfg, s3).items()}
+    elif source == "saved" or (not is_s3(cfg.path) and local_path(cfg.path).is_dir()):
+        seen = [stamp(file) for file in saved_files(cfg, s3)]
+    else:
+        seen = hub_version(cfg)
+    return sha256_json([settings_of(cfg), source, seen])
+
+
+def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
+    """The settings that decide which rows are read, and from where."""
+    where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).absolute())
+    return {"path": where, **{key: value for key, value in asdict(cfg).items() if key not in NOT_READING}}
+
+
+def is_missing(cfg: RecordsConfig) -> bool:
+    """Whether nothing is at data.path of this machine."""
+    return "://" not in cfg.path.removeprefix("file://") and not local_path(cfg.path).exists()
+
+
+def layout(cfg: RecordsConfig, s3: S3Config) -> str:
+    """How `data.path` holds its splits: "files", "saved" (datasets' save_to_disk) or "hub"."""
+    if cfg.format != "auto":
+        return "files" if cfg.format in FILE_FORMATS else cfg.format
+    if is_s3(cfg.path):
+        is_saved = not is_named(cfg.path) and SAVED_MARKS & s3_folder(cfg.path, s3).names_here()
+        return "saved" if is_saved else "files"
+    path = local_path(cfg.path)
+    if path.is_dir():
+        return "saved" if any((path / mark).is_file() for mark in SAVED_MARKS) else "files"
+    return "hub" if is_at_hub(cfg.path) and not is_named(cfg.path) else "files"
+
+
+def is_named(name: str) -> bool:
+    """Whether a name is that of a file and shows its format."""
+    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class S3File:
+    folder: S3Folder = field(compare=False)
+    location: str  # of the folder
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.location}/{self.name}"
+
+    def head(self) -> Any:
+        """The answer of boto3 about the file; InputError if there is none."""
+        head = self.folder.head(self.name)
+        check(head is not None, f"{self}: there is no such file")
+        return head
+
+    def download(self, root: Path) -> Path:
+        """A copy below a folder."""
+        path, size = root / self.name, self.head()["ContentLength"]
+        with naming(f"{path} cannot be written", (OSError,)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.download(self.name, path)
+        if path.stat().st_size != size:
+            raise Unreachable(f"{self}: {path.stat().st_size} bytes came instead of {size}")
+        return path
+
+
+File = Path | S3File
+
+
+def stamp(file: File) -> list[Any]:
+    """Facts of a file that change when its content does."""
+    if isinstance(file, S3File):
+        head = file.head()
+        return [str(file), file.folder.endpoint, head["ContentLength"], head["ETag"]]
+    with naming(f"{file} cannot be read", (OSError,)):
+        status = file.stat()
+    # ctime is of changes in whatever way: a copy that keeps the time of its original has its own.
+    return [str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def split_files(cfg: RecordsConfig, s3: S3Config) -> dict[str, list[File]]:
+    """The files of each split, here or in S3. InputError if one is missing, or is in train and in another split."""
+    keys = {split: f"data.{split}" for split in ("train", "validation")}
+    files = {
+        split: find(cfg.path, keys.get(split, f"data.more_validation.{split}"), pattern, s3)
+        for split, pattern in split_names(cfg).items()
+    }
+    for split in files.keys() - {"train"}:
+        both = set(files[split]) & set(files["train"])
+        check(not both, f"{', '.join(sorted(map(str, both)))}: both in train and in {split}; name other files")
+    return files
+
+
+def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
+    """Files below `location` (beside it, if that is a file) that match; without a pattern the one that it is or has."""
+    if is_s3(location):
+        return list(find_in_s3(location, key, pattern, s3))
+    root = local_path(location)
+    check(root.exists(), f"data.path={location}: there is no such file or folder")
+    if root.is_file():
+        if pattern is None:
+            return [root]
+        root = root.parent
+    with naming(f"data.path={location} cannot be read", (OSError,)):
+        if pattern is None:
+            names = [path.relative_to(root).as_posix() for path in walk(root) if is_named(path.name)]
+            return [root / only_one(location, names)]
+        pattern = str(local_path(pattern))
+        exact = root / pattern  # a name may hold what means something in a glob
+        paths = [exact] if exact.is_file() else matching(str(Path(glob.escape(str(root)), pattern)))
+    check(bool(paths), f"{key}={pattern}: there is no file {exact}")
+    return list(paths)
+
+
+def only_one(location: str, names: list[str]) -> str:
+    """The only name. InputError for several: no guess is made, because one of them may be the test set."""
+    check(bool(names), f"data.path={location} holds no file that ends in {', '.join(SUFFIXES)} (or these and .gz)")
+    some = ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
+    many = f"data.path={location} holds {len(names)} files ({some})"
+    check(len(names) == 1, f"{many}; say which is for training: data.train=NAME, or a glob")
+    return names[0]
+
+
+def s3_folder(location: str, s3: S3Config) -> S3Folder:
+    from train.storage.s3 import S3Folder  # boto3 takes long to import
+
+    return S3Folder(location, s3)
+
+
+def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> list[S3File]:
+    if is_named(location):
+        location, _, own = location.rpartition("/")
+        pattern = pattern or own
+    folder = s3_folder(location, s3)
+    if pattern is not None and not glob.has_magic(pattern):  # needs no permission to list
+        names: list[str] = [checked(RelativePath, pattern, key)]
+    elif pattern is not None:
+        deep = "**" in pattern
+        names = [name for name in folder.names() if fnmatchcase(name, pattern)]  # here * takes slashes too
+        names = [name for name in names if deep or name.count("/") == pattern.count("/")]
+        check(bool(names), f"{key}={pattern}: there is no such file in {folder.location}")
+    else:
+        names = [only_one(folder.location, list(filter(is_named, folder.names())))]
+    return [S3File(folder, folder.location, name) for name in names]
+
+
+def saved_files(cfg: RecordsConfig, s3: S3Config) -> list[File]:
+    """The files of a data set that save_to_disk wrote, here or in S3."""
+    if is_s3(cfg.path):
+        folder = s3_folder(cfg.path, s3)
+        names = folder.names()
+        check(bool(names), f"data.path={cfg.path} holds nothing")
+        return [S3File(folder, folder.location, name) for name in names]
+    root = local_path(cfg.path)
+    check(root.is_dir(), f"data.path={cfg.path} is no folder; data.format=saved reads what save_to_disk wrote")
+    return [path for path in sorted(root.rglob("*")) if path.is_file()]
+
+
+# ---- the Hub --------------------------------------------------------------------------------------------------------
+
+
+def hub_version(cfg: RecordsConfig) -> str:
+    """The commit of a Hub data set, as `datasets` knows it (offline: that of its cache)."""
+    with naming_hub(cfg):
+        commit = datasets.load_dataset_builder(cfg.path, name=cfg.name, revision=cfg.revision).hash
+    if not isinstance(commit, str):
+        raise InputError(f"data.path={cfg.path}: datasets knows no version of it; set data.revision to a commit")
+    return commit
+
+
+@contextmanager
+def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    errors = (*LIBRARY_ERRORS, DatasetsError)
+    if local_path(cfg.path).is_dir():
+        with naming(f"data.path={cfg.path} cannot be read as a data set", errors):
+            yield
+        return
+    try:
+        with asking_hub(cfg.path):
+            yield
+    except errors as error:
+        hint = "without the Hub, give a file or folder: data.path=FOLDER"
+        what = f"data.path={cfg.path} is no file or folder here, and as a Hub data set: {why_missing(cfg.path, error)}"
+        raise InputError(f"{what}; {hint}") from error

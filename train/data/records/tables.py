@@ -1,0 +1,304 @@
+"""Labelled examples, read and tokenised once, for all ranks of a machine and later runs.
+
+    read      train/data/records/raw.py: rows of files, one table a split
+    make      the task's Featurizer: tokens of each row, as long as they are
+    keep      CACHE_DIR/records/SETTINGS-VERSION/: SPLIT/ (tokens), SPLIT_examples/ (rows as they were), tokenizer/,
+              tables.json; VERSION changes when a file of the raw data does, by its name, size or time
+
+The data's id is a hash of the rows of tokens and the labels, so it is the same wherever they were prepared.
+A folder that data.save_to wrote can be data.path of other runs: then nothing is read or tokenised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+
+from train.cli import progress
+from train.cli.progress import Stage
+from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
+from train.data.records.kinds import TOKENS, Featurizer
+from train.data.records.prepared import (
+    FORMAT,
+    NAME,
+    Facts,
+    bring,
+    check_same,
+    check_whole,
+    find_facts,
+    parse_facts,
+    save,
+    seal,
+    whole_facts,
+)
+from train.data.records.raw import Raw, read_raw
+from train.data.records.rows import Dropped
+from train.data.records.saved import load_saved
+from train.data.records.sources import is_missing, is_named, settings_of, version
+from train.data.records.table_facts import column, facts_of_split
+from train.data.shards.cache import cache_dir
+from train.data.shards.once import once_per_node
+from train.host.launched import launched
+from train.storage.folders import (
+    Folder,
+    canonical_json,
+    disk_errors,
+    is_s3,
+    local_path,
+    make_folder,
+    open_folder,
+    sha256_json,
+)
+from train.storage.whole import made_once, remove_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger("train")
+
+RESERVED = ("tokenizer", "scratch")  # folders beside those of the splits
+ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
+SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
+
+
+@dataclass(frozen=True)
+class Tables:
+    folder: Path
+    id: str  # sha256 of the rows of tokens and the labels
+    facts: Facts  # tables.json
+
+    @property
+    def splits(self) -> list[str]:
+        """train, validation, and the further ones in their order."""
+        return list(self.facts["splits"])
+
+    def features(self, split: str) -> datasets.Dataset:
+        """The tokens of a split, memory-mapped."""
+        return load_saved(self.folder / split)
+
+    def examples(self, split: str) -> datasets.Dataset:
+        """The rows of a split as they were read, memory-mapped; the column `row` of its features counts them."""
+        return load_saved(self.folder / f"{split}_examples")
+
+    def lengths(self, split: str) -> np.ndarray:
+        """[rows] int32: tokens of each row."""
+        return column(self.features(split), "length")
+
+
+def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
+    """The prepared data of a run. Local rank 0 of a machine makes it or finds it while the others wait.
+
+    Raises InputError for data that cannot be used, on all ranks of the machine; Failure if rank 0 does not end.
+    """
+    assert isinstance(cfg.data, RecordsConfig)
+    data, root = cfg.data, cache_dir(cfg.data) / "records"
+    for name in data.more_validation:
+        ok = re.fullmatch(r"\w{1,64}", name) and name not in RESERVED and not name.endswith("_examples")
+        check(bool(ok), f"data.more_validation: {name} cannot be the name of a split; choose a plain word")
+    tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
+    key = sha256_json([asdict(data), cfg.seed, featurizer.kind.name, featurizer.settings, tokenizer_id])[:16]
+    job = Job(cfg, data, featurizer, tokenizer_id, root)
+    progress.begin(Stage(f"looking for data.path={data.path}"))
+    with progress.reported(speaks=launched().rank == 0):
+        folder = Path(once_per_node(root, key, lambda: str(provide(job))))
+    facts = parse_facts((folder / NAME).read_bytes())
+    return Tables(folder, facts["id"], facts)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What local rank 0 is to provide."""
+
+    cfg: TrainConfig
+    data: RecordsConfig
+    featurizer: Featurizer
+    tokenizer_id: str
+    root: Path  # of all tables on this machine
+
+    def folder(self, version: str) -> Path:
+        """Where the tables made of this version of the raw data are kept."""
+        return self.root / f"{self._settings()}-{version[:12]}"
+
+    def kept(self) -> list[Path]:
+        """The folders made with the same settings, of any version of the raw data; the newest first."""
+        files = self.root.glob(f"{self._settings()}-*/{NAME}")
+        return [path.parent for path in sorted(files, key=lambda path: -path.stat().st_mtime_ns)]
+
+    def _settings(self) -> str:
+        kind, settings = self.featurizer.kind.name, self.featurizer.settings
+        return sha256_json([FORMAT, settings_of(self.data), self.cfg.seed, kind, settings, self.tokenizer_id])[:12]
+
+
+def provide(job: Job) -> Path:
+    """The folder with the tables, on this machine; kept in data.save_to as well."""
+    data = job.data
+    source = saved_source(data, job.cfg.s3)
+    facts = find_facts(source) if source else None
+    if source and facts:
+        check_same(facts, data, job.featurizer, job.tokenizer_id)
+        folder = find_saved(job, source, facts)
+    else:
+        folder = find_or_make(job)
+    if data.save_to is not None and launched().rank == 0:
+        save(folder, open_folder(data.save_to, job.cfg.s3))
+    # The tokenizer used threads here: loader workers that are forked now must not, and must not warn of it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return folder
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The checksum of tokenizer.json without truncation and padding, which every call sets anew."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
+
+
+# ---- saved tables --------------------------------------------------------------------------------------------------
+
+
+def saved_source(data: RecordsConfig, s3: S3Config) -> Folder | None:
+    """data.path, if prepared tables may be there, whatever format the raw data had."""
+    is_folder = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
+    return open_folder(data.path, s3) if is_folder else None
+
+
+def find_saved(job: Job, source: Folder, facts: Facts) -> Path:
+    """A local folder itself, or a copy in the cache of a folder in S3. InputError if a file is missing or damaged."""
+    data = job.data
+    if not is_s3(data.path):
+        folder = local_path(data.path)
+        check_whole(folder, facts, checksums=data.verify)
+        return folder
+    folder = job.root / facts["id"][:24]
+    if whole_facts(folder, checksums=data.verify) != facts:
+        remake(folder, lambda temporary: bring(source, facts, temporary))
+    return folder
+
+
+# ---- new tables ----------------------------------------------------------------------------------------------------
+
+
+def find_or_make(job: Job) -> Path:
+    """The folder of these rows, settings and tokenizer. InputError for rows that cannot be used, or for a full disk.
+
+    Raw data that has not changed since is not read again. If it is gone, tables that were made of it are used.
+    """
+    data = job.data
+    try:
+        now = version(data, job.cfg.s3)
+    except InputError:
+        whole = (folder for folder in job.kept() if whole_facts(folder, checksums=data.verify))
+        kept = next(whole, None) if is_missing(data) else None
+        if kept is None:
+            raise
+        folder = kept
+        logger.warning("data.path=%s is gone; using the tables that were prepared from it", data.path)
+    else:
+        folder = job.folder(now)
+        if whole_facts(folder, checksums=data.verify) is None:
+            remake(folder, lambda temporary: make(job, temporary, now))
+    for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():
+        Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
+    return folder
+
+
+def remake(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder that is missing or damaged. Other runs that need it wait for it and use it."""
+    if folder.is_dir():
+        remove_folder(folder)
+    make_folder(folder.parent)
+    with disk_errors("write", folder):
+        made_once(folder, fill)
+
+
+def make(job: Job, folder: Path, now: str) -> None:
+    """Read the raw data, whose version is `now`, and write the tables of all splits and the tokenizer to `folder`."""
+    data, s3, scratch = job.data, job.cfg.s3, folder / "scratch"
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    scratch.mkdir()
+    raw = read_raw(data, job.featurizer.kind, s3, seed=job.cfg.seed, folder=scratch)
+    check(version(data, s3) == now, f"data.path={data.path} changed while it was read; start again")
+    facts = write_tables(job, raw, folder, scratch)
+    shutil.rmtree(scratch)
+    seal(folder, facts)
+
+
+def write_tables(job: Job, raw: Raw, folder: Path, scratch: Path) -> dict[str, Any]:
+    """Write the tables of all splits and the tokenizer to `folder`. Returns what tables.json says about them."""
+    featurizer, splits, tokens = job.featurizer, {}, {}
+    seq_len, target = featurizer.settings["seq_len"], featurizer.kind.target
+    for split, examples in raw.splits.items():
+        tokens[split] = make_features(featurizer, split, examples, scratch)
+        tokens[split].save_to_disk(str(folder / split), max_shard_size=SHARD)
+        examples.save_to_disk(str(folder / f"{split}_examples"), max_shard_size=SHARD)
+        notes, about = featurizer.notes(split), {"target": target, "labels": raw.labels, "seq_len": seq_len}
+        facts = facts_of_split(examples, tokens[split], **about, notes=notes)
+        splits[split] = {**facts, **raw.dropped[split].facts()}
+    save_tokenizer(featurizer.tokenizer, folder / "tokenizer")
+    return {
+        "format": FORMAT,
+        "id": content_id(tokens, raw.labels),
+        "kind": featurizer.kind.name,
+        "labels": raw.labels,
+        "settings": featurizer.settings,
+        "selection": {name: getattr(job.data, name) for name in ("max_train_examples", "max_validation_examples")},
+        "tokenizer_sha256": job.tokenizer_id,
+        "splits": splits,
+    }
+
+
+def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str:
+    """sha256 of all rows of tokens and the labels. It does not depend on how Arrow lays them out in files."""
+    about = {split: [len(table), sorted(table.column_names)] for split, table in tables.items()}
+    digest = hashlib.sha256(canonical_json([labels, list(tables), about]))
+    for table in tables.values():
+        for batch in table.with_format("arrow").iter(ROWS_AT_ONCE):
+            for name in sorted(batch.column_names):
+                values = batch.column(name).combine_chunks()
+                if isinstance(table.features[name], datasets.List):
+                    digest.update(values.value_lengths().to_numpy().tobytes())
+                    values = values.flatten()
+                digest.update(values.to_numpy().tobytes())
+    return digest.hexdigest()
+
+
+def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path) -> datasets.Dataset:
+    """One process: the tokenizer has threads of its own. Memory: ROWS_AT_ONCE rows."""
+    names = examples.column_names
+    progress.begin(Stage(f"tokenising {split}", len(examples), has_bar=True))
+
+    def features_of(rows: Any, indices: list[int]) -> dict[str, list]:
+        progress.advance(len(indices))
+        return featurizer.features({name: rows[name] for name in names}, indices, split=split)
+
+    return examples.map(
+        features_of,
+        with_indices=True,
+        batched=True,
+        batch_size=ROWS_AT_ONCE,
+        writer_batch_size=ROWS_AT_ONCE,
+        remove_columns=names,
+        features=datasets.Features(TOKENS | featurizer.kind.tokens),
+        cache_file_name=str(scratch / f"{split}-tokens.arrow"),
+        load_from_cache_file=False,
+        new_fingerprint=f"tokens-{split}",  # else it pickles the tokenizer to make one
+        desc=f"tokenise {split}",
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    tokenizer.backend_tokenizer.no_truncation()  # as the last call left it
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(str(folder))

@@ -1,0 +1,139 @@
+"""Prepared examples as batches of static shapes: rows of a table, whose tokens are padded as they are drawn.
+
+The tokens stay where they are, in memory-mapped Arrow files: a row is a slice of its chunk's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from train.config import check
+from train.data.batches.buckets import parts_of
+from train.data.batches.loader import Batch
+from train.data.batches.masking import IGNORE_INDEX
+from train.data.shards.order import PADDING
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from pyarrow import ChunkedArray
+
+LABELS = "labels"  # the input that holds the class of a row, where rows have one
+
+
+class Lists:
+    """A column of lists of integers, chunk by chunk, without a copy."""
+
+    def __init__(self, column: ChunkedArray) -> None:
+        self.offsets = [chunk.offsets.to_numpy() for chunk in column.chunks]
+        self.values = [chunk.values.to_numpy() for chunk in column.chunks]
+        self.firsts = np.cumsum([0, *map(len, column.chunks)])  # row that a chunk begins with, and the end
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def take(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Views of the lists of these rows."""
+        chunks = np.searchsorted(self.firsts, rows, side="right") - 1
+        rows_in_chunk = rows - self.firsts[chunks]
+        lists = []
+        for chunk, row in zip(chunks.tolist(), rows_in_chunk.tolist(), strict=True):
+            offsets = self.offsets[chunk]
+            lists.append(self.values[chunk][offsets[row] : offsets[row + 1]])
+        return lists
+
+
+class TokenRows:
+    """A Drawable (batches/loader.py) of a table with the columns `input_ids` (lists), `second_at` and `length`."""
+
+    def __init__(
+        self,
+        table: Dataset,
+        *,
+        pad_id: int,
+        lengths: Sequence[int],
+        columns: Mapping[str, str],
+        weights: np.ndarray | None = None,
+    ) -> None:
+        """
+        Args:
+            lengths: tokens that batches are padded to, rising; a row takes the first it fits into.
+            columns: further inputs and the integer columns that hold them; `labels` among them is the class.
+            weights: [labels] float, what a row of each class counts; None: 1.
+
+        Raises:
+            InputError: a column is missing, or a row is longer than the last of `lengths`.
+        """
+        missing = sorted({"input_ids", "second_at", "length", *columns.values()} - set(table.column_names))
+        check(not missing, f"the data has no column {', '.join(missing)}; there are {', '.join(table.column_names)}")
+        self.table, self.pad_id, self.lengths = table, pad_id, tuple(lengths)
+        self.columns, self.weights = dict(columns), weights
+        self._open()
+        longest = int(self.row_lengths.max(initial=0))
+        check(longest <= self.lengths[-1], f"the data has a row of {longest} tokens, longer than {self.lengths[-1]}")
+        self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
+
+    def _open(self) -> None:
+        arrow = self.table.with_format("arrow")[:]  # as it lies on disk; only rows that were selected are gathered
+        self.tokens = Lists(arrow.column("input_ids"))
+        self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
+        self.second_at = arrow.column("second_at").to_numpy()
+        self.values = {name: arrow.column(column).to_numpy() for name, column in self.columns.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for loader processes that are not forked: the table is sent as the names of its files."""
+        derived = ("tokens", "row_lengths", "second_at", "values")
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def draw(self, items: np.ndarray) -> Batch:
+        """The batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket of S tokens:
+        input_ids, attention_mask, token_type_ids [K, B, S] and the columns [K, B], all int64.
+
+        PADDING is row 0 with IGNORE_INDEX in its columns. "count" is the rows that have a label (all, where there are
+        no `labels`), or the sum of their weights; "tokens" the tokens without padding.
+        """
+        plain, bucket = parts_of(items)
+        is_padding = (plain == PADDING).ravel()
+        rows, seq_len = np.where(is_padding, 0, plain.ravel() % len(self)), self.lengths[bucket]
+        tokens = self.tokens.take(rows)
+        lengths = np.array(list(map(len, tokens)))
+        if (too_long := lengths[~is_padding].max(initial=0)) > seq_len:
+            raise ValueError(f"a row of {too_long} tokens in a batch of {seq_len}")
+        lengths = np.minimum(lengths, seq_len)  # row 0 as padding may be of a longer bucket
+
+        input_ids = np.full((len(rows), seq_len), self.pad_id, np.int64)
+        for number, (row_tokens, length) in enumerate(zip(tokens, lengths.tolist(), strict=True)):
+            input_ids[number, :length] = row_tokens[:length]
+        positions = np.arange(seq_len)
+        is_token = positions < lengths[:, None]
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": is_token.astype(np.int64),
+            "token_type_ids": (is_token & (positions >= self.second_at[rows][:, None])).astype(np.int64),
+        }
+        for name, values in self.values.items():
+            inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows].astype(np.int64))
+        shape = items.shape
+        counts = self._counts(is_padding, inputs.get(LABELS)).reshape(shape).sum(1)
+        tokens_each = np.where(is_padding, 0, lengths).reshape(shape).sum(1)
+        tensors = {name: torch.from_numpy(value.reshape(*shape, *value.shape[1:])) for name, value in inputs.items()}
+        return {"inputs": tensors, "count": counts.tolist(), "tokens": tokens_each.tolist()}
+
+    def _counts(self, is_padding: np.ndarray, labels: np.ndarray | None) -> np.ndarray:
+        """[rows] float64: what each row counts."""
+        if labels is None:
+            return (~is_padding).astype(np.float64)
+        has_label = labels != IGNORE_INDEX
+        if self.weights is None:
+            return has_label.astype(np.float64)
+        return np.where(has_label, np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)], 0.0)

@@ -1,0 +1,1 @@
+"""Token shards: format, order, cache, download from S3."""

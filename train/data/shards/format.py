@@ -1,0 +1,291 @@
+"""Token shards: safetensors files of sequences of one length, and the manifest that makes a data set of them.
+
+A data set is a folder: `manifest.json tokenizer/ train-00000.safetensors ... validation-00000.safetensors`. Each shard
+holds `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
+The manifest is written last, names every shard with rows, bytes and sha256, and carries its own checksum, which is
+the data set's id. Readers open what the manifest names and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from train.config import InputError, check
+from train.storage.folders import Folder, LocalFolder, Mismatch, read_again, sha256_file, wait_for_file
+from train.storage.manifest import fault_of_file, unsealed
+from train.storage.untrusted import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
+
+FORMAT = 1  # to be raised when older readers cannot read the files
+SPLITS = ("train", "validation")
+DTYPES = ("uint16", "uint32")  # of tokens
+MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
+MAX_HEADER_BYTES = 1024  # of a shard's file; three tensors take some 250
+TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
+
+
+@dataclass
+class Rows:
+    """Packed sequences: tokens [R, S] of the shards' dtype, pivot [R] uint16, same_document [R] uint8."""
+
+    tokens: np.ndarray
+    pivot: np.ndarray  # index of B's first token
+    same_document: np.ndarray  # 1 where A and B are from one document, so that their order has a meaning
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @staticmethod
+    def concatenate(parts: list[Rows]) -> Rows:
+        return Rows(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in ROW_TENSORS})
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
+
+    def copy(self) -> Rows:
+        return Rows(**{name: tensor.copy() for name, tensor in vars(self).items()})
+
+
+ROW_TENSORS = tuple(field.name for field in fields(Rows))
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What the manifest of prepared data says of its tokenizer."""
+
+    sha256: Sha256  # of tokenizer.json
+    vocab_size: int
+    cls_id: int
+    sep_id: int
+    mask_id: int
+    pad_id: int
+    special_ids: list[int]  # never masked, never a random replacement
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: FileName
+    rows: int
+    bytes: int
+    sha256: Sha256
+
+    @property
+    def entry(self) -> FileEntry:
+        return {"bytes": self.bytes, "sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    id: str  # sha256 of everything below
+    seq_len: int
+    dtype: str  # of tokens
+    splits: dict[str, list[Shard]]
+    tokenizer: TokenizerInfo
+    counts: dict[str, float]  # documents, tokens, unigram_entropy (nats per token), ...
+    config: dict[str, Any]  # of the preparation
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all splits."""
+        return [shard for shards in self.splits.values() for shard in shards]
+
+    def rows(self, split: str) -> int:
+        return sum(shard.rows for shard in self.splits[split])
+
+
+def read_manifest(where: Folder | Path) -> Manifest:
+    """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
+    folder = LocalFolder(where) if isinstance(where, Path) else where
+    location = folder.location
+    if isinstance(folder, LocalFolder):
+        advice = "give the folder that python -m train.prepare output=... wrote"
+        check(not folder.path.is_file(), f"data.path={location} is a file, not a folder; {advice}")
+        missing = f"data.path={location} does not exist; python -m train.prepare output={location} writes it"
+        check(folder.path.is_dir(), missing)
+    try:
+        return read_whole_manifest(folder)
+    except FileNotFoundError:
+        raise InputError(
+            f"{location} holds no manifest.json: nothing was prepared there (python -m train.prepare "
+            f"output={location}), or the preparation did not finish"
+        ) from None
+
+
+@read_again
+def read_whole_manifest(folder: Folder) -> Manifest:
+    """Raises Mismatch if it is not what it says of itself, FileNotFoundError if there is none."""
+    content = wait_for_file(folder, "manifest.json", folder.read)
+    try:
+        return parse_manifest(content)
+    except BadContent as error:
+        raise Mismatch(f"{folder.location}/manifest.json is not a manifest: {error}; prepare the data again") from error
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """Read a manifest, and check that all it says is possible: names stay in their folder, sizes agree.
+
+    Raises BadContent, one line, otherwise: its checksum shows that nobody changed it later, not who wrote it.
+    """
+    values = read_object(content)
+    if values.get("format") != FORMAT:
+        raise BadContent(f"its format {shown(values.get('format'))} is not {FORMAT}")
+    body = unsealed(values, "id")
+    del body["format"]
+    manifest = record(Manifest, {**body, "id": values["id"]})
+    fault = fault_of_manifest(manifest)
+    if fault is not None:
+        raise BadContent(fault)
+    return manifest
+
+
+def fault_of_manifest(manifest: Manifest) -> str | None:
+    """What is impossible in a manifest whose fields have the right types; None if nothing is."""
+    info = manifest.tokenizer
+    if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
+        return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
+    if manifest.dtype not in DTYPES:
+        return f"dtype is {shown(manifest.dtype)}, not {' or '.join(DTYPES)}"
+    if sorted(manifest.splits) != sorted(SPLITS) or not manifest.splits["train"]:
+        return f"its splits are not {' and '.join(SPLITS)} with a training shard"
+    (file, times), *_ = Counter(shard.file for shard in manifest.shards).most_common()
+    if times > 1:
+        return f"{file} is in it {times} times"
+    ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
+    if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
+        return f"a vocabulary of {info.vocab_size} pieces and special ids up to {max(ids)} as {manifest.dtype}"
+    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3  # with pivot and same_document
+    for shard in manifest.shards:
+        if not shard.file.endswith(".safetensors"):
+            return f"{shard.file} is not the name of a shard, NAME.safetensors"
+        if shard.rows < 1:
+            return f"{shard.file} holds no sequence"
+        if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
+            return f"{shard.file} with {shard.rows} sequences of {manifest.seq_len} cannot have {shard.bytes} bytes"
+    return None
+
+
+def fault_of_shard(folder: Path, shard: Shard, *, checksum: bool) -> str | None:
+    """What is wrong with a shard in a folder of this machine; None if it matches the manifest."""
+    fault = fault_of_file(folder / shard.file, shard.entry, checksum=checksum)
+    return fault and f"{folder / shard.file} {fault}; prepare the data again"
+
+
+def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
+    """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
+    for shard in manifest.shards:
+        fault = fault_of_shard(folder, shard, checksum=checksums)
+        check(fault is None, fault or "")
+    tokenizer = folder / TOKENIZER_FILE
+    check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
+    check(
+        sha256_file(tokenizer) == manifest.tokenizer.sha256,
+        f"{tokenizer} is not the tokenizer that made the shards; put the original back or prepare the data again",
+    )
+
+
+class ShardSet:
+    """The sequences of one split, memory-mapped, numbered in the manifest's order.
+
+    A shard is opened when it is first read, after `wait` has returned (S3: cache.py). Copies in other processes, forked
+    or spawned, open their own.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Shard, float], None] | None = None
+    ) -> None:
+        self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
+        self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
+        self.maps: dict[int, dict[str, np.ndarray]] = {}
+        self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
+        self.vocab_size = manifest.tokenizer.vocab_size
+        self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {  # shape and type of a row in each tensor
+            "tokens": ((self.seq_len,), self.dtype),
+            "pivot": ((), np.dtype(np.uint16)),
+            "same_document": ((), np.dtype(np.uint8)),
+        }
+
+    def __len__(self) -> int:
+        return int(self.first_rows[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "maps": {}}
+
+    def rows(self, numbers: np.ndarray) -> Rows:
+        """The sequences with these numbers, in this order."""
+        return Rows(*self.gather(numbers, ROW_TENSORS))
+
+    def gather(self, numbers: np.ndarray, names: Sequence[str]) -> list[np.ndarray]:
+        """The named tensors of the sequences with these numbers [N]: tokens [N, seq_len], pivot and same_document [N].
+        IndexError for a number that no sequence has.
+        """
+        began_s, order = time.monotonic(), np.argsort(numbers)
+        ascending = numbers[order]
+        if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
+            raise IndexError(f"sequences {ascending[0]} to {ascending[-1]} of {len(self)}")
+        cuts = np.searchsorted(ascending, self.first_rows)
+        gathered = [np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names]
+        for shard in np.flatnonzero(np.diff(cuts)).tolist():
+            first, last = cuts[shard], cuts[shard + 1]
+            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard, began_s)
+            for name, values in zip(names, gathered, strict=True):
+                # "clip" writes straight into `out`; the default mode gathers into a copy first
+                tensors[name].take(local, 0, values[first:last], "clip")
+                if name == "tokens":
+                    self.check_tokens(values[first:last], self.shards[shard])
+        position = np.empty_like(order)
+        position[order] = np.arange(len(order))
+        return [values.take(position, 0) for values in gathered]
+
+    def tensors(self, number: int, began_s: float) -> dict[str, np.ndarray]:
+        if number not in self.maps:
+            # A file that was deleted from the cache takes room while it is mapped here.
+            self.maps = {old: maps for old, maps in self.maps.items() if (self.folder / self.shards[old].file).exists()}
+            if self.wait is not None:
+                self.wait(self.shards[number], began_s)
+            self.maps[number] = self.opened(self.shards[number])
+        return self.maps[number]
+
+    def opened(self, shard: Shard) -> dict[str, np.ndarray]:
+        """A shard's tensors, mapped. InputError if they do not match the manifest."""
+        tensors, rows = map_tensors(self.folder / shard.file), shard.rows
+        wanted = {name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()}
+        ok = wanted.items() <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
+        check(ok, f"{self.folder / shard.file} does not hold the {rows} sequences of its manifest; prepare again")
+        return tensors
+
+    def check_tokens(self, tokens: np.ndarray, shard: Shard) -> None:
+        largest = int(tokens.max(initial=0))
+        check(
+            largest < self.vocab_size,
+            f"{self.folder / shard.file} holds token {largest}, its vocabulary has {self.vocab_size}; prepare again",
+        )
+
+
+def map_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Memory-map a safetensors file (layout: https://github.com/huggingface/safetensors#format) without copies.
+
+    InputError for a file whose header does not match it.
+    """
+    names = {"U8": "u1", "U16": "<u2", "U32": "<u4", "I64": "<i8"}
+    try:
+        with safe_open(path, "numpy"):  # compares sizes, shapes and offsets
+            pass
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = read_object(file.read(header_bytes))
+    except (SafetensorError, BadContent) as error:
+        raise InputError(f"{path} is not a shard: {error}; prepare the data again") from error
+    data = np.asarray(np.memmap(path, np.uint8, "r", offset=8 + header_bytes))  # memmap's own indexing is slow
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["dtype"] in names:
+            first, last = entry["data_offsets"]
+            tensors[name] = data[first:last].view(names[entry["dtype"]]).reshape(entry["shape"])
+    return tensors

@@ -1,0 +1,163 @@
+"""A prepared data set, on disk or in S3, for training: a folder on this node with its tokenizer and shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from train.config import InputError, S3Config, ShardsConfig
+from train.data.shards.cache import Room, limit_bytes, open_cache
+from train.data.shards.format import (
+    TOKENIZER_FILE,
+    Manifest,
+    Shard,
+    ShardSet,
+    check_files,
+    fault_of_shard,
+    read_manifest,
+)
+from train.data.shards.order import ShardSampler, Windows
+from train.storage.folders import (
+    MISSING_S,
+    Folder,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_bytes,
+    sha256_file,
+    wait_for_file,
+)
+from train.storage.manifest import fault_of, read_verified
+from train.storage.whole import write_atomic
+
+if TYPE_CHECKING:
+    from train.storage.s3 import S3Folder
+
+TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
+HEADS_AT_ONCE = 16
+
+
+class Supply:
+    """Keeps the shards coming while a run trains; a context manager. This one is for ranks that need none: their data
+    is on disk, or another rank's process fetches it.
+    """
+
+    def __enter__(self) -> Supply:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def consumed(self, rows: int) -> None:
+        """Say how many sequences of the whole run all ranks have used up."""
+
+
+class PreparedData:
+    """`folder` holds the tokenizer and, sooner or later, the shards. InputError for data that cannot be used."""
+
+    def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
+        """`looks`: whether the lengths of local files are compared with the manifest at once."""
+        self.cfg = cfg
+        self.source = open_folder(cfg.path, s3)
+        self.manifest = read_manifest(self.source)
+        self.cache = open_cache(cfg, self.manifest) if is_s3(cfg.path) else None
+        if self.cache is None:
+            self.folder = local_path(cfg.path)
+            if looks:
+                check_files(self.folder, self.manifest, checksums=False)
+        else:
+            self.folder = self.cache.folder
+            bring_tokenizer(self.source, self.folder, self.manifest)
+
+    def split(self, name: str) -> ShardSet:
+        return ShardSet(self.folder, self.manifest, name, self.cache.wait if self.cache else None)
+
+    def verify(self) -> None:
+        """Compare local shards with their checksums. Shards in S3 are compared as they arrive; of them only the lengths
+        are looked up. InputError names the first that does not match.
+        """
+        if self.cache is None:
+            check_files(self.folder, self.manifest, checksums=True)
+            return
+        for fault in absent(self.source, self.manifest):
+            raise InputError(fault)
+
+    def fault(self, shard: Shard) -> str | None:
+        """What is wrong with a shard, read whole from the source; None if it matches the manifest."""
+        if self.cache is None:
+            return fault_of_shard(self.folder, shard, checksum=True)
+        try:
+            content = self.source.read(shard.file)
+        except FileNotFoundError:
+            return remote_fault(self.source, shard, None)
+        return remote_fault(self.source, shard, len(content), lambda: sha256_bytes(content))
+
+    def windows(self) -> Windows:
+        """The windows that the settings name, or those that this machine has room for."""
+        wanted = self.cfg.window_shards
+        num_shards = len(self.manifest.splits["train"])
+        if wanted is not None:
+            return Windows(min(wanted, num_shards))
+        if self.cache is None:
+            return Windows(num_shards, grow=True)
+        return Room.of(self.manifest).windows(limit_bytes(self.cfg, self.folder, self.manifest))
+
+    def on_demand(self, name: str) -> ShardSet:
+        """A split that needs no supply: a shard is fetched into the cache when it is first read."""
+        if self.cache is None:
+            return self.split(name)
+        Room.of(self.manifest).check_all(limit_bytes(self.cfg, self.folder, self.manifest))
+        from train.data.shards.download import Downloader
+
+        downloader = Downloader(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache)
+        return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.bring(shard))
+
+    def supply(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+        """Start fetching the shards of `sampler`. InputError if this machine's cache has no room for them."""
+        if self.cache is None or not is_first_on_machine:
+            return Supply()
+        limit = limit_bytes(self.cfg, self.folder, self.manifest)
+        Room.of(self.manifest).check(sampler.windows, limit, global_batch_size=sampler.global_batch_size)
+        from train.data.shards.fetcher import Fetcher  # the connector takes long to import
+
+        return Fetcher(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache, sampler, limit)
+
+
+def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
+    """Copy the tokenizer's files to this node. InputError if it is not the one that made the shards."""
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    for name in TOKENIZER:
+        path, is_known = folder / name, name == TOKENIZER_FILE  # its checksum is; the other file is read each time
+        if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
+            sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
+            advice = "put the original back or prepare the data again"
+            write_atomic(path, read_verified(source, name, sha256, fault=fault, advice=advice))
+
+
+def remote_fault(source: Folder, shard: Shard, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
+    """See `train.storage.manifest.fault_of`."""
+    fault = fault_of(shard.entry, size, sha256)
+    return fault and f"{source.location}/{shard.file} {fault}; prepare the data again"
+
+
+def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
+    """A line for each shard in S3 that is missing or has another length."""
+    until_s = time.monotonic() + MISSING_S  # for all of them together
+
+    def size_of(name: str) -> int:
+        size = source.size(name)
+        if size is None:
+            raise FileNotFoundError(name)
+        return size
+
+    def examine(shard: Shard) -> str | None:
+        size: int | None = None
+        with suppress(FileNotFoundError):
+            size = wait_for_file(source, shard.file, size_of, until_s=until_s)
+        return remote_fault(source, shard, size)
+
+    with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
+        yield from filter(None, pool.map(examine, manifest.shards))

@@ -1,0 +1,198 @@
+"""Where text comes from: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
+
+Every source gives the same documents in the same order each time and holds a few of them in memory at once. Bad input
+stops with an InputError that names the line; nothing is left out in silence. A new source is one class and one line
+in SOURCES.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import platform
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Protocol
+
+from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError, check
+from train.data.files.errors import LIBRARY_ERRORS, naming
+from train.data.files.find import matching, walk
+from train.data.text.corpus_files import Csv, JsonLines, Parquet, TextFiles
+from train.data.text.documents import WHOLE, Document, Part, check_column, clean, listing, text_of
+from train.storage.folders import sha256_json
+from train.storage.hub_access import asking_hub, hub_or_path, why_missing
+
+MIN_PYDOC_CHARS = 100
+BLOCK_DOCUMENTS = 256
+SKIPPED_STDLIB = ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo")
+
+
+class Corpus(Protocol):
+    @property
+    def total_bytes(self) -> int | None:
+        """The sum of source_bytes, up to blanks at the ends of texts; None if unknown."""
+
+    @property
+    def seekable(self) -> bool:
+        """Whether a small part costs little to read, wherever it lies."""
+
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        """The documents of a part, from the first, the same at every call. Each document is in exactly one part."""
+
+    def fingerprint(self) -> str:
+        """A text that differs when the input does. It costs little: no text is read."""
+
+
+def open_corpus(cfg: CorpusConfig) -> Corpus:
+    """The corpus that `corpus.kind` names, with its files. InputError if there is none."""
+    kind = cfg.kind
+    check(kind in SOURCES, f"corpus.kind={kind} is not known; choose one of: {', '.join(SOURCES)}")
+    settings, source = SOURCES[kind]
+    check(isinstance(cfg, settings), f"corpus.kind={kind} does not go with the settings beside it; use corpus={kind}")
+    return source(cfg)
+
+
+class PyDocs:
+    """Language reference topics and the standard library's docstrings; a function of the Python installation alone."""
+
+    seekable = True
+
+    def __init__(self, cfg: CorpusConfig) -> None:
+        self.root = Path(sysconfig.get_path("stdlib"))
+        self.modules = [path for path in walk(self.root, SKIPPED_STDLIB) if path.suffix == ".py"]
+        check(bool(self.modules), f"corpus.kind=pydocs finds no sources in {self.root}; choose another corpus")
+
+    def fingerprint(self) -> str:
+        # Distributions leave out modules, so the version alone does not say which text there is.
+        files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.modules]
+        return sha256_json([platform.python_version(), files])
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(document.source_bytes for document in self._documents)
+
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        yield from self._documents[slice(*part.span(len(self._documents)))]
+
+    @cached_property  # parsing takes seconds and the result is small: not once per pass
+    def _documents(self) -> list[Document]:
+        texts = [topics[name] for name in sorted(topics)]
+        seen: set[str] = set()
+        for path in self.modules:
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError):  # a sample of Python's own that is broken on purpose
+                continue
+            new = [text for text in dict.fromkeys(docstrings(tree)) if text not in seen]
+            seen.update(new)
+            texts.append("\n\n".join(new))
+        return [Document(text, len(text.encode())) for text in map(clean, texts) if len(text) >= MIN_PYDOC_CHARS]
+
+
+def docstrings(node: ast.AST) -> Iterator[str]:
+    """Docstrings of a module and all it defines, in source order. Nothing is imported or run."""
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        text = ast.get_docstring(node)
+        if text:
+            yield text
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):  # expressions define nothing
+            yield from docstrings(child)
+
+
+class HFCorpus:
+    """Data sets of the Hub or of local folders, streamed one after the other. A null is an empty row.
+
+    A part has whole files, as the library divides them, if there are as many; parts that share a file all read it and
+    take turns of BLOCK_DOCUMENTS documents. A document ends with its file.
+    """
+
+    total_bytes = None
+    seekable = False
+
+    def __init__(self, cfg: HFCorpusConfig) -> None:
+        self.datasets = cfg.datasets
+        for dataset in self.datasets:
+            rows = dataset.rows_per_document
+            check(rows > 0, f"corpus.datasets: rows_per_document={rows} of {dataset.path} must be above 0")
+
+    def fingerprint(self) -> str:
+        return sha256_json([[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets])
+
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        opened = [stream(dataset) for dataset in self.datasets]  # all first: a mistake in the last one shows now
+        files = [
+            (dataset, rows, file)
+            for dataset, rows in zip(self.datasets, opened, strict=True)
+            for file in range(rows.num_shards)
+        ]
+        mine, turn = divide(len(files), part)
+        for dataset, rows, file in files[mine]:
+            texts = texts_of(dataset, rows.shard(rows.num_shards, file), file)
+            number = 0
+            while block := list(islice(texts, dataset.rows_per_document)):
+                text = clean("\n".join(block)) if number // BLOCK_DOCUMENTS % turn.count == turn.index else ""
+                number += 1
+                if text:
+                    yield Document(text, len(text.encode()))
+
+
+def divide(num_files: int, part: Part) -> tuple[slice, Part]:
+    """The files of a part, and which turn it has in each of them."""
+    if num_files >= part.count:
+        return slice(*part.span(num_files)), WHOLE
+    file = part.index * num_files // part.count
+    first, last = (-(-bound * part.count // num_files) for bound in (file, file + 1))
+    return slice(file, file + 1), Part(part.index - first, last - first)
+
+
+def stream(dataset: HFDataset) -> Any:
+    """Open a data set for reading row by row, and only its text column where the columns are known beforehand."""
+    import datasets  # here, because only this source needs it and it takes a second or more
+
+    path, name, split, files = hub_or_path(dataset.path), dataset.name, dataset.split, data_files(dataset)
+    source = "" if local_files(dataset) else path
+    try:
+        with asking_hub(source):
+            rows = datasets.load_dataset(path, name, split=split, data_files=files, streaming=True)
+    except LIBRARY_ERRORS as error:
+        hint = "; a local folder works too" if isinstance(error, OSError) else ""
+        raise InputError(f"data set {path} cannot be opened: {why_missing(source, error)}{hint}") from error
+    if rows.column_names is None:
+        return rows
+    check_column(dataset.column, rows.column_names, f"data set {dataset.path}")
+    return rows.select_columns([dataset.column])
+
+
+def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> Iterator[str]:
+    where = f"data set {dataset.path}" + (f", file {file + 1}" if file else "")
+    with naming(f"data set {dataset.path} cannot be read to its end", LIBRARY_ERRORS):
+        for number, row in enumerate(rows, 1):
+            null = row.get(dataset.column, "") is None
+            yield "" if null else text_of(row, dataset.column, f"{where}, row {number}")
+
+
+def local_files(dataset: HFDataset) -> list[Path]:
+    """The files of a data set on this machine; empty for a data set of the Hub."""
+    path, files = hub_or_path(dataset.path), data_files(dataset)
+    folder = glob.escape(path) if Path(path).is_dir() else ""
+    return matching(str(Path(folder, files or "**"))) if folder or files else []
+
+
+def data_files(dataset: HFDataset) -> str | None:
+    return None if dataset.data_files is None else hub_or_path(dataset.data_files)
+
+
+SOURCES: dict[str, tuple[type[CorpusConfig], Callable[[Any], Corpus]]] = {
+    "pydocs": (CorpusConfig, PyDocs),
+    "text": (FilesCorpusConfig, TextFiles),
+    "jsonl": (FilesCorpusConfig, JsonLines),
+    "csv": (FilesCorpusConfig, Csv),
+    "parquet": (FilesCorpusConfig, Parquet),
+    "hf": (HFCorpusConfig, HFCorpus),
+}

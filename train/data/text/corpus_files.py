@@ -1,0 +1,256 @@
+"""Local files as a corpus: plain text, JSON lines, CSV, Parquet. See corpus.py."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, dropwhile, islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from train.config import FilesCorpusConfig, InputError, check
+from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
+from train.data.files.rows import BATCH_ROWS, csv_rows, json_rows, open_parquet
+from train.data.files.text import check_encoding, is_seekable, open_text, stretches
+from train.data.text.documents import WHOLE, Document, Part, check_column, clean, find_files, listing, text_of
+from train.storage.folders import sha256_json
+
+MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded
+MAX_FIELD_CHARS = 2**31 - 1  # of CSV, the most that a C long holds everywhere
+STRING_TYPES = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")  # of Parquet
+BLANK = r"^\s*$"  # the usual separator, for which str.isspace is the same and faster
+ENCODING = "corpus.encoding"
+DECODING = f"{ENCODING} or corpus.errors=replace"  # settings that a bad byte may be cured by
+
+
+class FilesCorpus(ABC):
+    """Files read one after the other in the order of their names.
+
+    A part is a stretch of bytes of all files and holds the documents that begin in it; files outside are not opened.
+    Plain text and JSON lines are read from there, Parquet from the row group. Packed files, CSV and encodings in which
+    a line end cannot be found from any byte on are read from their beginning, and all before the part is left out.
+    """
+
+    suffixes: tuple[str, ...]  # of the files that are read in a folder
+
+    def __init__(self, cfg: FilesCorpusConfig) -> None:
+        self.cfg = cfg
+        check_encoding(cfg.encoding, ENCODING)
+        self.files = find_files(cfg.path, self.suffixes)
+        self.listing = listing(self.files)
+        self.sizes = {path: size for path, (_, size, _) in zip(self.files, self.listing, strict=True)}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def seekable(self) -> bool:
+        return all(map(self.can_seek, self.files))
+
+    def can_seek(self, path: Path) -> bool:
+        return is_seekable(path, self.cfg.encoding)
+
+    def fingerprint(self) -> str:
+        return sha256_json(self.listing)
+
+    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+        for path, first, last in self.spans(part):
+            before = first
+            end = min(last, self.sizes[path])
+            if self.can_seek(path):
+                texts = self.read(path, first, last)
+            else:
+                texts = beginning_in(self.read(path, 0, self.sizes[path] + 1), first, last)
+            for raw, position in texts:
+                text = clean(raw)
+                if text:
+                    yield Document(text, max(0, min(position, end) - before))
+                    before = min(position, end)
+
+    def spans(self, part: Part) -> Iterator[tuple[Path, int, int]]:
+        """The files of a part, each with its bytes [first, last). The end of a file counts as one byte more."""
+        first, last = part.span(self.total_bytes + len(self.files))
+        for path, size in self.sizes.items():
+            if first <= size and last > 0:
+                yield path, max(first, 0), min(last, size + 1)
+            first, last = first - size - 1, last - size - 1
+
+    @contextmanager
+    def opened(
+        self, path: Path, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
+        """Lines that begin in bytes [first, last) of a text file, and a function that gives the bytes read so far."""
+        errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
+        with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
+            text,
+            raw,
+        ):
+            yield self.lines_of(text), raw.tell
+
+    def lines_of(self, text: Any) -> Iterator[str]:
+        return iter(text)
+
+    @abstractmethod
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        """Texts that begin in bytes [first, last) of a file, each with the bytes of it consumed up to its end.
+
+        Where there is no seeking, only asked for whole files.
+        """
+
+
+def line_name(path: Path, first: int, number: int) -> str:
+    """How an error names a line that was counted from byte `first` on."""
+    return f"{path}, line {number} from byte {first} on" if first else f"{path}:{number}"
+
+
+def beginning_in(texts: Iterable[tuple[str, int]], first: int, last: int) -> Iterator[tuple[str, int]]:
+    """The texts of a file that begin in [first, last). Each text begins at the position where the one before ended."""
+    begin = 0
+    for text, position in texts:
+        if begin >= last:
+            return
+        if begin >= first:
+            yield text, position
+        begin = position
+
+
+class TextFiles(FilesCorpus):
+    """A line in which `separator` is found starts a new document and, if it is not blank, is part of it.
+
+    In a very long line the separator is looked for in each stretch (see `stretches`), and each stretch ends a
+    document, unless a file is to be one.
+    """
+
+    suffixes = (".txt", ".text", ".md", ".rst")
+
+    def __init__(self, cfg: FilesCorpusConfig) -> None:
+        with naming(f"corpus.separator={cfg.separator} is no regular expression", (re.error,)):
+            self.separator = None if cfg.separator is None else re.compile(cfg.separator)
+        self.begins = str.isspace if cfg.separator == BLANK else self.matches
+        super().__init__(cfg)
+
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        with self.opened(path, first, last) as (lines, position):
+            part: list[str] = []
+            size, is_cut = 0, False
+            for line in self.whole_documents(self.checked(lines, path, first), path, first, last):
+                if self.begins(line) or (self.separator and (is_cut or size > MAX_DOCUMENT_CHARS)):
+                    yield "".join(part), position()
+                    part, size = [], 0
+                part.append(line)
+                size += len(line)
+                is_cut = not line.endswith("\n")  # a very long line: each stretch of it ends a document
+            yield "".join(part), position()
+
+    def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
+        """The lines without the end of a document that began before them, and with the rest of the last document."""
+        if first > 0:
+            lines = dropwhile(lambda line: not self.begins(line), lines)
+        begin = list(islice(lines, 1))
+        return chain(begin, lines, self.rest(path, last)) if begin else iter(())
+
+    def rest(self, path: Path, last: int) -> Iterator[str]:
+        """Lines from byte `last` on to the end of the document."""
+        if last < self.sizes[path]:
+            with self.opened(path, last) as (lines, _):
+                yield from takewhile(lambda line: not self.begins(line), self.checked(lines, path, last))
+
+    def lines_of(self, text: Any) -> Iterator[str]:
+        return stretches(text)
+
+    def checked(self, lines: Iterator[str], path: Path, first: int) -> Iterator[str]:
+        """The same lines. InputError for one with characters that no text has."""
+        number, is_whole = 0, True
+        for line in lines:
+            number += is_whole
+            is_whole = line.endswith("\n")
+            bad = unreadable(line, self.cfg.encoding, DECODING)
+            check(bad is None, f"{line_name(path, first, number)}: {bad}")
+            yield line
+
+    def matches(self, line: str) -> bool:
+        return self.separator is not None and self.separator.search(line.rstrip("\n")) is not None
+
+
+class JsonLines(FilesCorpus):
+    suffixes = (".jsonl", ".json")
+
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        with self.opened(path, first, last) as (lines, position):
+            for number, row in json_rows(lines, self.cfg.encoding, DECODING):
+                yield self.field(row, line_name(path, first, number)), position()
+
+    def field(self, row: dict[str, Any] | BadRow, where: str) -> str:
+        if isinstance(row, BadRow):
+            raise InputError(f"{where}: {row}")
+        text = text_of(row, self.cfg.column, where)
+        if text.isascii() or not SURROGATE.search(text):
+            return text
+        # JSON can escape half a character, which cannot be encoded again and which tokenizers refuse.
+        check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
+        return SURROGATE.sub("\ufffd", text)
+
+
+class Csv(FilesCorpus):
+    suffixes = (".csv",)
+
+    def can_seek(self, path: Path) -> bool:
+        return False  # a line end may be in a field
+
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        with self.opened(path) as (lines, position):
+            encoding = self.cfg.encoding
+            columns, rows = csv_rows(lines, str(path), encoding, DECODING, max_field_chars=MAX_FIELD_CHARS)
+            check_column(self.cfg.column, columns or [], f"{path}:1")
+            for line, row in rows:
+                if isinstance(row, BadRow):
+                    hint = "quote fields with commas, quotes or line ends in them, and double the quotes"
+                    raise InputError(f"{path}:{line}: {row}; {hint}")
+                yield row[self.cfg.column], position()
+
+
+class Parquet(FilesCorpus):
+    """Sizes are those of the column before compression, from the footers. A null is an empty document."""
+
+    suffixes = (".parquet",)
+
+    def __init__(self, cfg: FilesCorpusConfig) -> None:
+        super().__init__(cfg)
+        self.sizes = {path: self.column_bytes(path) for path in self.files}
+
+    def can_seek(self, path: Path) -> bool:
+        return True
+
+    def column_bytes(self, path: Path) -> int:
+        """Size of the column in a file; InputError if it is missing or not text."""
+        column = self.cfg.column
+        with open_parquet(path) as file:
+            check_column(column, file.schema_arrow.names, str(path))
+            kind = str(file.schema_arrow.field(column).type)
+            check(
+                kind.startswith(STRING_TYPES), f"{path}: column {column} is {kind}; set corpus.column to one of strings"
+            )
+            groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+            columns = [group.column(index) for group in groups for index in range(group.num_columns)]
+            return sum(item.total_uncompressed_size for item in columns if item.path_in_schema == column)
+
+    def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
+        """Row i of n begins at byte size * i // n."""
+        with open_parquet(path) as file:
+            size, num_rows = max(1, self.sizes[path]), file.metadata.num_rows
+            first_row, last_row = (min(num_rows, -(-byte * num_rows // size)) for byte in (first, last))
+            row = 0  # the first one of the group
+            for group in range(file.num_row_groups):
+                end = row + file.metadata.row_group(group).num_rows
+                if row < last_row and end > first_row:
+                    texts = enumerate(self.texts(file, group), row + 1)
+                    for done, text in islice(texts, max(0, first_row - row), last_row - row):
+                        yield text, self.sizes[path] * done // num_rows
+                row = end
+
+    def texts(self, file: Any, group: int) -> Iterator[str]:
+        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[self.cfg.column]):
+            yield from (text or "" for text in batch.column(0).to_pylist())

@@ -1,0 +1,93 @@
+"""The common ground of all sources of text: documents, parts of a corpus, and the files that a corpus is read from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError, check
+from train.data.files.errors import naming
+from train.data.files.find import matching, walk
+from train.storage.folders import local_path
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str  # stripped, not empty, lines end in \n
+    source_bytes: int  # input consumed since the document before, for progress
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts of a corpus; `index` counts from 0, what users write from 1."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """The part that "3/64" means; PrepareConfig has checked the text."""
+        number, count = map(int, text.split("/"))
+        return cls(number - 1, count)
+
+    def __str__(self) -> str:
+        return f"{self.index + 1}/{self.count}"
+
+    def span(self, total: int) -> tuple[int, int]:
+        """Which of `total` things are this part's: [first, last). Each is in one part."""
+        return total * self.index // self.count, total * (self.index + 1) // self.count
+
+    def divided(self, count: int) -> list[Part]:
+        """This part as `count` smaller ones."""
+        return [Part(self.index * count + index, self.count * count) for index in range(count)]
+
+
+WHOLE = Part()
+
+
+def clean(text: str) -> str:
+    return (re.sub(r"\r\n?", "\n", text) if "\r" in text else text).strip()
+
+
+def check_column(column: str, columns: Iterable[str], where: str) -> None:
+    if column not in columns:
+        raise InputError(f"{where}: no column={column}; the columns are: {', '.join(columns) or '(none)'}")
+
+
+def text_of(row: dict[str, Any], column: str, where: str) -> str:
+    check_column(column, row, where)
+    value = row[column]
+    if not isinstance(value, str):
+        raise InputError(f"{where}: column {column} holds {str(value)[:40]} ({type(value).__name__}), not a string")
+    return value
+
+
+def find_files(location: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """A file, the files of a folder with one of the suffixes (.gz may follow), or what a glob matches."""
+    path = local_path(location)
+    hint = ""
+    with naming(f"corpus.path={location} cannot be read", (OSError,)):
+        if path.is_dir():
+            paths = [item for item in walk(path) if item.name.lower().removesuffix(".gz").endswith(suffixes)]
+            hint = f" that ends in {', '.join(suffixes)} or one of these and .gz"
+        elif path.is_file():
+            paths = [path]
+        else:
+            paths = matching(str(path))
+    check(bool(paths), f"corpus.path={location} matches no file{hint}; give a file, a folder or a glob")
+    return paths
+
+
+def listing(paths: list[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time (ns) of each file; names start at the common folder, so that a moved corpus is the same."""
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    rows = []
+    for path in paths:
+        check(path.is_file(), f"{path} is not a regular file, or a link to nowhere; remove it")
+        check(os.access(path, os.R_OK), f"{path} cannot be read: permission denied")
+        rows.append((path.relative_to(root).as_posix(), path.stat().st_size, path.stat().st_mtime_ns))
+    return rows

@@ -1,0 +1,95 @@
+"""Documents to token ids with a finished tokenizer. Imports no transformers, so that a process of it starts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from train.data.shards.format import TokenizerInfo
+from train.data.text.documents import Document
+
+CHUNK_CHARS = 2 * 2**20  # text handed to the tokenizer at once; it spreads a chunk over its threads
+CHUNKS_AHEAD = 2  # tokenised beside the packing
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer in a form that can be sent to another process."""
+
+    json: str  # of the `tokenizers` library
+    info: TokenizerInfo
+    unk_id: int | None
+
+    def open(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_str(self.json)
+        tokenizer.encode_special_tokens = True  # "[SEP]" in a text is text
+        return tokenizer
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest that holds every id."""
+        return np.dtype(np.uint16 if self.info.vocab_size <= 2**16 else np.uint32)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    documents: list[Document]
+    tokens: np.ndarray  # int32, of all documents, one after the other
+    lengths: np.ndarray  # int64, tokens of each document
+
+
+def starts_of(tokenizer: Tokenizer) -> np.ndarray:
+    """[vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling)."""
+    pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
+    if any(piece.startswith("##") for piece in pieces):
+        return np.array([not piece.startswith("##") for piece in pieces])
+    return np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
+
+
+def text_pieces(info: TokenizerInfo) -> np.ndarray:
+    """[vocab] bool: False for [CLS], [SEP], [MASK] and padding, which structure sequences and which no text holds."""
+    is_text = np.ones(info.vocab_size, bool)
+    is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False
+    return is_text
+
+
+def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += len(document.text)
+        if size >= CHUNK_CHARS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray) -> Encoded:
+    encodings = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
+    ids = [encoding.ids for encoding in encodings]
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
+    keep = is_text[tokens]  # a text may still spell "<pad>"
+    if not keep.all():
+        before = np.concatenate([[0], np.cumsum(keep)])
+        ends = np.cumsum(lengths)
+        tokens, lengths = tokens[keep], before[ends] - before[ends - lengths]
+    return Encoded(documents, tokens, lengths)
+
+
+def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
+    """Documents in order, a chunk at a time. The next chunks are encoded meanwhile: tokenizers release the GIL."""
+    tokenizer, is_text = vocabulary.open(), text_pieces(vocabulary.info)
+    source = chunks(documents)
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(encode, chunk, tokenizer, is_text) for chunk in islice(source, CHUNKS_AHEAD)]
+        while pending:
+            yield pending.pop(0).result()
+            pending += [pool.submit(encode, chunk, tokenizer, is_text) for chunk in islice(source, 1)]

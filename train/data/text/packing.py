@@ -1,0 +1,85 @@
+"""Sequences of one length from the tokens of documents, without padding; only the last partial sequence is lost.
+
+A sequence is `[CLS] A [SEP] B [SEP]`: two stretches of the running text. Where a document ends inside a sequence, B
+begins with the next document (further document ends keep their own [SEP]); otherwise A and B follow each other in one
+document and are cut at a word start, so that a sentence-order objective can swap them. The full-sentences packing of
+RoBERTa (https://arxiv.org/abs/1907.11692, section 4.2) with ALBERT's two segments.
+
+Shapes: R sequences, S tokens of a sequence, N = S - 3 tokens of text in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from train.data.random_bits import hash_uniform
+from train.data.shards.format import Rows
+
+
+@dataclass
+class Packer:
+    """Turns a stream of documents into sequences; the result does not depend on how the stream is cut into calls."""
+
+    seq_len: int
+    cls_id: int
+    sep_id: int
+    word_start: np.ndarray  # [vocab] bool
+    seed: int
+    dtype: np.dtype
+    next_row: int = 0  # number of the next sequence, from which its cut is drawn
+    stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
+        """Append documents and give the sequences that are full now.
+
+        Args:
+            tokens: int32, those of all documents one after the other, without special ones.
+            lengths: int64, how many each document has.
+        """
+        stream = np.concatenate([self.stream, np.insert(tokens, np.cumsum(lengths), self.sep_id)])
+        starts, cuts, at_end, used = self._cut(stream)
+        self.stream = stream[used:]
+        return self._assemble(stream, starts, cuts, at_end)
+
+    def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """The start of each sequence, its document end nearest the middle (-1: none), and the tokens used up."""
+        length = self.seq_len - 3
+        ends = np.flatnonzero(stream == self.sep_id).tolist()
+        starts, cuts = [], []
+        position = 0
+        while position + length + 1 <= len(stream):
+            first = bisect_left(ends, position)
+            if first < len(ends) and ends[first] == position:  # the document ended with the last sequence
+                position += 1
+                continue
+            middle = position + length // 2
+            after = bisect_left(ends, middle)
+            near = [end for end in ends[max(first, after - 1) : after + 1] if end < position + length]
+            cut = min(near, key=lambda end: abs(end - middle), default=-1)
+            starts.append(position)
+            cuts.append(cut - position if near else -1)
+            position += length + bool(near)
+        cuts_array = np.array(cuts, np.int64)
+        return np.array(starts, np.int64), cuts_array, cuts_array >= 0, position
+
+    def _assemble(self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray) -> Rows:
+        num_rows, length = len(starts), self.seq_len - 3
+        offset = np.arange(length + 1)  # of a text token or the middle [SEP]
+        if num_rows:
+            text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
+            rows = self.next_row + np.arange(num_rows)
+            drawn = 1 + (hash_uniform(self.seed, rows[:, None], 0)[:, 0] * (length - 1)).astype(np.int64)
+            is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
+            drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
+            cuts = np.where(at_end, cuts, drawn)
+        # Without a document end the middle [SEP] is put in, and what follows moves by one.
+        moved = (offset > cuts[:, None]) & ~at_end[:, None]
+        body = stream[starts[:, None] + offset - moved] if num_rows else np.empty((0, length + 1), np.int32)
+        body[np.arange(num_rows), cuts] = self.sep_id
+        tokens = np.empty((num_rows, self.seq_len), self.dtype)
+        tokens[:, 0], tokens[:, 1:-1], tokens[:, -1] = self.cls_id, body, self.sep_id
+        self.next_row += num_rows
+        return Rows(tokens, (cuts + 2).astype(np.uint16), (~at_end).astype(np.uint8))

@@ -1,0 +1,228 @@
+"""Token shards from one part of a corpus. A part that was killed resumes after its last complete shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from train.config import InputError, PrepareConfig
+from train.data.random_bits import text_uniform
+from train.data.shards.format import ROW_TENSORS, SPLITS, Rows, Shard, TokenizerInfo
+from train.data.shards.writer import Uploads, write_shard
+from train.data.text.corpus import Corpus
+from train.data.text.documents import Document, Part
+from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
+from train.data.text.packing import Packer
+from train.storage.folders import Folder
+from train.storage.untrusted import read_object, record
+
+SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
+ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts
+STATE_NAMES = "part-"
+
+Report = Callable[[int, int], None]  # bytes of the corpus and tokens that have been dealt with since the last call
+
+
+def label(part: Part) -> str:
+    return f"{part.index + 1:0{len(str(part.count))}}of{part.count}"
+
+
+def state_name(part: Part) -> str:
+    return f"{STATE_NAMES}{label(part)}.safetensors"
+
+
+def shard_name(split: str, part: Part, index: int) -> str:
+    """train-00000.safetensors, or train-03of64-00000.safetensors of one part of many."""
+    return f"{split}-{label(part)}-{index:05d}.safetensors" if part.count > 1 else f"{split}-{index:05d}.safetensors"
+
+
+def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
+    """Sequences in about SHARD_BYTES: tokens, pivot and same_document."""
+    return max(1, SHARD_BYTES // (seq_len * dtype.itemsize + 3))
+
+
+@dataclass(frozen=True)
+class PartState:
+    """The state of a part, from which a later process continues and which the merge reads."""
+
+    identity: str  # of the whole preparation
+    tokenizer: TokenizerInfo
+    finished: bool
+    shards: dict[str, list[Shard]]
+    done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens
+    next_row: dict[str, int]
+    arrays: dict[str, Any]  # np.ndarray: token_counts, and of each split the tokens and sequences not written yet
+
+    def to_bytes(self) -> bytes:
+        facts = {"tokenizer": asdict(self.tokenizer), "finished": self.finished, "done": self.done}
+        facts |= {"shards": {split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()}}
+        facts |= {"identity": self.identity, "next_row": self.next_row}
+        return save({name: np.ascontiguousarray(array) for name, array in self.arrays.items()} | packed(facts))
+
+    @staticmethod
+    def from_bytes(content: bytes) -> PartState:
+        arrays = load(content)
+        return record(PartState, {**read_object(arrays.pop("facts").tobytes()), "arrays": arrays})
+
+
+def packed(facts: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+
+
+def read_state(folder: Folder, part: Part, identity: str) -> PartState | None:
+    """How far a part has come; None if it has not begun. InputError if it is another preparation's."""
+    name = state_name(part)
+    try:
+        state = PartState.from_bytes(folder.read(name))
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{folder.location}/{name} is damaged ({error}); remove it and prepare the part again"
+        ) from error
+    if state.identity != identity:
+        raise InputError(f"{folder.location}/{name} is of a preparation with other settings; choose another output")
+    return state
+
+
+def prepare_part(
+    cfg: PrepareConfig,
+    folder: Folder,
+    corpus: Corpus,
+    vocabulary: Vocabulary,
+    part: Part,
+    identity: str,
+    report: Report,
+) -> None:
+    """Write a part's shards and its state. A part that was begun is continued; a finished one is left alone."""
+    work = Preparation(
+        folder,
+        vocabulary,
+        part,
+        identity=identity,
+        seq_len=cfg.seq_len,
+        seed=cfg.seed,
+        validation_fraction=cfg.validation_fraction,
+        rows_per_shard=cfg.rows_per_shard or rows_of_shard(cfg.seq_len, vocabulary.dtype),
+    )
+    finished = work.resume()
+    report(work.done["source_bytes"], 0)
+    if finished:
+        return
+    documents = islice(corpus.documents(part), work.done["documents"], None)
+    with work.uploads:
+        for chunk in encoded(documents, vocabulary):
+            work.add(chunk)
+            report(sum(document.source_bytes for document in chunk.documents), len(chunk.tokens))
+        work.finish()
+
+
+class Preparation:
+    """Packs the tokens of documents and writes them as shards."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        vocabulary: Vocabulary,
+        part: Part,
+        *,
+        identity: str,
+        seq_len: int,
+        seed: int,
+        validation_fraction: float,
+        rows_per_shard: int,
+    ) -> None:
+        self.folder, self.vocabulary, self.part, self.identity = folder, vocabulary, part, identity
+        self.seed, self.validation_fraction, self.rows_per_shard = seed, validation_fraction, rows_per_shard
+        starts, info, first = starts_of(vocabulary.open()), vocabulary.info, part.index * ROWS_APART
+        self.packers = {
+            split: Packer(seq_len, info.cls_id, info.sep_id, starts, seed + number, vocabulary.dtype, first)
+            for number, split in enumerate(SPLITS)
+        }
+        nothing = np.empty(0, np.int32), np.empty(0, np.int64)
+        self.pending: dict[str, list[Rows]] = {split: [packer.add(*nothing)] for split, packer in self.packers.items()}
+        self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}  # changed by uploads only
+        self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0}
+        self.token_counts = np.zeros(info.vocab_size, np.int64)  # of the training split
+        self.uploads = Uploads()
+
+    def add(self, chunk: Encoded) -> None:
+        """Pack a chunk; write each shard that is full."""
+        held_out = np.array([self.is_held_out(document) for document in chunk.documents])
+        of_token = np.repeat(held_out, chunk.lengths)
+        for split, (tokens, lengths) in {
+            "train": (chunk.tokens[~of_token], chunk.lengths[~held_out]),
+            "validation": (chunk.tokens[of_token], chunk.lengths[held_out]),
+        }.items():
+            self.pending[split].append(self.packers[split].add(tokens, lengths))
+            if split == "train":
+                self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
+                if self.vocabulary.unk_id is not None:
+                    self.done["unknown_tokens"] += int((tokens == self.vocabulary.unk_id).sum())
+        self.done["documents"] += len(chunk.documents)
+        self.done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
+        self.done["tokens"] += len(chunk.tokens)
+        if any(sum(map(len, rows)) >= self.rows_per_shard for rows in self.pending.values()):
+            self.flush(finished=False)
+
+    def is_held_out(self, document: Document) -> bool:
+        return text_uniform(document.text, self.seed)[0] < self.validation_fraction
+
+    def finish(self) -> None:
+        """Write the remaining sequences, and a state that says the part is finished."""
+        self.flush(finished=True)
+        self.uploads.wait()
+
+    def flush(self, *, finished: bool) -> None:
+        """Begin to write waiting sequences as shards, the incomplete one too if it is the last, then the state."""
+        size = self.rows_per_shard
+        full: list[tuple[str, Rows]] = []
+        for split, parts in self.pending.items():
+            rows = Rows.concatenate(parts)
+            whole = len(rows) if finished else len(rows) // size * size
+            full += [(split, rows[first : min(first + size, whole)]) for first in range(0, whole, size)]
+            self.pending[split] = [rows[whole:].copy()]  # not to keep all of it in memory
+        state = self.state(finished=finished)
+
+        def work() -> None:
+            for split, rows in full:
+                name = shard_name(split, self.part, len(self.shards[split]))
+                self.shards[split].append(write_shard(self.folder, name, rows))
+            self.folder.write(state_name(self.part), state.to_bytes())
+
+        self.uploads.add(work)
+
+    def state(self, *, finished: bool) -> PartState:
+        """The present state; shards that are still being written follow."""
+        arrays = {"token_counts": self.token_counts.copy()}
+        for split, packer in self.packers.items():
+            rows = Rows.concatenate(self.pending[split])
+            tensors = {"stream": packer.stream, **vars(rows)}
+            arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
+        return PartState(
+            identity=self.identity,
+            tokenizer=self.vocabulary.info,
+            finished=finished,
+            shards=self.shards,
+            done=dict(self.done),
+            next_row={split: packer.next_row for split, packer in self.packers.items()},
+            arrays=arrays,
+        )
+
+    def resume(self) -> bool:
+        """Continue the work of an earlier process, if there is any; True if all of it is done."""
+        state = read_state(self.folder, self.part, self.identity)
+        if state is None:
+            return False
+        self.token_counts, self.done, self.shards = state.arrays["token_counts"].copy(), state.done, state.shards
+        for split, packer in self.packers.items():
+            packer.stream, packer.next_row = state.arrays[f"{split}.stream"], state.next_row[split]
+            self.pending[split] = [Rows(*(state.arrays[f"{split}.{name}"] for name in ROW_TENSORS))]
+        return state.finished

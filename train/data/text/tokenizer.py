@@ -1,0 +1,241 @@
+"""A tokenizer trained on the corpus (unigram pieces, as ALBERT's) or one that exists, and what training needs of it.
+
+Trained with Google's sentencepiece library: the trainer of `tokenizers` gives another vocabulary every time, because
+it walks hash maps in random order; sentencepiece gives the same one for the same text and number of threads. Used
+through `tokenizers`, so that `transformers` loads the folder as any other fast tokenizer.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as their_logging
+
+from train.config import MIN_VOCAB_SIZE, InputError, check
+from train.data.shards.format import TokenizerInfo
+from train.data.text.encoding import Vocabulary, starts_of
+from train.storage.folders import Folder, scratch_folder, sha256_bytes
+from train.storage.hub_access import asking_hub, hub_or_path, why_missing
+from train.storage.untrusted import Sha256
+
+logger = logging.getLogger("train")
+
+# ALBERT's special pieces in ALBERT's places, https://github.com/google-research/albert README, "SentencePiece"
+PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
+TRAINER_THREADS = 16  # part of the result: sentencepiece adds its counts thread by thread
+PUBLISHED = "tokenizer/tokenizer.json"
+MAX_LINE_BYTES = 4000  # sentencepiece drops longer lines (its limit is 4192), so they are cut at a space
+
+
+def normalizer(*, lowercase: bool) -> normalizers.Normalizer:
+    """ALBERT's: LaTeX quotes to plain ones, compatibility decomposition, accents and case dropped, single spaces."""
+    steps = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"'), normalizers.NFKD()]
+    if lowercase:
+        steps += [normalizers.StripAccents(), normalizers.Lowercase()]
+    return normalizers.Sequence([*steps, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
+
+
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, lowercase: bool, train_bytes: int
+) -> PreTrainedTokenizerFast:
+    """Learn a unigram vocabulary of `vocab_size` pieces from the first `train_bytes` of the texts.
+
+    Raises:
+        InputError: the text is too small for so many pieces; the message says how many it gives.
+    """
+    rule = normalizer(lowercase=lowercase)
+    model, lines = io.BytesIO(), Relay(short_lines(texts, rule, train_bytes))
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            character_coverage=0.9995,  # the library's advice for alphabets; rarer characters become <unk>
+            normalization_rule_name="identity",  # done by `rule`, the one that is used later too
+            pad_id=0,
+            unk_id=1,
+            bos_id=-1,
+            eos_id=-1,
+            pad_piece=PAD,
+            unk_piece=UNK,
+            control_symbols=[CLS, SEP, MASK],
+            num_threads=TRAINER_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if lines.error is not None:
+            raise lines.error from None
+        raise InputError(unfit(vocab_size, str(error))) from error
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    vocabulary = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=1))
+    tokenizer.normalizer = rule
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLS} $A {SEP}",
+        pair=f"{CLS} $A {SEP} $B:1 {SEP}:1",
+        special_tokens=[(CLS, 2), (SEP, 3)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP, mask_token=MASK
+    )
+
+
+class Relay:
+    """An iterator for a library that wraps the exceptions raised in it: `error` is the original one."""
+
+    def __init__(self, items: Iterator[str]) -> None:
+        self.items = items
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self.items)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def unfit(vocab_size: int, error: str) -> str:
+    """The reason why sentencepiece made no vocabulary of this size, and a size that the text allows."""
+    given = f"tokenizer.vocab_size={vocab_size}"
+    if most := re.search(r"too high .*<= (\d+)", error):
+        smaller = f"set tokenizer.vocab_size={most[1]} or less, or " if int(most[1]) >= MIN_VOCAB_SIZE else ""
+        return f"{given} is more than this text can fill: {smaller}give more text"
+    if fewest := re.search(r"required_chars\. \d+ vs (\d+)", error):
+        return f"{given} is fewer than the characters of this text: set tokenizer.vocab_size={fewest[1]} or more"
+    return f"{given}: no tokenizer can be made from this text ({error.rsplit('] ', 1)[-1].strip() or 'it is empty'})"
+
+
+def short_lines(texts: Iterable[str], rule: normalizers.Normalizer, train_bytes: int) -> Iterator[str]:
+    """Normalised lines of at most MAX_LINE_BYTES until `train_bytes` are given out."""
+    given = 0
+    for text in texts:
+        for raw in text.splitlines():
+            line, start = rule.normalize_str(raw), 0
+            while start < len(line):
+                head = line[start : start + MAX_LINE_BYTES + 1]  # if that is too long in bytes, the rest is as well
+                if len(head.encode()) > MAX_LINE_BYTES:
+                    head = head[: MAX_LINE_BYTES // 4]
+                    head = head.rpartition(" ")[0] or head
+                given += len(head.encode())
+                yield head
+                start += len(head)
+                while line[start : start + 1].isspace():
+                    start += 1
+            if given >= train_bytes:
+                return
+
+
+def load_tokenizer(
+    source: str, *, needs: Sequence[str] = ("cls_token", "sep_token", "mask_token", "pad_token")
+) -> PreTrainedTokenizerFast:
+    """A fast tokenizer from the Hub or a folder, which neither cuts nor pads. InputError for one that cannot be loaded,
+    is slow, or lacks a special token that is needed.
+    """
+    source = hub_or_path(source)
+    try:
+        with quiet(), asking_hub(source):
+            is_local = Path(source).is_dir()
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises plain ones for a file that is not a tokenizer's
+        why = why_missing(source, error)
+        raise InputError(f"tokenizer {source} cannot be loaded: {why}; without the Hub give a folder") from error
+    check(
+        tokenizer.is_fast,
+        f"tokenizer {source} is a slow one ({type(tokenizer).__name__}, pure Python): it does not know which "
+        "characters a token is from; choose a fast one (tokenizer.json)",
+    )
+    check(
+        len(tokenizer) > len(tokenizer.all_special_ids),  # what transformers makes where there is no file
+        f"tokenizer {source} cannot be loaded: it has no tokenizer.json or vocabulary file",
+    )
+    for name in needs:
+        check(getattr(tokenizer, name) is not None, f"tokenizer {source} has no {name}, which the model needs")
+    tokenizer.backend_tokenizer.no_truncation()  # some are saved with it, and would cut every text short
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' tables and progress bars: our own errors hold what matters of them, in one line."""
+    level, had_bars = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        their_logging.set_verbosity(level)
+        if had_bars:
+            their_logging.enable_progress_bar()
+
+
+def publish_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Folder) -> None:
+    """Write the files that `AutoTokenizer.from_pretrained` reads into `tokenizer/`, unless another process was first.
+
+    tokenizer.json comes last: where it is, the others are.
+    """
+    with scratch_folder() as temporary:
+        tokenizer.save_pretrained(str(temporary))
+        files = {path.relative_to(temporary).as_posix(): path for path in temporary.rglob("*") if path.is_file()}
+        for name in sorted(files, key=lambda name: (name == "tokenizer.json", name)):
+            folder.create(f"tokenizer/{name}", files[name].read_bytes())
+
+
+def published_vocabulary(folder: Folder) -> Vocabulary:
+    """The tokenizer that `publish_tokenizer` wrote, whichever process did."""
+    with scratch_folder() as temporary:
+        for name in folder.names("tokenizer/"):
+            path = temporary / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(folder.read(name))
+        tokenizer = load_tokenizer(str(temporary / "tokenizer"))
+    info = TokenizerInfo(
+        sha256=Sha256(sha256_bytes(folder.read(PUBLISHED))),
+        vocab_size=len(tokenizer),
+        cls_id=tokenizer.cls_token_id,
+        sep_id=tokenizer.sep_token_id,
+        mask_id=tokenizer.mask_token_id,
+        pad_id=tokenizer.pad_token_id,
+        special_ids=sorted(tokenizer.all_special_ids),
+    )
+    return Vocabulary(tokenizer.backend_tokenizer.to_str(), info, tokenizer.unk_token_id)
+
+
+def check_same_vocabulary(source: str, ours: dict[str, int], refusal: str) -> None:
+    """InputError with `refusal` for a pretrained model whose tokenizer has another vocabulary: its embeddings would be
+    of other pieces. A model that comes without a tokenizer cannot be checked, and a warning says so.
+    """
+    try:
+        theirs = load_tokenizer(source, needs=())
+    except InputError as error:
+        logger.warning("model.pretrained=%s comes without a tokenizer to compare with (%s)", source, error)
+        return
+    check(theirs.get_vocab() == ours, refusal)
+
+
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """The number of each piece, from the tokenizer of a prepared data set."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+
+
+def word_starts(folder: Path) -> np.ndarray:
+    """[vocab] bool: True for pieces that begin a word, of a prepared data set's tokenizer."""
+    return starts_of(Tokenizer.from_file(str(folder / "tokenizer.json")))

@@ -1,0 +1,1 @@
+"""This process and its machine: launcher, environment, devices, memory. No torch here."""

@@ -1,0 +1,49 @@
+"""Versions, commit and machine of a process, for environment.json. No torch here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import conf
+import train
+from train.host.machine import installed_versions
+
+PACKAGES: tuple[str, ...] = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
+PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit, folders of the code, and machine. Environment variables are left out: they may be secret."""
+    versions = installed_versions(*PACKAGES)
+    return {
+        "baretrain": train.__version__,
+        "python": platform.python_version(),
+        "versions": {package: versions.get(package) for package in PACKAGES},
+        "commit": commit(),
+        "code": [str(Path(train.__file__).parent), str(Path(conf.__file__ or "").parent)],
+        "neuron_cc_flags": os.environ.get("NEURON_CC_FLAGS"),
+        "host": platform.node(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def commit() -> str | None:
+    """The git commit of the code, with a plus sign if it was changed; None outside a checkout."""
+    if shutil.which("git") is None:
+        return None
+    folder = Path(train.__file__).parent
+    done = subprocess.run(
+        ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or None

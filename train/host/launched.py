@@ -1,0 +1,123 @@
+"""How this process was started: by torchrun, by Slurm or by itself, as the environment says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from train.config import TrainConfig, check
+
+FIX = (
+    "start one torchrun a machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
+    "single process"
+)
+
+
+@dataclass(frozen=True)
+class Launched:
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1  # number of ranks on this machine
+    is_distributed: bool = False  # the ranks have to connect, even if there is only one
+    master_addr: str = ""  # address at which they connect
+    master_port: int = 0
+    run_id: str | None = None  # of torchrun; None: not started by torchrun
+    restart_count: int = 0  # number of restarts by torchrun
+    uses_agent_store: bool = False  # torchrun holds the store through which ranks connect; else rank 0 does
+    slurm_tasks: int = 1  # number of tasks that one srun has started
+
+    @property
+    def is_under_torchrun(self) -> bool:
+        return self.run_id is not None
+
+    @property
+    def is_one_machine(self) -> bool:
+        return self.local_world_size == self.world_size
+
+    @property
+    def torchrun(self) -> list[str]:
+        """An identity of torchrun, which its restarts share."""
+        return [self.run_id or "", self.master_addr, str(self.master_port or "")]
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> Launched:
+    """Read how this process was started; an empty variable counts as unset.
+
+    Raises InputError for variables that contradict each other: ranks would train apart, or wait for ever.
+    """
+    given = {name: value for name, value in environ.items() if value}
+    is_distributed = "RANK" in given
+    rank, world_size = whole(given, "RANK", 0), whole(given, "WORLD_SIZE", 1, least=1)
+    local_rank, local_world_size = whole(given, "LOCAL_RANK", 0), whole(given, "LOCAL_WORLD_SIZE", 1, least=1)
+    check(
+        is_distributed or world_size == 1,
+        f"WORLD_SIZE={world_size} without RANK: this process would train on its share of each batch alone; {FIX}",
+    )
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in given]
+    check(not (is_distributed and missing), f"RANK={rank} without {', '.join(missing)}: {FIX}")
+    for name, number, total, of in (
+        ("RANK", rank, "WORLD_SIZE", world_size),
+        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
+    ):
+        check(number < of, f"{name}={number} must be below {total}={of}, ranks count from 0; {FIX}")
+    # Machines may have different numbers of ranks, but none has more than there are.
+    check(
+        local_rank <= rank and local_world_size - local_rank <= world_size - rank,
+        f"RANK={rank} of WORLD_SIZE={world_size} cannot be LOCAL_RANK={local_rank} of "
+        f"LOCAL_WORLD_SIZE={local_world_size}; {FIX}",
+    )
+    return Launched(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        is_distributed=is_distributed,
+        master_addr=given.get("MASTER_ADDR", ""),
+        master_port=whole(given, "MASTER_PORT", 0, least=int(is_distributed), most=2**16 - 1),
+        run_id=given.get("TORCHELASTIC_RUN_ID"),
+        restart_count=whole(given, "TORCHELASTIC_RESTART_COUNT", 0),
+        uses_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        slurm_tasks=whole(given, "SLURM_STEP_NUM_TASKS", 1, least=1),
+    )
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or a process without a launcher. No other variable is checked."""
+    return os.environ.get("RANK", "") in ("", "0")
+
+
+def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, most: int = 2**31) -> int:
+    """The number that a variable holds; InputError if it holds none in the range."""
+    text = given.get(name, str(default))
+    ok = text.isascii() and text.isdigit() and least <= int(text) <= most
+    check(ok, f"{name}={text} must be a whole number from {least} to {most}; {FIX}")
+    return int(text)
+
+
+def check_launch(cfg: TrainConfig, launch: Launched) -> None:
+    """Raise InputError for a number of ranks that the instance cannot run, and for tasks that torchrun did not start.
+
+    Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are refused by the runtime.
+    """
+    world, local = launch.world_size, launch.local_world_size
+    check(
+        launch.is_distributed or launch.slurm_tasks == 1,
+        f"Slurm started {launch.slurm_tasks} tasks without torchrun: each would train alone; run one torchrun a "
+        "machine",
+    )
+    instance = cfg.instance
+    if instance.rank_counts is None:
+        return
+    valid = instance.rank_counts
+    check(
+        local in valid,
+        f"{local} ranks on one machine: {instance.name} runs {' or '.join(map(str, valid))}; "
+        f"start torchrun with --nproc-per-node={max(valid)}",
+    )
+    check(
+        world == local or local == max(valid),
+        f"{local} ranks on each of {world // local} machines: several {instance.name} work together with all "
+        f"{max(valid)} each; start torchrun with --nproc-per-node={max(valid)}",
+    )

@@ -1,0 +1,286 @@
+"""Facts about a machine and its environment that can be read without opening a device. No torch here.
+
+Sources: the Neuron SDK's guides for PyTorch/XLA (training-troubleshooting, torch-neuron-envvars, neuron-caching), of
+SDK 2.31, the last that ships it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from train.config import InputError, check
+from train.host.processes import read_process
+
+DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
+NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
+ROOT_COMM_PORT = 48620  # of Neuron's collectives; to be reserved, as Linux uses this range for outgoing connections
+INDEX = "https://pip.repos.neuron.amazonaws.com"
+INSTALL = (
+    f"pip install 'neuronx-cc==2.26.6360.0' 'torch-neuronx==2.9.0.2.15.32035' --extra-index-url {INDEX}"  # SDK 2.31.1
+)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """An environment variable that does not have the effect that its user expects."""
+
+    name: str
+    why: str
+    is_dangerous: bool = False  # it changes the results
+
+
+KNOBS = (
+    Knob("XLA_USE_BF16", "silently rounds every float32 to bfloat16; unset it and set backend.precision=bf16", True),
+    Knob("XLA_DOWNCAST_BF16", "silently rounds float32 to bfloat16; unset it and set backend.precision=bf16", True),
+    Knob("NEURON_EXTRACT_GRAPHS_ONLY", "only collects graphs, every number computed is 0; unset it", True),
+    Knob("XLA_USE_DUMMY_STORE", "leaves the ranks without a store through which they connect; unset it", True),
+    Knob("XRT_TPU_CONFIG", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
+    Knob("XRT_WORKERS", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
+    Knob("XRT_DEVICE_MAP", "belongs to XRT, which torch-xla dropped in 2.7; unset it"),
+    Knob("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", "has had no effect since SDK 2.31; unset it"),
+    Knob("BUCKET_CAP_MB", "is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"),
+    Knob("FI_EFA_FORK_SAFE", "is for kernels before 5.15 only; unset it on newer ones"),
+)
+
+
+def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
+    """The variables of KNOBS that are set to anything but an empty text or 0."""
+    return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
+
+
+# ---- compiler flags and cache --------------------------------------------------------------------------------------
+
+
+def with_flags(flags: str, wanted: Iterable[str]) -> str:
+    """Append the `wanted` options to NEURON_CC_FLAGS; an option that the user gave already stays as it is."""
+    given = {part.split("=")[0] for part in split_flags(flags)}
+    return " ".join([*([flags] if flags.strip() else []), *(f for f in wanted if f.split("=")[0] not in given)])
+
+
+def cache_location(environ: Mapping[str, str]) -> str:
+    """Where neuronx-cc keeps compiled graphs: --cache_dir wins over NEURON_COMPILE_CACHE_URL over the default."""
+    flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
+    given = [flag.removeprefix("--cache_dir=") for flag in flags if flag.startswith("--cache_dir=")]
+    given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
+    return given[-1] if given else environ.get("NEURON_COMPILE_CACHE_URL") or DEFAULT_CACHE
+
+
+def split_flags(flags: str) -> list[str]:
+    """The options in NEURON_CC_FLAGS; InputError if its quotes are not closed."""
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise InputError(f"NEURON_CC_FLAGS={flags} is not a line of options ({error}); fix its quotes") from error
+
+
+def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """Type of the file system that holds a path, or will once it is made ("ext4", "nfs4", "lustre"); "" if unknown."""
+    real_path, best, kind = Path(os.path.realpath(Path(path).expanduser().absolute())), -1, ""
+    for point, type_, source in mounts(mountinfo):
+        if real_path.is_relative_to(point) and len(point.parts) >= best:  # later mounts hide earlier ones
+            best = len(point.parts)
+            kind = f"{type_}.s3" if source in ("mountpoint-s3", "s3fs") else type_  # both are of type "fuse"
+    return kind
+
+
+def is_network_filesystem(kind: str) -> bool:
+    return kind.startswith(NETWORK_FILESYSTEMS)
+
+
+def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
+    """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux."""
+    for line in mountinfo.read_text().splitlines() if mountinfo.is_file() else ():
+        left, _, right = line.partition(" - ")
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split()[4])  # \040 is a space
+        type_, source = right.split()[:2]
+        yield Path(point), type_, source
+
+
+def cache_fault(environ: Mapping[str, str]) -> str | None:
+    """Reason why the compile cache has to be elsewhere; None if there is none."""
+    location = cache_location(environ)
+    if "://" in location:
+        is_usable = location.startswith("s3://")
+        return None if is_usable else f"compile cache {location} must be a folder or s3://bucket/folder"
+    kind = filesystem(location)
+    if not is_network_filesystem(kind):
+        return None
+    return (
+        f"compile cache {location} is on {kind}, whose file locks break neuronx-cc; set NEURON_COMPILE_CACHE_URL to a "
+        f"folder of this machine's own disk ({DEFAULT_CACHE}) or to s3://bucket/folder"
+    )
+
+
+def count_cached(cache: str, name: str) -> int | None:
+    """Count the files of this name in a local compile cache, of which a graph has one; None for a cache in S3.
+
+    Names are model.done (compiled), model.log (failed), *.lock (being compiled, or left by a killed process).
+
+    The layout is that of optimum-neuron's cache guide: neuronxcc-<version>/MODULE_<graph>+<flags>/.
+    """
+    return None if "://" in cache else sum(1 for _ in Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}"))
+
+
+# ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
+
+
+def neuron_environment(environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool) -> dict[str, str]:
+    """Variables to set before the Neuron runtime starts. Those of the user stay; compiler flags are added to theirs.
+
+    Raises InputError if a variable of the user would round silently, or give the ranks an address that is in use.
+    """
+    wanted = {
+        "NEURON_RT_EXEC_TIMEOUT": "600",  # seconds; peers may still compile
+        "XLA_TRANSFER_SEED_ASYNC": "1",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if stochastic_rounding else "0",
+    }
+    if stochastic_rounding:
+        wanted["NEURON_RT_STOCHASTIC_ROUNDING_SEED"] = "0"
+        check(
+            environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1") == "1",
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN=0 with backend.precision=bf16_stochastic: small updates would be rounded "
+            "away; unset it or choose another precision",
+        )
+    if "TORCHELASTIC_RUN_ID" not in environ and "NEURON_RT_VISIBLE_CORES" not in environ:
+        wanted["NEURON_RT_NUM_CORES"] = "1"  # without it a process that is a rank by itself takes all cores
+    if "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+        wanted["NEURON_RT_ROOT_COMM_ID"] = f"{f'[{host}]' if ':' in host else host}:{ROOT_COMM_PORT}"
+        address = environ.get("NEURON_RT_ROOT_COMM_ID", wanted["NEURON_RT_ROOT_COMM_ID"])
+        check(
+            address.rpartition(":")[2] != environ.get("MASTER_PORT"),
+            f"NEURON_RT_ROOT_COMM_ID={address} has torchrun's port (MASTER_PORT); give torchrun another --master-port",
+        )
+        check(
+            nodes == 1 or not address.startswith(("localhost", "127.", "[::1]")),
+            f"NEURON_RT_ROOT_COMM_ID={address} is another machine for each of the {nodes}; give torchrun the "
+            "address of one by --master-addr",
+        )
+    if nodes > 1:
+        wanted |= {
+            "FI_PROVIDER": "efa",
+            "FI_EFA_USE_DEVICE_RDMA": "1",
+            "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "512",
+        }
+    flags = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
+    missing = {name: value for name, value in wanted.items() if name not in environ}
+    return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), flags)}
+
+
+def first_slurm_host(environ: Mapping[str, str]) -> str | None:
+    """Host name of node 0 of a Slurm job; None outside Slurm."""
+    scontrol, hosts = shutil.which("scontrol", path=environ.get("PATH")), environ.get("SLURM_JOB_NODELIST")
+    if scontrol is None or not hosts:
+        return None
+    done = subprocess.run([scontrol, "show", "hostnames", hosts], capture_output=True, text=True, check=False)
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
+# ---- packages ------------------------------------------------------------------------------------------------------
+
+
+def installed_versions(*names: str) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def package_faults(versions: Mapping[str, str]) -> list[str]:
+    """Conflicts between the installed torch, torch-xla, torch-neuronx and neuronx-cc, each with its fix."""
+    faults = []
+    torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
+    if xla and minor(torch) != minor(xla):
+        faults.append(
+            f"torch {torch or 'is missing'} with torch-xla {xla}: both must be of the same release; "
+            f"pip install 'torch=={minor(xla)}.*'"
+        )
+    neuronx = versions.get("torch-neuronx", "")
+    if neuronx and neuronx.split(".")[0] == "1" and "+" not in neuronx and neuronx.count(".") < 3:
+        faults.append(
+            f"torch-neuronx {neuronx} is the public index's empty stub; pip uninstall torch-neuronx && {INSTALL}"
+        )
+    elif neuronx and release(neuronx) < (2, 9):
+        faults.append(f"torch-neuronx {neuronx} is older than 2.9; {INSTALL}")
+    elif neuronx and release(neuronx) > (2, 9):
+        faults.append(
+            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {INSTALL}"
+        )
+    compiler = versions.get("neuronx-cc", "")
+    if compiler and compiler.split(".")[0] in ("0", "1"):
+        faults.append(f"neuronx-cc {compiler} is the public index's empty stub; pip uninstall neuronx-cc && {INSTALL}")
+    return faults
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number as numbers; (0, 0) for an empty version."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def minor(version: str) -> str:
+    """Major and minor number as text: "2.9" for "2.9.0.2.15.32035"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def neuron_devices() -> list[str]:
+    """Device files of the Neuron driver, one for each chip."""
+    return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
+
+
+def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
+    """EC2's name of this machine ("trn1.32xlarge"); for other machines the maker's name, or an empty text."""
+    return product.read_text().strip() if product.is_file() else ""
+
+
+def instance_stores(
+    *, mountinfo: Path = Path("/proc/self/mountinfo"), sys_block: Path = Path("/sys/class/block")
+) -> list[Path]:
+    """Writable mount points of this EC2 machine's own NVMe disks, or of a RAID of them.
+
+    They are recognised by the disk's model, "Amazon EC2 NVMe Instance Storage" (EC2 user guide, "Instance store
+    volumes").
+    """
+
+    def is_instance_store(device: str) -> bool:
+        model = sys_block / device / "device" / "model"
+        members = sys_block / device / "slaves"
+        if model.is_file():
+            return "Instance Storage" in model.read_text()
+        parts = [path.name for path in members.iterdir()] if members.is_dir() else []
+        return bool(parts) and all(map(is_instance_store, parts))
+
+    return [
+        point
+        for point, _, source in mounts(mountinfo)
+        if Path(source).parent == Path("/dev") and is_instance_store(Path(source).name) and os.access(point, os.W_OK)
+    ]
+
+
+def age_s(pid: int) -> float:
+    """Seconds since a process of this machine was started; 0 if it has ended, or without /proc."""
+    process = read_process(pid)
+    if process is None:
+        return 0.0
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    return max(0.0, uptime_s - process.started / os.sysconf("SC_CLK_TCK"))
+
+
+def cache_root() -> Path:
+    """Folder for large files of this machine that may be lost: on its NVMe disk, or in the user's cache."""
+    stores = instance_stores()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (stores[0] if stores else Path(home).expanduser()) / "baretrain"

@@ -1,0 +1,51 @@
+"""Host memory: the peak of a process, and how many processes the kernel killed for lack of it. No torch here."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+
+def own_peak_bytes() -> int:
+    """Peak of this process, without its loaders."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux, getrusage(2)
+
+
+def total_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory(pid: int) -> int | None:
+    """Peak bytes of host memory of a process; None if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    peaks = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:")]
+    return int(peaks[0]) * 1024 if peaks else None
+
+
+def find_oom_counter(*, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Path | None:
+    """The file that counts processes killed for lack of memory: of this process's cgroup, or of the machine.
+
+    In a container the own cgroup may be mounted as the root, hence the second path.
+    """
+    paths: list[Path] = []
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for inside in (path.lstrip("/"), ""):
+            if controllers == "":  # version 2
+                paths.append(cgroups / inside / "memory.events")
+            elif "memory" in controllers.split(","):
+                paths.append(cgroups / "memory" / inside / "memory.oom_control")
+    files = (path for path in (*paths, proc / "vmstat") if path.is_file())
+    return next((path for path in files if "oom_kill " in path.read_text()), None)
+
+
+def count_oom_kills(counter: Path | None) -> int:
+    """The value of the counter; 0 if there is none."""
+    if counter is None:
+        return 0
+    return next(int(line.split()[1]) for line in counter.read_text().splitlines() if line.startswith("oom_kill "))

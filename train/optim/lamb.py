@@ -1,0 +1,25 @@
+"""LAMB, layer-wise adaptive moments, as in Google's ALBERT and BERT code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from train.config import OptimConfig
+from train.optim.spec import Group, OptimizerSpec
+from train.optim.state import add_moments
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build(cfg: OptimConfig, groups: list[Group], _: dict[str, bool]) -> torch.optim.Optimizer:
+    """LAMB, without a trust ratio for biases and normalisation weights."""
+    from train.optim.lamb_update import Lamb
+
+    groups = [{**group, "trust_ratio": group["params"][0].ndim >= 2} for group in groups]
+    optimizer = Lamb(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), eps=cfg.eps)
+    add_moments(optimizer, "exp_avg", "exp_avg_sq")
+    return optimizer
+
+
+SPEC = OptimizerSpec(build)

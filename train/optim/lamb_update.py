@@ -1,0 +1,52 @@
+"""The update of LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB as in Google's ALBERT code: no bias correction, and no trust ratio in groups with trust_ratio=False.
+
+    update = m / (sqrt(v) + eps) + weight_decay * w;  w <- w - lr * |w| / |update| * update, where the ratio is 1 if
+    either norm is 0. This is algorithm 2 of https://arxiv.org/abs/1904.00962 without its bias correction, as in
+    lamb_optimizer.py of https://github.com/google-research/albert. The state of every parameter exists from the start:
+    `exp_avg` and `exp_avg_sq`, float32.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust_ratio": True}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("Lamb takes no closure")
+        for group in self.param_groups:
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not params:
+                continue
+            grads = [parameter.grad for parameter in params]
+            means, squares = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+            beta1, beta2 = group["betas"]
+            torch._foreach_lerp_(means, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            updates = torch._foreach_sqrt(squares)
+            torch._foreach_add_(updates, group["eps"])
+            updates = torch._foreach_div(means, updates)
+            if group["weight_decay"]:
+                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            if group["trust_ratio"]:
+                weight_norms, update_norms = torch._foreach_norm(params), torch._foreach_norm(updates)
+                ratios = [
+                    torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
+                    for w, u in zip(weight_norms, update_norms, strict=True)
+                ]
+                torch._foreach_mul_(updates, ratios)
+            torch._foreach_add_(params, updates, alpha=-group["lr"])

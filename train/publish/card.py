@@ -1,0 +1,281 @@
+"""The model card, RUN/export/README.md: task, data, results, machines and cost.
+
+All of it comes from the run folder, so it can be written from a copy on a laptop without torch. Figures that are not
+known are called unknown. Others will read the card, so it has no paths, hosts or endpoints: of a folder, only its last
+name is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.config import ShardsConfig, lower_is_better
+from train.report.data import Records, classes_table, labels_table, metrics_table, read_records, splits_table
+from train.report.figures import printable
+from train.report.run import Line, Run, number, read_run, scores, summarise
+from train.run_folder.folder import RunFolder
+from train.storage.whole import write_atomic
+from train.tasks import TASKS, TaskSpec
+
+NAME = "README.md"
+HERE = "path/to/this/folder"  # in the snippet, until the card goes to the Hub
+HUB_METRICS = ("exact_match", "accuracy", "precision", "recall", "f1", "perplexity", "loss")  # ids on the Hub
+SETTINGS = (  # of config.yaml and environment.json, flat
+    ("Optimizer", "optim.name"),
+    ("Peak learning rate", "plan.lr"),
+    ("Learning rate of the head", "optim.head_lr"),
+    ("Schedule", "optim.schedule"),
+    ("Warm-up (steps)", "plan.warmup_steps"),
+    ("Weight decay", "optim.weight_decay"),
+    ("Gradient clipped to the norm", "optim.max_grad_norm"),
+    ("Global batch (sequences)", "plan.global_batch_size"),
+    ("Micro batch (sequences per rank)", "plan.micro_batch_size"),
+    ("Padded to (tokens)", "data.lengths"),
+    ("Frozen layers", "model.freeze_layers"),
+    ("Seed", "seed"),
+)
+
+
+def write(folder: RunFolder) -> Path:
+    """Write the card beside the exported model, in this machine's copy of the run folder."""
+    folder.check_owner()
+    if folder.is_remote and folder.folder.size("evaluation.json") is not None:
+        write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
+    name = folder.location.rstrip("/").rpartition("/")[2]
+    folder.export.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder.export / NAME, card(folder.path, name).encode())
+    return folder.export / NAME
+
+
+def card(path: Path, name: str) -> str:
+    """The text of the card of a run folder, under the name of the run; InputError if it is no run folder."""
+    run, records = read_run(path), read_records(path)
+    body = [f"# {text(name)}", *about(run, records), *results(run, records), *data(run, records)]
+    body += [*training(run), *hardware(run), *usage(run)]
+    return f"---\n{metadata(run, records, name)}\n---\n\n" + "\n".join(body) + "\n"
+
+
+def task_of(run: Run) -> TaskSpec | None:
+    """None for a task that this version does not have."""
+    return TASKS.get(str(run.config.get("task.kind")))
+
+
+# ---- metadata ------------------------------------------------------------------------------------------------------
+
+
+def metadata(run: Run, records: Records | None, name: str) -> str:
+    """The YAML head that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    dataset, task = data_name(run), task_of(run)
+    pipeline = task.card.pipeline if task else None
+    evaluated = [
+        EvalResult(
+            task_type=pipeline or str(run.config.get("task.kind")),
+            dataset_type=hub_id(run, "data.path") or re.sub(r"[^A-Za-z0-9._-]+", "-", dataset),
+            dataset_name=dataset,
+            dataset_config=run.config.get("data.name"),
+            dataset_split=split,
+            dataset_revision=run.config.get("data.revision"),
+            metric_type=next((known for known in HUB_METRICS if known in metric), metric),
+            metric_name=metric,
+            metric_value=round(value, 6),
+        )
+        for split, metric, value in results_of(run, records)
+    ]
+    head = ModelCardData(
+        base_model=base_hub_id(run),
+        datasets=hub_id(run, "data.path"),
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["baretrain"],
+        model_name=name,
+        eval_results=evaluated or None,
+    )
+    return str(head.to_yaml()).rstrip()
+
+
+def results_of(run: Run, records: Records | None) -> list[tuple[str, str, float]]:
+    """(split, metric, value) of the evaluation of the exported weights, where further splits are <split>_<metric>."""
+    line = exported_evaluation(run)
+    others = [split.name for split in records.evaluated if split.name != "validation"] if records else []
+    triples = []
+    for name in scores([line]) if line else ():
+        value = number(line or {}, name)
+        split = next((each for each in others if name.startswith(f"{each}_")), "validation")
+        if value is not None:
+            triples.append((split, name.removeprefix(f"{split}_"), value))
+    return triples
+
+
+def exported_evaluation(run: Run) -> Line | None:
+    """The evaluation of the weights that were exported: the best if best.export says so, else the last."""
+    lines, metric = run.lines["eval"], str(run.config.get("best.metric", "loss"))
+    known = [line for line in lines if number(line, metric) is not None]
+    if not (run.config.get("best.export") and known):
+        return lines[-1] if lines else None
+    return (min if lower_is_better(metric) else max)(known, key=lambda line: line[metric])
+
+
+# ---- names that may be published -----------------------------------------------------------------------------------
+
+
+def hub_id(run: Run, key: str) -> str | None:
+    """The value of a setting if it is an id on the Hub; None if it is a path.
+
+    As for transformers and datasets, a folder of that name goes first.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    value = str(run.config.get(key) or "")
+    is_data = key == "data.path"
+    if not value or (is_data and run.config.get("data.format") not in ("hub", "auto")) or Path(value).exists():
+        return None
+    try:
+        validate_repo_id(value)
+    except HFValidationError:
+        return None
+    return value
+
+
+def base_hub_id(run: Run) -> str | None:
+    return hub_id(run, "model.pretrained") or hub_id(run, "model.init_from")
+
+
+def last_part(path: object) -> str:
+    return re.split(r"[/\\]", str(path).rstrip("/\\"))[-1]
+
+
+def data_name(run: Run) -> str:
+    return hub_id(run, "data.path") or last_part(run.config.get("data.path") or "unknown")
+
+
+def base_name(run: Run) -> str | None:
+    """The Hub id of the weights that training began with, or the last part of their path; None for random weights."""
+    location = run.config.get("model.pretrained") or run.config.get("model.init_from")
+    return None if location is None else base_hub_id(run) or last_part(location)
+
+
+# ---- sections ------------------------------------------------------------------------------------------------------
+
+
+def about(run: Run, records: Records | None) -> list[str]:
+    task, summary, base = task_of(run), summarise(run), base_name(run)
+    names = [text(label) for label in records.labels] if records else []
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
+    pretrains = task is not None and task.settings.learns_from is ShardsConfig
+    model = f"Its training went on from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
+    model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
+    return [
+        "",
+        task.card.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else "",
+        f"{model}{parameters}.",
+    ]
+
+
+def results(run: Run, records: Records | None) -> list[str]:
+    """The best and the last value of each metric, and the tables of the best evaluation."""
+    line = exported_evaluation(run)
+    if line is None:
+        return ["", "## Results", "", "The run was not evaluated."]
+    rows = [
+        [name.replace("_", " "), *(reached(points.get(which)) for which in ("best", "last"))]
+        for name, points in scores(run.lines["eval"]).items()
+    ]
+    lines = ["", "## Results", "", *table([["Validation", "best", "last"], *rows])]
+    lines += ["", f"The weights here are those of step {line['step']:,}."]
+    tables = [("", metrics_table(records))] if records else []
+    tables += [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated] if records else []
+    if records and records.step is not None and any(rows for _, rows in tables):
+        lines += ["", f"The best evaluation, at step {records.step:,}:"]
+    for caption, rows in tables:
+        lines += [*(["", f"{text(caption)}:"] if caption and rows else []), *(["", *table(rows)] if rows else [])]
+    return lines
+
+
+def data(run: Run, records: Records | None) -> list[str]:
+    lines = ["", "## Data", "", f"{text(data_name(run))}", ""]
+    if run.environment.get("identity.data") is not None:
+        lines += [f"Prepared data {text(run.environment['identity.data'])}", ""]
+    tables = [splits_table(records), labels_table(records)] if records else []
+    for rows in tables:
+        lines += [*table(rows), ""] if rows else []
+    return lines[:-1]
+
+
+def training(run: Run) -> list[str]:
+    summary, known = summarise(run), {**run.config, **run.environment}
+    epoch = number(run.lines["train"][-1], "epoch") if run.lines["train"] else None
+    rows = [["Steps", number_text(summary["steps"])], ["Epochs", number_text(epoch)]]
+    rows += [["Sequence length (tokens)", number_text(summary["seq_len"])], ["Precision", summary["precision"]]]
+    task = task_of(run)
+    settings = [*SETTINGS, *(task.card.settings if task else ())]
+    rows += [[label, setting(known[key])] for label, key in settings if known.get(key) not in (None, False, 0, [])]
+    return ["", "## Training", "", *table([["Setting", "Value"], *rows])]
+
+
+def hardware(run: Run) -> list[str]:
+    """Machines, time and cost, over all attempts of the run."""
+    summary, environment = summarise(run), run.environment
+    end = run.lines["summary"][-1] if run.lines["summary"] else {}
+    cost = "unknown" if summary["cost_usd"] is None else f"${summary['cost_usd']:,.2f}"
+    cost = f"at least {cost}" if summary["cost_usd"] is not None and summary["cost_partial"] else cost
+    seconds = summary["train_s"]
+    versions = [
+        f"{key.removeprefix('versions.')} {value}" for key, value in environment.items() if is_version(key, value)
+    ]
+    rows = [
+        ["Instance", summary["instance"]],
+        ["Device", end.get("device") or environment.get("device")],
+        ["Ranks", number_text(summary["world_size"])],
+        ["Training time", "unknown" if seconds is None else f"{seconds / 3600:.2f} h"],
+        ["Tokens per second", number_text(summary["tokens_per_s"] and round(summary["tokens_per_s"]))],
+        ["Cost", cost],
+        ["Versions", ", ".join([f"baretrain {environment.get('baretrain', 'unknown')}", *versions])],
+        ["Code", environment.get("commit")],
+    ]
+    return ["", "## Hardware, time and cost", "", *table([["", ""], *([row[0], row[1] or "unknown"] for row in rows)])]
+
+
+def is_version(key: str, value: object) -> bool:
+    return key.startswith("versions.") and value is not None
+
+
+def usage(run: Run) -> list[str]:
+    task = task_of(run)
+    if task is None:
+        return []
+    location = run.config.get("hub.push_to") or HERE
+    call = [f'pipe = pipeline("{task.card.pipeline}", model="{location}")', f"pipe({task.card.example})"]
+    return ["", "## How to use it", "", "```python", "from transformers import pipeline", "", *call, "```"]
+
+
+# ---- markdown ------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table whose header is the first row."""
+    lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def text(value: object) -> str:
+    """The value with all marks of Markdown escaped: names and labels are the user's."""
+    escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
+    return escaped.replace("&", "&amp;")
+
+
+def reached(point: tuple[float, int] | None) -> str:
+    return "unknown" if point is None else f"{point[0]:.4f} at step {point[1]:,}"
+
+
+def number_text(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
+
+
+def setting(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

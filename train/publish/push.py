@@ -1,0 +1,250 @@
+"""Pushing a run to the Hugging Face Hub: `python -m train.hub RUN --to user/name [--public] [--dry-run]`.
+
+One commit holds the exported model with its tokenizer and card, TensorBoard's files under runs/<name of the run>, the
+best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name private
+paths. huggingface_hub finds the token (HF_TOKEN, or that of `hf auth login`); it is written to no file and no message.
+
+Exit codes: 0 done, 1 the Hub did not answer as it should, 2 wrong arguments, or the Hub refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
+from train.host import machine
+from train.host.launched import launched
+from train.publish import card
+from train.run_folder.folder import RunFolder
+from train.storage.folders import is_s3, local_path, make_folder
+from train.storage.untrusted import is_inside, is_path
+from train.telemetry.lines import read_lines
+
+if TYPE_CHECKING:
+    from train.storage.s3 import S3Folder
+
+logger = logging.getLogger("train")
+ASK_S, SEND_S = 10.0, 600.0  # longest silence of the Hub: in a query, in a part of an upload
+NUMBERS_OF = ("train", "eval", "checkpoint", "summary")  # kinds of metrics lines whose numbers are pushed
+CARD_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "data.json", "evaluation.json")  # what the card reads
+
+
+# ---- before and after a run ----------------------------------------------------------------------------------------
+
+
+def check_push(cfg: TrainConfig) -> None:
+    """Check on rank 0 that the Hub will accept the run at its end; InputError if not, or if the Hub does not answer.
+
+    A run that has begun is only warned: its end may be days ahead, and it can be pushed later.
+    """
+    to = cfg.hub.push_to
+    if to is None or launched().rank != 0:
+        return
+    check_name("hub.push_to=", to)
+    try:
+        check_welcome(to, private=cfg.hub.private)
+    except (InputError, Unreachable) as error:
+        if "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here():
+            logger.warning("%s; the run goes on, and pushes at its end", error)
+            return
+        later = command(cfg.run_dir, to, cfg.s3, private=cfg.hub.private)
+        raise InputError(f"{error}; or leave hub.push_to out and push later with {later}") from None
+
+
+def push(folder: RunFolder, to: str, *, private: bool) -> str:
+    """Push a run whose folder is complete on this machine; returns the address.
+
+    Raises:
+        Failure: the Hub did not accept it; the message says how to push the run again.
+    """
+    try:
+        return send(gathered(folder.path, name_of(folder)), to, private=private)
+    except (InputError, Unreachable) as error:
+        s3 = cast("S3Folder", folder.folder).s3 if folder.is_remote else S3Config()
+        again = command(folder.location, to, s3, private=private)
+        raise Failure(f"{error}; the run is whole, push it again with {again}") from None
+
+
+def command(location: str, to: str, s3: S3Config, *, private: bool) -> str:
+    """The command line that pushes a run later."""
+    arguments = ["python", "-m", "train.hub", location, "--to", to, *([] if private else ["--public"])]
+    return shlex.join([*arguments, *(s3.flags() if is_s3(location) else [])])
+
+
+def name_of(folder: RunFolder) -> str:
+    return folder.location.rstrip("/").rpartition("/")[2] or "run"
+
+
+# ---- what is pushed ------------------------------------------------------------------------------------------------
+
+
+def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
+    """All that is pushed: names on the Hub, with a path or the content. InputError if the run has no exported model."""
+    export = run / "export"
+    check(
+        (export / "config.json").is_file() and any(export.glob("*.safetensors")),
+        f"{run} has no exported model: the run has not ended, or had export=false; see python -m train.checkpoints",
+    )
+    files: dict[str, Path | bytes] = {
+        path.relative_to(export).as_posix(): path for path in sorted(export.rglob("*")) if is_to_push(path, run)
+    }
+    events = run / "tensorboard"
+    for path in sorted(path for path in events.glob("events.out.tfevents.*") if is_inside(path, events)):
+        parts = path.name.split(".")  # events.out.tfevents.<time>.<host>.<pid>.<number>; the host stays private
+        files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
+    if is_to_push(run / "evaluation.json", run):
+        files["evaluation.json"] = run / "evaluation.json"
+    files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers(run / "metrics.jsonl")).encode()
+    readme = export / card.NAME
+    files[card.NAME] = readme.read_bytes() if is_to_push(readme, run) else card.card(run, name).encode()
+    return files
+
+
+def is_to_push(path: Path, run: Path) -> bool:
+    """Whether a file is pushed.
+
+    Hidden files are not: they are half written, or those of other tools. Links that lead out of the run are not: a run
+    folder from elsewhere may have one to a private file of this machine.
+    """
+    return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
+
+
+def numbers(metrics: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl without their texts, which may name hosts and paths."""
+    for line in read_lines(metrics):
+        if line["kind"] in NUMBERS_OF:
+            yield {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
+
+
+@contextmanager
+def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
+    """Give a run folder on this machine; for one in S3, a copy of what is pushed.
+
+    TensorBoard's files are not in S3: they are pushed from the machine that trained.
+    """
+    check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; give a run_dir")
+    if not folder.is_remote:
+        yield folder.path
+        return
+    cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
+    with tempfile.TemporaryDirectory(prefix="hub-", dir=cache) as scratch:
+        names = set(folder.folder.names("export/")) | ({*folder.folder.names_here()} & set(CARD_FILES))
+        for name in sorted(names):
+            path = Path(scratch) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            cast("S3Folder", folder.folder).download(name, path)
+        if folder.tensorboard.is_dir():
+            (Path(scratch) / "tensorboard").symlink_to(folder.tensorboard.resolve())
+        yield Path(scratch)
+
+
+# ---- the Hub -------------------------------------------------------------------------------------------------------
+
+
+def check_name(key: str, to: str) -> None:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    message = f"{key}{to} must be user/name, as jane/tweets-bert: letters, digits, '-', '_' and '.'"
+    check(to.count("/") == 1, message)
+    try:
+        validate_repo_id(to)
+    except HFValidationError as error:
+        raise InputError(message) from error
+
+
+def check_welcome(to: str, *, private: bool) -> None:
+    """Check that the token may write to a repository of that name, and that this is as private as it should be.
+
+    Raises:
+        InputError: it may not, it is not, there is no token, or HF_HUB_OFFLINE is set.
+        Unreachable: the Hub does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with asking(f"nothing can be pushed to {to}", ASK_S):
+        api = HfApi(token=token_for(to))
+        who = api.whoami()
+        names = [who.get("name"), *(each.get("name") for each in who.get("orgs") or ())]
+        user = to.partition("/")[0]
+        check(user in names, f"the Hub's token is that of {names[0]}, who is neither {user} nor a member of it: {to}")
+        role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
+        check(role != "read", f"the Hub's token may only read, not write to {to}; make one that may write")
+        try:
+            is_private = bool(api.model_info(to).private)
+        except RepositoryNotFoundError:
+            return
+        names_of = {True: "private", False: "public"}
+        check(
+            is_private == private,
+            f"{to} is {names_of[is_private]} on the Hub, the run should be {names_of[private]}: choose another name, "
+            f"change it there, or set hub.private={str(is_private).lower()} (--{names_of[is_private]})",
+        )
+
+
+def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
+    """Push all files in one commit to a model repository, which is made if there is none; returns its address."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    check_welcome(to, private=private)
+    readme = files[card.NAME]
+    assert isinstance(readme, bytes)
+    files = {**files, card.NAME: readme.replace(card.HERE.encode(), to.encode())}
+    with asking(f"not pushed to {to}", SEND_S):
+        api = HfApi(token=token_for(to))
+        url = api.create_repo(to, private=private, exist_ok=True)
+        operations = [
+            CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
+            for name, content in files.items()
+        ]
+        api.create_commit(to, operations, commit_message="Model, card and curves of a training run")
+        return str(url)
+
+
+def token_for(to: str) -> str:
+    from huggingface_hub import get_token
+
+    token = get_token()
+    check(
+        token is not None,
+        f"there is no token of the Hugging Face Hub to push to {to}: run hf auth login, or set HF_TOKEN",
+    )
+    return str(token)
+
+
+@contextmanager
+def asking(what: str, patience_s: float) -> Iterator[None]:
+    """Turn errors of the Hub into one line without the token.
+
+    The Hub may be silent for `patience_s`; huggingface_hub itself retries. The error has no cause: a traceback would
+    print it, and some errors of httpx quote the head of the request, with the token.
+    """
+    from huggingface_hub import get_session, get_token
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+
+    session = get_session()
+    before, session.timeout = session.timeout, patience_s
+    try:
+        yield
+    except (InputError, Failure):
+        raise
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:  # an upload may raise any of these
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ is not None else error
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        text, token = f"{type(cause).__name__}: {cause}", get_token() or "\0"
+        text = " ".join(text.replace(token, "(token)").replace(repr(token)[1:-1], "(token)").split())
+        if status == 401:
+            raise InputError(f"{what}: the Hub does not know the token; run hf auth login, or fix HF_TOKEN") from None
+        if status == 403:
+            raise InputError(f"{what}: the Hub's token has no permission ({text})") from None
+        kind = InputError if isinstance(cause, OfflineModeIsEnabled) else Unreachable
+        raise kind(f"{what}: the Hub cannot be reached ({text})") from None
+    finally:
+        session.timeout = before

@@ -1,0 +1,140 @@
+"""The one room where ranks agree: when one rank waits for another over the hosts, it does so by a verb of `World`.
+
+Values travel between the hosts by gloo, beside the devices' own collectives. Verbs without `begin` wait for all ranks;
+all ranks call them in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from train.config import Failure, InputError
+from train.host.launched import launched
+
+Result = TypeVar("Result")
+POLL_S = 0.05
+LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 32 copies have exhausted its memory
+AGREED = (InputError, Failure, FloatingPointError)  # failures that `agree` raises on all ranks alike
+
+
+def no_beat() -> None:
+    """For waits that no watchdog watches."""
+
+
+class World:
+    """The ranks of a run, as the launcher numbers them."""
+
+    group: dist.ProcessGroup | None = None  # None: the default group, which then speaks gloo for host tensors
+
+    def __init__(self) -> None:
+        launch = launched()
+        self.rank, self.size = launch.rank, launch.world_size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
+        self.is_distributed = launch.is_distributed  # ranks have to meet, even if there is only one
+
+    @property
+    def num_machines(self) -> int:
+        return -(-self.size // self.local_size)
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def begin_sum(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Post numbers to be added over all ranks, without waiting. The result waits for the sums."""
+        if not self.is_distributed:
+            return lambda: list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def sums() -> list[float]:
+            work.wait()
+            return [float(value) for value in tensor]
+
+        return sums
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Numbers added over all ranks."""
+        return self.begin_sum(values)()
+
+    def share(self, value: Result) -> list[Result]:
+        """Every rank's value in rank order, on all ranks."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather(self, value: Result) -> list[Result]:
+        """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group)
+        return values or []
+
+    # ---- actions ---------------------------------------------------------------------------------------------------
+
+    def agree(self, action: Callable[[], Result]) -> Result:
+        """Take an action on every rank. Gives this rank's result if all succeed; otherwise all ranks raise the first
+        failure. A failure that is none of AGREED ends its rank alone.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except AGREED as error:
+            failure = error.with_traceback(None)
+        if self.sum([failure is not None])[0]:
+            self.raise_failure(failure)
+        return cast(Result, result)
+
+    def raise_failure(self, failure: Exception | None) -> None:
+        """Raise the first failure of all ranks on all of them; at least one rank gives one."""
+        raise next(error for error in self.share(failure) if error is not None)
+
+    def first_rank_does(self, action: Callable[[], Result], beat: Callable[[], None] = no_beat) -> Result:
+        """Take an action on rank 0, in a thread, so without collectives. Gives its result on all ranks, which wait with
+        `beat`, even past the timeout of a collective. A failure is raised as in `agree`.
+        """
+        return cast(Result, self.share(self._some_do(action, self.rank == 0, beat))[0])
+
+    def each_machine_does(self, action: Callable[[], object], beat: Callable[[], None] = no_beat) -> None:
+        """The first rank of each machine takes the action, while the others wait as in `first_rank_does`."""
+        self._some_do(action, self.local_rank == 0, beat)
+
+    def _some_do(self, action: Callable[[], Result], is_mine: bool, beat: Callable[[], None]) -> Result | None:
+        if not is_mine:
+            self.wait_until(lambda: True, beat)
+            return self.agree(lambda: None)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(action)
+            self.wait_until(future.done, beat)
+            return self.agree(future.result)
+
+    def wait_until(self, is_done: Callable[[], bool], beat: Callable[[], None] = no_beat) -> None:
+        """Wait until something is done on all ranks; `beat` is called while it is not."""
+        while self.sum([not is_done()])[0]:
+            beat()
+            time.sleep(POLL_S)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A few ranks of a machine at a time are inside, so that its memory does not hold a checkpoint for each."""
+        num_turns = -(-self.local_size // LOADING_RANKS)
+        mine = self.local_rank // LOADING_RANKS
+        for _ in range(mine):
+            self.meet()
+        try:
+            yield
+        finally:
+            for _ in range(num_turns - mine):
+                self.meet()
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self.sum([0.0])

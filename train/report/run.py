@@ -1,0 +1,235 @@
+"""A run folder read for the report: its lines, its attempts, and their summary. No torch here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError, check, flatten, lower_is_better
+from train.storage.untrusted import read_yaml
+
+Line = dict[str, Any]
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    path: Path  # of the copy, for a run in S3
+    config: dict[str, Any]  # flat: "optim.lr"
+    environment: dict[str, Any]  # flat too
+    attempts: list[list[Line]]  # all that happened, redone steps included: time and money are counted from these
+    lines: dict[str, list[Line]]  # by kind, superseded train and eval lines left out: curves are drawn from these
+    location: str = ""  # of a run in S3, as the user wrote it
+
+
+def read_run(path: Path) -> Run:
+    """Read a run folder; InputError, one line, if it is none or if a file in it is damaged."""
+    try:
+        check(path.is_dir(), f"{path} is not a folder; give the run_dir of a training run")
+        check((path / "metrics.jsonl").is_file(), f"{path} is not a run folder: it holds no metrics.jsonl")
+        lines = read_metrics(path / "metrics.jsonl")
+        config = read_mapping(path / "config.yaml", read_yaml)
+        environment = read_mapping(path / "environment.json", json.loads)
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or path}: {error.strerror}") from error
+    return Run(path, dict(flatten(config)), dict(flatten(environment)), split_attempts(lines), drop_superseded(lines))
+
+
+def read_mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    """The mapping in a file, empty if there is no such file; InputError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        value = parse(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    check(isinstance(value, dict), f"{path} is damaged: expected a mapping, found {type(value).__name__}")
+    return {str(key): item for key, item in value.items()}
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """All lines of metrics.jsonl but a last one that is cut off; InputError for a damaged one, or if there is none."""
+    rows = [(row_number, row) for row_number, row in enumerate(path.read_bytes().split(b"\n"), 1) if row.strip()]
+    lines: list[Line] = []
+    for row_number, row in rows:
+        try:
+            line = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            if row_number == rows[-1][0]:
+                break  # the process was killed while it wrote
+            raise InputError(f"{path} line {row_number} is not JSON: {error}") from error
+        valid = isinstance(line, dict) and isinstance(line.get("kind"), str)
+        valid = valid and all(isinstance(line.get(key), int) for key in ("attempt", "step"))
+        check(valid, f"{path} line {row_number} is not a metrics line: expected an object with kind, attempt and step")
+        lines.append(line)
+    check(bool(lines), f"{path} holds no line yet: there is nothing to report")
+    return lines
+
+
+def drop_superseded(lines: list[Line]) -> dict[str, list[Line]]:
+    """Lines by kind. Only curves are cut back where steps were redone: faults, saves and attempts did all happen."""
+    kept: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        series = kept[line["kind"]]
+        while line["kind"] in ("train", "eval") and series and series[-1]["step"] >= line["step"]:
+            series.pop()
+        series.append(line)
+    return kept
+
+
+def split_attempts(lines: list[Line]) -> list[list[Line]]:
+    """The lines of each attempt; attempts without a line of steps are left out, unless all are."""
+    attempts: dict[int, list[Line]] = defaultdict(list)
+    for line in lines:
+        attempts[line["attempt"]].append(line)
+    known = list(attempts.values())
+    return [each for each in known if any(line["kind"] in ("train", "summary") for line in each)] or known
+
+
+def number(line: dict[str, Any], key: str) -> float | None:
+    """The value of a key if it is a finite number; None if not."""
+    value = line.get(key)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if known else None
+
+
+# ---- summary -------------------------------------------------------------------------------------------------------
+
+NOT_SCORES = re.compile("attempt|step|examples|epoch|unigram_entropy|.*_s")  # the other numbers of an eval line
+HIGHER_IS_BETTER = re.compile("accuracy|f1|exact_match|precision|recall")
+MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
+
+
+def attempt_totals(attempt: list[Line]) -> dict[str, float | None]:
+    """Time, tokens, MFU and cost of one attempt: by its summary, or by its train lines if it wrote none."""
+    if attempt[-1]["kind"] == "summary":
+        return {key: number(attempt[-1], key) for key in ("train_s", "tokens", "mfu", "cost_usd")}
+    trained = [line for line in attempt if line["kind"] == "train"]
+    ends_s = [0.0, *(number(line, "train_s") or 0.0 for line in trained)]
+    seconds = [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
+    return {
+        "train_s": ends_s[-1],
+        "tokens": last(trained, "tokens"),
+        "mfu": mean([(number(line, "mfu"), each_s) for line, each_s in zip(trained, seconds, strict=True)]),
+        "cost_usd": None,
+    }
+
+
+def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
+    """The mean of values weighted by seconds: of MFUs, all FLOPs over what the devices could have done meanwhile."""
+    known = [(value, seconds) for value, seconds in pairs if value is not None and seconds]
+    return sum(value * seconds for value, seconds in known) / sum(seconds for _, seconds in known) if known else None
+
+
+def total(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def last(lines: list[Line], key: str) -> float | None:
+    return next((value for line in reversed(lines) if (value := number(line, key)) is not None), None)
+
+
+def scores(evaluations: list[Line]) -> dict[str, dict[str, tuple[float, int]]]:
+    """(value, step) of the last and the best of every metric; no best where the better direction is not known."""
+    result: dict[str, dict[str, tuple[float, int]]] = {}
+    for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
+        reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
+        sign = -1 if lower_is_better(name) else 1 if HIGHER_IS_BETTER.search(name) else 0
+        best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
+        if reached:
+            result[name] = {**best, "last": reached[-1]}
+    return result
+
+
+def sizes(run: Run, end: Line) -> dict[str, float | None]:
+    """What the configuration may leave open, as it was on the machines of the run."""
+    config, environment, trained = run.config, run.environment, run.lines["train"]
+    world_size = number(end, "world_size") or number(environment, "world_size")
+    batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
+    seq_len = number(config, "seq_len")
+    if batch and not seq_len and trained:
+        tokens = (number(trained[-1], "tokens_per_s") or 0.0) * (number(trained[-1], "step_s") or 0.0)
+        seq_len = round(tokens / batch) or None
+    steps = number(end, "steps_total") or number(environment, "plan.total_steps") or number(config, "max_steps")
+    examples = last(trained, "examples")
+    if batch and examples is not None:  # a run that is stopped writes no line at its last step
+        examples += batch * max(0, steps_done(run) - trained[-1]["step"])
+    return {
+        "world_size": world_size,
+        "global_batch_size": batch,
+        "seq_len": seq_len,
+        "steps_total": steps,
+        "examples": examples,
+    }
+
+
+def steps_done(run: Run) -> int:
+    """The step that the last attempt reached, by its newest line or by a save that was committed since."""
+    steps = 0
+    for line in run.attempts[-1]:
+        if line["kind"] != "fault":  # one may come before any step
+            steps = max(steps, line["step"]) if line["kind"] == "checkpoint" else line["step"]
+    return steps
+
+
+def reliability(run: Run, end: Line) -> dict[str, float | None]:
+    """What faults and saves cost. An attempt that was killed leaves no count of its skipped steps and rollbacks."""
+    survived = [line for line in run.lines["fault"] if number(line, "steps_lost") is not None]
+    closing = run.attempts[-1][-1] if run.attempts[-1][-1]["kind"] == "summary" else {}
+    return {
+        "goodput": last([line for attempt in run.attempts for line in attempt], "goodput"),
+        "faults_survived": len(survived),
+        "steps_lost": sum(line["steps_lost"] for line in survived),
+        "recover_s": sum(number(line, "recover_s") or 0.0 for line in survived),
+        "stall_s": mean([(number(line, "stall_s"), 1.0) for line in run.lines["checkpoint"]]),
+        "checkpoint_bytes": last(run.lines["checkpoint"], "bytes"),
+        "checkpoint_every": number(run.config, "checkpoint.every"),
+        "checkpoints": len(run.lines["checkpoint"]),
+        "save_s": total([number(line, "save_s") for line in run.lines["checkpoint"]]),
+        "alarms": len(run.lines["fault"]),
+        **{key: number(closing, key) for key in ("skipped_steps", "rollbacks")},
+        **{key: number(end, key) for key in ("wall_s", "mttf_s", "suggested_interval_s", "suggested_every")},
+    }
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """What the summary table says, as plain values; None is unknown. Times and tokens are totals over all attempts."""
+    config, environment, lines = run.config, run.environment, run.lines
+    attempts = [attempt_totals(attempt) for attempt in run.attempts]
+    train_s, tokens = (total([each[key] for each in attempts]) for key in ("train_s", "tokens"))
+    end = lines["summary"][-1] if lines["summary"] else {}
+    model = config.get("model.pretrained") or config.get("model.architecture")
+    shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
+    entropy = last(lines["summary"] + lines["eval"], "unigram_entropy")
+    return {
+        **sizes(run, end),
+        **reliability(run, end),
+        "task": config.get("task.kind"),
+        "model": ", ".join([str(model), *shape]) if model else None,
+        "parameters": number(environment, "parameters"),
+        "instance": config.get("instance.name"),
+        "backend": end.get("backend") or environment.get("backend") or config.get("backend.name"),
+        "precision": end.get("precision") or environment.get("precision") or config.get("backend.precision"),
+        "steps": steps_done(run),
+        "tokens": tokens,
+        "train_s": train_s,
+        "tokens_per_s": tokens / train_s if tokens and train_s else None,
+        "mfu": mean([(each["mfu"], each["train_s"]) for each in attempts]),
+        "cost_usd": total([each["cost_usd"] for each in attempts]),
+        "cost_partial": any(each["cost_usd"] is None for each in attempts),
+        "train_loss": number(lines["train"][-1], "loss") if lines["train"] else None,  # null: it was no number
+        "scores": scores(lines["eval"]),
+        "unigram_entropy": number(environment, "unigram_entropy") if entropy is None else entropy,
+        "attempts": len(attempts),
+        "attempts_without_summary": sum(attempt[-1]["kind"] != "summary" for attempt in run.attempts),
+        "reason": end.get("reason"),
+    }

@@ -1,0 +1,61 @@
+"""RUN/export/: a run's model for transformers, whole, with the step at which it was written: a run may resume."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from train.run_folder.folder import RunFolder
+from train.storage.folders import Folder, canonical_json
+from train.storage.whole import new_folder, remove_temporaries, sync_tree
+
+if TYPE_CHECKING:
+    from train.storage.s3 import S3Folder
+
+MARK = "baretrain.json"  # in export/: {"step": reached by the run}
+NO_STEP = -1  # in S3, while files are on their way
+
+
+@contextmanager
+def renewed(folder: RunFolder, step: int) -> Iterator[Path]:
+    """An empty folder for the model of a run at `step`. When the block ends, it replaces export/ on this machine; after
+    an error the old export stays. Only the owner of the run folder calls it.
+    """
+    folder.check_owner()
+    remove_temporaries(folder.path, folder.export.name)
+    with new_folder(folder.export, replaces=True) as scratch:
+        yield scratch
+        (scratch / MARK).write_bytes(canonical_json({"step": step}))
+        sync_tree(scratch)  # before the check of the owner, because it may take long
+        folder.check_owner()
+
+
+def mirror(folder: RunFolder) -> None:
+    """Copy export/ to S3, if the run folder is there."""
+    if not folder.is_remote:
+        return
+    remote = cast("S3Folder", folder.folder)
+    remote.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))
+    files = [path for path in sorted(folder.export.rglob("*")) if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == MARK):  # MARK last
+        remote.upload(path.relative_to(folder.path).as_posix(), path)
+
+
+def is_outdated(run: Folder) -> bool:
+    """Whether a run has trained on since it wrote its export, or is writing it now."""
+    try:
+        step = int(json.loads(run.read(f"export/{MARK}"))["step"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):  # damaged: a checkpoint is better
+        return True
+    return step < max(saved_steps(run), default=0)
+
+
+def saved_steps(run: Folder) -> dict[int, str]:
+    """The manifest's name of each checkpoint, by its step."""
+    names = run.names("checkpoints/")
+    matches = (re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name) for name in names)
+    return {int(match[1]): match[0] for match in matches if match}

@@ -1,0 +1,308 @@
+"""The run folder: the only thing a run writes to and the only thing a report reads.
+
+    config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
+    model/  tensorboard/  log/  export/  report/
+
+A folder belongs to one run. The run's identity (what is learnt, from which data, in which batches) may not change;
+where, how fast and how long it runs may. For a folder in S3 each machine writes to a copy of its own under
+`machine.cache_root()/runs`. Rank 0's copy is uploaded at every checkpoint and at the end, of the others only the exit
+records. TensorBoard's files and the stacks of a stuck rank stay on their machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import OmegaConf
+
+from train.config import (
+    InputError,
+    Plan,
+    RecordsConfig,
+    S3Config,
+    TrainConfig,
+    Unreachable,
+    check,
+    to_dict,
+)
+from train.host import machine
+from train.host.environment import environment
+from train.host.launched import launched
+from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
+from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_location, check_no_links
+from train.run_folder.run_clock import RunClock
+from train.storage.folders import (
+    Folder,
+    LocalFolder,
+    canonical_json,
+    is_s3,
+    local_path,
+    open_folder,
+    sha256_bytes,
+)
+from train.storage.whole import sync_file, write_atomic
+
+if TYPE_CHECKING:
+    from train.storage.s3 import S3Folder
+
+logger = logging.getLogger("train")
+MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
+
+
+class RunFolder:
+    """The files of a run. A run writes to `folder`, which calls `guard` before every change; `guard` raises LeaseLost
+    if another job owns the folder by now. `storage` is the same folder without the guard, for the lease itself.
+    """
+
+    def __init__(self, location: str, s3: S3Config | None = None) -> None:
+        self.location = location
+        if is_s3(location):
+            name = f"{sha256_bytes(location.rstrip('/').encode())[:16]}-{platform.node()}"  # the disk may be shared
+            self.path = machine.cache_root() / "runs" / name
+            self.storage = open_folder(location, s3 or S3Config())
+        else:
+            self.path = local_path(location)
+            self.storage = LocalFolder(self.path)
+        self.folder = cast(Folder, Owned(self.storage, self.check_owner))
+        self.guard: Callable[[], None] = lambda: None  # a job sets it; other programs write at their own risk
+        self.is_lost = False  # whether another job owns it: then nothing is written any more
+        self.is_remote = is_s3(location)
+        self.began_s = time.monotonic()
+        self.previous: dict[str, Any] = {}  # how the last attempt ended, once open
+        self.mirrored: dict[str, tuple[int, int]] = {}  # time and length of each file that was uploaded to S3
+        self.versions: dict[str, str] = {}  # the versions of these files there
+        self.mirroring = threading.Lock()
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.export = self.path / "export"
+        self.log = self.path / "log"
+
+    def check_is_ours(self, identity: dict[str, Any], *, data_path: str, force: bool) -> None:
+        """InputError for a folder that is another run's, or is no run folder, before anything is written to it."""
+        check_location(self.location, data_path)
+        names = self.storage.names_here()
+        before = check_is_run_folder(self.storage, names)
+        if not self.is_remote:
+            check_no_links(self.location)
+        if before and names & {"metrics.jsonl", "checkpoints"}:
+            check_same_run(before, identity, source=self.location, force=force)
+
+    def check_owner(self) -> None:
+        """LeaseLost if another job owns the folder by now."""
+        try:
+            self.guard()
+        except LeaseLost:
+            self.is_lost = True
+            raise
+
+    def may_append(self) -> bool:
+        """Whether this machine's files of the run may still be written. Copies of a folder in S3 always may."""
+        try:
+            if not self.is_remote:
+                self.check_owner()
+        except LeaseLost:
+            return False
+        except (InputError, OSError):  # the lease cannot be read now: lines wait if they cannot be written either
+            pass
+        return True
+
+    def open(self) -> None:
+        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended."""
+        self.log.mkdir(exist_ok=True)
+        if self.is_remote:
+            self.exit_path.unlink(missing_ok=True)
+        if launched().rank != 0:
+            return
+        self.previous = self.last_outcome()
+        for name in (NAME, *self.folder.names("log/exit_rank_")):
+            self.folder.remove(name)
+        for name in MIRRORED if self.is_remote else ():
+            self.download(name)
+
+    def download(self, name: str) -> None:
+        """Copy a file from S3 to this machine. An older copy stays only if it continues that file by whole lines: since
+        it was written the run may have been on another machine, or have been removed from S3 for a new one.
+        """
+        path = self.path / name
+        try:
+            content = self.folder.read(name)
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)
+            return
+        if not (path.is_file() and path.read_bytes().startswith(content[: content.rfind(b"\n") + 1])):
+            write_atomic(path, content)
+
+    def describe(
+        self, cfg: TrainConfig, identity: dict[str, Any], facts: dict[str, Any], details: dict[str, Any]
+    ) -> None:
+        """Write config.yaml, environment.json and, if there are details of the data, data.json. Rank 0 calls it."""
+        self.check_owner()
+        # The environment comes first: it marks the folder as a run's.
+        description = {
+            "identity": identity,
+            "first_started_unix_s": self.clock.first_started_unix_s,
+            **environment(),
+            **facts,
+        }
+        write_atomic(self.environment, canonical_json(description))
+        write_atomic(self.config, OmegaConf.to_yaml(to_dict(cfg)).encode())
+        if details:
+            write_atomic(self.path / "data.json", canonical_json(details))
+        self.mirror()
+
+    @cached_property
+    def clock(self) -> RunClock:
+        before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
+        first = before.get("first_started_unix_s")
+        return RunClock(first, age_s=machine.age_s(os.getpid()) if first is None else time.monotonic() - self.began_s)
+
+    def mirror(self) -> None:
+        """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
+        checked the owner. The last line may be half written: the next attempt cuts it off. The thread that saves calls
+        this too; of two calls at once, the later one wins.
+        """
+        with self.mirroring:
+            if not self.is_remote and self.metrics.is_file():
+                sync_file(self.metrics)
+            for name in MIRRORED if self.is_remote else ():
+                path = self.path / name
+                state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before it is read
+                if state is not None and self.mirrored.get(name) != state:
+                    self.replace(name, path.read_bytes())
+                    self.mirrored[name] = state
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a file of this process to S3, which refuses a late request after another job has written the file."""
+        remote = cast("S3Folder", self.storage)
+        with suppress(FileExistsError, FileNotFoundError):  # also if our own request was accepted and its answer lost
+            if name in self.versions:
+                self.versions[name] = remote.replace(name, content, self.versions[name])
+                return
+        self.check_owner()
+        self.versions[name] = remote.replace(name, content, None)
+
+    def cut_half_written_line(self) -> None:
+        """Cut off the last line of the metrics if a killed process left it half written."""
+        if self.metrics.is_file():
+            content = self.metrics.read_bytes()
+            if content and not content.endswith(b"\n"):
+                with self.metrics.open("rb+") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
+
+    @property
+    def exit_path(self) -> Path:
+        return self.log / f"exit_rank_{launched().rank:04d}.json"
+
+    def exit_file(self, reason: str, step: int | None) -> None:
+        """Write this rank's exit record."""
+        if self.log.is_dir():
+            with self.logging_failures():
+                content = canonical_json({"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)})
+                if self.is_remote:
+                    write_atomic(self.exit_path, content)
+                self.folder.write(f"log/{self.exit_path.name}", content)
+
+    def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
+        """Write how the attempt ended; launchers go by it, and take a missing outcome for a kill. The outcome of the
+        rank that failed first stays: the others failed because of it. With `is_of_all`, all ranks ended in order, and
+        an outcome that is there is another attempt's.
+        """
+        if self.log.is_dir():
+            with self.logging_failures():
+                write_outcome(self.folder, outcome, replaces_all=is_of_all)
+                if launched().rank == 0:
+                    self.mirror()
+
+    @contextmanager
+    def logging_failures(self) -> Iterator[None]:
+        """Log that the end cannot be recorded: an error raised here would hide the error to be recorded."""
+        try:
+            yield
+        except LeaseLost as error:
+            logger.warning("%s", error)
+        except (InputError, Unreachable, OSError) as error:
+            logger.error("the end of this attempt cannot be recorded in %s: %s", self.location, error)
+
+    def last_outcome(self) -> dict[str, Any]:
+        """How the last attempt ended; empty if it left no outcome."""
+        return read_outcome(self.storage)
+
+
+def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
+    """The settings that must stay the same for a run to resume, as one flat table."""
+    plain = to_dict(cfg)
+    sections = {f"{name}.{key}": value for name in ("task", "model", "optim") for key, value in plain[name].items()}
+    return {
+        "data": data_id,
+        "seed": cfg.seed,
+        "global_batch_size": plan.global_batch_size,
+        **sections,
+        **({"data.lengths": cfg.data.lengths} if isinstance(cfg.data, RecordsConfig) else {}),  # the order is by them
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """ "key: old -> new" for each key of two flat tables that differs."""
+    now = json.loads(canonical_json(now))
+    keys = sorted({**before, **now})
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def check_same_run(before: dict[str, Any], identity: dict[str, Any], *, source: object, force: bool) -> None:
+    """InputError with all differences if `before`, read from `source`, is another run's; a warning if forced."""
+    known = {key: value for key, value in identity.items() if key in before or value}  # without settings new and off
+    changed = differences(before, known)
+    if changed and force:
+        logger.warning("resume.force=true: resuming another run than %s: %s", source, ", ".join(changed))
+        return
+    check(
+        not changed,
+        f"{source} is of another run ({', '.join(changed)}); choose another run_dir, or resume with the new settings "
+        "by resume.force=true",
+    )
+
+
+def set_up_logging(folder: Path | None, *, may_write: Callable[[], bool] = lambda: True) -> None:
+    """Send rank 0's messages and every rank's errors to the terminal, and all messages to a file in `folder`."""
+    root = logging.getLogger("train")
+    root.setLevel(logging.INFO)
+    root.propagate = False
+    terminal = TerminalHandler(sys.stderr)
+    terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    root.handlers = [terminal]
+    if folder is not None:
+        file = LogFile(folder / f"rank_{launched().rank:04d}.txt")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        file.addFilter(lambda _: may_write())
+        root.handlers = [file, terminal]
+
+
+class LogFile(logging.FileHandler):
+    """A log file that loses lines on a full disk without a traceback for each; the terminal shows them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class TerminalHandler(logging.StreamHandler):
+    """Print above the progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)

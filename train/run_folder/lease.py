@@ -1,0 +1,239 @@
+"""The lease of a run folder: a second job is refused, and a job that lost the folder notices before it commits.
+
+    lease/00000007.json   a file for each owner; the highest number is the owner's, and its fencing number
+
+A job takes the folder by creating the file of the next number, which only one of several jobs can do. The owner writes
+its file again and again, with one beat more. No clocks are compared: a job that cannot ask the owner's kernel watches
+the beats.
+
+The owner is always the one that wrote the highest file in a listing. A job that takes the folder leaves the two newest
+files. An owner that slept through several others sees them in the listing; asking for the file of the next number would
+not show them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError, check
+from train.host.launched import launched
+from train.host.processes import is_alive, read_process
+from train.run_folder.ownership import MAX_NUMBER, LeaseLost, describe, name_of, newest, numbers, parse
+from train.storage.folders import Folder, canonical_json
+
+logger = logging.getLogger("train")
+
+BEATS, LOOKS = 6, 12  # of the owner, and of a job that watches it, in `ttl_s`
+REPORT_S = 10.0  # between two reports of a job that waits, and at most between two looks
+
+
+class Lease:
+    """The lease of the one process of a job that commits: a context manager, or `take` and `release`.
+
+    A thread renews it. `check` is to be called before each commit; a job that stops beating for `ttl_s` (suspended, cut
+    off, or in a call that holds Python's lock) may lose the folder to another one.
+    """
+
+    def __init__(self, folder: Folder, ttl_s: float, *, on_wait: Callable[[str], None] = logger.info) -> None:
+        self.folder, self.ttl_s, self.on_wait = folder, ttl_s, on_wait
+        self.number = 0  # the fencing number, from 1 on
+        self.step = 0  # set by the loop, written with the heartbeats
+        self.lost: str | None = None  # the reason, if another job owns the folder
+        self.previous: dict[str, Any] | None = None  # the last owner's lease, see KINDS; None: absent or damaged
+        self.ended_below = 1  # owners of lower numbers have certainly ended; the last owner may only be silent
+        self.claim: dict[str, Any] = {}
+        self.beats = 0
+        self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
+
+    def __enter__(self) -> Lease:
+        self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Take the folder, after waiting up to `ttl_s` if nothing else can show that the owner has ended. InputError if
+        the owner is alive, or if two jobs could own the folder.
+        """
+        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self.claim = {**identity(), "owner": uuid.uuid4().hex, "ttl_s": self.ttl_s, "started": started}
+        # The answer to `create` may be lost, and a job that slept may create a file that others have long removed.
+        while not self.owns(*(seen := newest(self.folder))):
+            number, content = seen
+            path = f"{self.folder.location}/{name_of(number)}"
+            check(number <= MAX_NUMBER, f"{path} is no lease of a run: no run has had so many owners; remove it")
+            if number == 0 or self.is_over(number, content):
+                self.number, self.beats, self.previous = number + 1, 0, parse(content)
+                self.folder.create(name_of(self.number), self.content())
+        self.check_creates_once()
+        for number in numbers(self.folder):
+            if number < self.number - 1:
+                self.folder.remove(name_of(number))
+        self.lost, self.stop = None, threading.Event()
+        self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
+        self.thread.start()
+
+    def check_creates_once(self) -> None:
+        """InputError, without a lease, if the folder lets a file be created twice: then two jobs could own it."""
+        if self.folder.create(name_of(self.number), self.content()):
+            self.folder.remove(name_of(self.number))
+            raise InputError(
+                f"run_dir={self.folder.location}: its server ignores If-None-Match, so two jobs could own one run "
+                "folder and overwrite each other's checkpoints; use a server that knows conditional writes, or a disk"
+            )
+
+    def check(self) -> None:
+        """Raise LeaseLost if another job owns the folder. This takes two requests to S3, and raises their errors."""
+        number, content = newest(self.folder)
+        if not self.owns(number, content):
+            now = f"{describe(content)} owns it, with lease {number}" if number >= self.number else "its file is gone"
+            self.lost = f"lease {self.number} of {self.folder.location} is lost: {now}; this job may not commit there"
+            raise LeaseLost(self.lost)
+
+    def release(self) -> None:
+        """Let the next job take the folder at once. This never raises: if it fails, the next job waits."""
+        self.stop.set()
+        if self.thread.ident is None:  # never taken
+            return
+        self.thread.join(self.ttl_s)
+        if self.thread.is_alive():
+            logger.warning(f"{self.folder.location} is not released: a heartbeat is still on its way")
+            return
+        try:
+            self.beat(released=True)
+        except LeaseLost:  # there is nothing to release
+            return
+        except Exception as error:
+            logger.warning(f"{self.folder.location} is not released: {type(error).__name__}: {error}")
+
+    # ---- the owner's thread -----------------------------------------------------------------------------------------
+
+    def renew(self) -> None:
+        failing = False
+        while not self.stop.wait(self.ttl_s / BEATS):
+            try:
+                self.beat()
+            except LeaseLost as lost:
+                logger.error(str(lost))
+                return
+            except Exception as error:  # training continues; the next commit meets the same fault and raises it
+                if not failing:
+                    risk = f"without a heartbeat for {self.ttl_s:g} s another job may take the folder"
+                    logger.warning(f"the lease is not renewed: {type(error).__name__}: {error}; {risk}")
+                failing = True
+            else:
+                if failing:
+                    logger.info("the lease is renewed again")
+                failing = False
+
+    def beat(self, *, released: bool = False) -> None:
+        self.check()
+        self.beats += 1
+        self.folder.write(name_of(self.number), self.content(released=released))
+
+    def content(self, *, released: bool = False) -> bytes:
+        changing = {"number": self.number, "beats": self.beats, "step": self.step, "released": released}
+        return canonical_json({**self.claim, **changing})
+
+    def owns(self, number: int, content: bytes) -> bool:
+        lease = parse(content)
+        return number == self.number and lease is not None and lease["owner"] == self.claim["owner"]
+
+    # ---- is the owner gone? -----------------------------------------------------------------------------------------
+
+    def is_over(self, number: int, content: bytes) -> bool:
+        """Whether this lease has ended; False if its file has changed and must be read again. InputError if its owner
+        is alive.
+        """
+        lease = parse(content)
+        if lease is not None:
+            alive = is_alive(lease["pid"], lease["process_start"]) if same_machine(lease, self.claim) else None
+            if alive and not lease["released"]:
+                raise InputError(self.refusal(content))
+            if alive is False or lease["released"] or same_torchrun_before(lease, self.claim):
+                self.ended_below = number + 1
+                return True
+        self.ended_below = number
+        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # the owner beats at its own pace
+        until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
+        owner = f"{self.folder.location} was last used by {describe(content)}"
+        text = f"watching for a heartbeat, up to {ttl_s:g} s (until {until})"
+        self.on_wait(f"{owner}, whose state is not known here: {text}")
+        looks, reported_s = max(LOOKS, math.ceil(ttl_s / REPORT_S)), 0.0
+        for look in range(1, looks + 1):  # counted, not timed: an answer that took long says nothing about the owner
+            time.sleep(ttl_s / looks)
+            now = newest(self.folder)
+            if now != (number, content):
+                seen = parse(now[1])
+                if now[0] == number and not (seen and seen["released"]):
+                    raise InputError(self.refusal(now[1]))
+                return False
+            waited_s = ttl_s * look / looks
+            if look < looks and waited_s - reported_s >= REPORT_S:
+                reported_s = waited_s
+                self.on_wait(f"{text}: none for {waited_s:.0f} s")
+        return True
+
+    def refusal(self, content: bytes) -> str:
+        return (
+            f"run_dir={self.folder.location} is in use by {describe(content)}; stop it or choose another run_dir "
+            f"(if it is gone, its lease ends by itself after lease.ttl_s={self.ttl_s:g} without a heartbeat)"
+        )
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def identity() -> dict[str, Any]:
+    """The process and the job of this lease, as far as the system says."""
+    launch, process = launched(), read_process(os.getpid())
+    run_id = launch.run_id if launch.run_id != "none" else None  # torchrun's default
+    boot_id: str | None = None
+    pid_namespace: str | None = None
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux: every owner is watched
+        pass
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "process_start": process.started if process else None,
+        "boot_id": boot_id,
+        "pid_namespace": pid_namespace,
+        "job": os.environ.get("SLURM_JOB_ID") or run_id,
+        "torchrun": launch.torchrun if launch.is_under_torchrun else None,
+        "restart": launch.restart_count,
+    }
+
+
+def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether process ids mean the same to both. The host counts too: copies of a virtual machine share a boot id."""
+    keys = ("host", "boot_id", "pid_namespace")
+    return all(one[key] is not None and one[key] == other[key] for key in keys)
+
+
+def same_torchrun_before(owner: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether the owner was a rank of our own torchrun before a restart, by which torchrun has ended all ranks
+    everywhere.
+
+    A run id alone does not identify a torchrun, the default is "none"; nor does a loopback address.
+    """
+    if own["torchrun"] is None or owner["torchrun"] != own["torchrun"] or owner["restart"] >= own["restart"]:
+        return False
+    address = own["torchrun"][1]
+    try:
+        return not ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address not in ("", "localhost")

@@ -1,0 +1,85 @@
+"""outcome.json: how an attempt ended, for launchers and for a restart by torchrun. No torch here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from train.host.launched import launched
+from train.storage.folders import Folder, canonical_json
+
+NAME = "outcome.json"
+FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
+OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    outcome: str  # done | stopped | failed | refused
+    kind: str  # of a failure: its short name; of a stop or an end: the reason
+    reason: str
+    step: int | None  # reached
+    checkpoint: int | None  # the newest step that is known to be committed; nothing up to there is lost
+    goes_on: bool  # whether the same command may succeed
+    launch: list[str] = field(default_factory=lambda: launched().torchrun)  # the identity of torchrun
+    time_unix_s: float = field(default_factory=lambda: round(time.time(), 1))
+
+
+KEYS = {each.name for each in fields(Outcome)}
+
+
+def may_go_on(kind: str, previous: str) -> bool:
+    """Whether the same command may succeed after a failure of this kind that followed one of the kind `previous`. It is
+    tried once more after memory ran out, as another program may have taken it.
+    """
+    return kind not in FOR_GOOD and not (kind in OUT_OF_MEMORY and kind == previous)
+
+
+def write_outcome(
+    folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
+) -> None:
+    """Write the outcome unless there is one. An outcome of a kind in `replaces` is replaced, except its checkpoint."""
+    if replaces_all:
+        folder.write(NAME, canonical_json(asdict(outcome)))
+    elif not folder.create(NAME, canonical_json(asdict(outcome))):
+        first = read_outcome(folder)
+        if first and first["kind"] in replaces:
+            folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=first["checkpoint"]))))
+
+
+def read_outcome(folder: Folder) -> dict[str, Any]:
+    """How the last attempt ended; empty if it left no outcome, or if another program wrote the file."""
+    try:
+        content = folder.read(NAME)
+    except FileNotFoundError:
+        return {}
+    try:
+        outcome = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return outcome if isinstance(outcome, dict) and outcome.keys() >= KEYS else {}
+
+
+class Over(RuntimeError):
+    """torchrun, for which every exit code but 0 is a failure, has restarted a run that a restart cannot help."""
+
+    def __init__(self, outcome: dict[str, Any]) -> None:
+        super().__init__(f"not started again: it {outcome['outcome']} ({outcome['reason']})")
+        self.outcome = str(outcome["outcome"])
+
+
+def is_restart() -> bool:
+    return launched().restart_count > 0
+
+
+def check_restart(outcome: dict[str, Any]) -> None:
+    """Raise Over if the last outcome (empty if there is none) is of this torchrun and final. A stop by SIGTERM is not
+    final: torchrun itself ended a process that it then starts again, because of ranks elsewhere.
+    """
+    if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
+        return
+    if not (outcome["goes_on"] and outcome["outcome"] == "failed"):
+        raise Over(outcome)

@@ -1,0 +1,249 @@
+"""Folders that hold a run's or a data set's files, on this machine or in S3. A file is whole or absent: whole.py writes
+it on disk, and S3 shows an object when all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+from train.config import InputError, S3Config
+from train.host.launched import is_first
+from train.storage.untrusted import RelativePath
+from train.storage.whole import create_atomic, is_temporary, write_atomic
+
+logger = logging.getLogger("train")
+Answer = TypeVar("Answer")
+CHUNK_BYTES = 2**20  # read at once to be hashed
+NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
+READS = 3  # attempts before a file that does not match its checksum counts as damaged: the transfer may be at fault
+ROOM = 1.1  # the disk must have this many times the bytes that are to be written
+MISSING_S, MISSING_PAUSE_S = 10.0, 2.0  # for a file that must be in S3: somebody may be copying it there
+
+
+class Mismatch(InputError):
+    """A file that was read does not match its checksum."""
+
+
+read_again = retry(retry=retry_if_exception_type(Mismatch), stop=stop_after_attempt(READS), reraise=True)
+
+
+class Folder(Protocol):
+    """Files by relative names with slashes: `tokenizer/tokenizer.json`. What the user can fix is an InputError."""
+
+    location: str  # as the user writes it
+
+    def read(self, name: str) -> bytes:
+        """A whole file; FileNotFoundError if there is none."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a whole file, or replace one."""
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a whole file unless there is one; False if there is. Only one of several writers gets True."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes; None if there is no such file."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it is there."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Files whose names begin with `prefix`, in order, also in subfolders. Objects in S3 whose names are no
+        RelativePath are left out.
+        """
+
+    def names_here(self) -> set[str]:
+        """Names of the files and subfolders directly in this folder."""
+
+
+def is_s3(location: str) -> bool:
+    return location.startswith("s3://")
+
+
+def open_folder(location: str, s3: S3Config) -> Folder:
+    """The folder at a path, a file:// or an s3:// URL; it need not exist. InputError for another kind of URL."""
+    if is_s3(location):
+        from train.storage.s3 import S3Folder  # boto3 takes long to import
+
+        return S3Folder(location, s3)
+    return LocalFolder(local_path(location))
+
+
+def wait_for_file(folder: Folder, name: str, ask: Callable[[str], Answer], *, until_s: float | None = None) -> Answer:
+    """Return what `ask` returns for a file that must be there. In S3 it is called again after a FileNotFoundError,
+    until MISSING_S have passed, or until `until_s` of time.monotonic().
+    """
+    if isinstance(folder, LocalFolder):
+        return ask(name)
+    until_s = time.monotonic() + MISSING_S if until_s is None else until_s
+
+    def warn(state: RetryCallState) -> None:
+        if state.attempt_number == 1:
+            level = logging.WARNING if is_first() else logging.DEBUG
+            logger.log(level, "%s/%s is missing; retried for %g s", folder.location, name, MISSING_S)
+
+    return Retrying(
+        retry=retry_if_exception_type(FileNotFoundError),
+        stop=lambda _: time.monotonic() >= until_s,
+        wait=wait_fixed(MISSING_PAUSE_S),
+        before_sleep=warn,
+        reraise=True,
+    )(ask, name)
+
+
+class LocalFolder:
+    def __init__(self, path: Path) -> None:
+        self.path, self.location = path, str(path)
+
+    def at(self, name: str) -> Path:
+        """The path of a file. BadContent for a name that would lead out of the folder."""
+        return self.path / RelativePath(name)
+
+    def read(self, name: str) -> bytes:
+        path = self.at(name)
+        with disk_errors("read", path):
+            return path.read_bytes()
+
+    def write(self, name: str, content: bytes) -> None:
+        path = self.at(name)
+        with disk_errors("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        path = self.at(name)
+        with disk_errors("write", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return create_atomic(path, content)
+
+    def size(self, name: str) -> int | None:
+        path = self.at(name)
+        return path.stat().st_size if path.is_file() else None
+
+    def remove(self, name: str) -> None:
+        path = self.at(name)
+        with disk_errors("delete", path):
+            path.unlink(missing_ok=True)
+
+    def names(self, prefix: str = "") -> list[str]:
+        top = self.path / prefix.rpartition("/")[0]  # other folders may change during the listing
+        files = (path for path in top.rglob("*") if path.is_file() and not is_temporary(path))
+        names = (path.relative_to(self.path).as_posix() for path in files)
+        return sorted(name for name in names if name.startswith(prefix))
+
+    def names_here(self) -> set[str]:
+        return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+
+
+@contextmanager
+def disk_errors(verb: str, path: Path) -> Iterator[None]:
+    """Raise the disk's errors as InputError, except FileNotFoundError for a file to read."""
+    try:
+        yield
+    except OSError as error:
+        if verb == "read" and isinstance(error, FileNotFoundError):
+            raise
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = f"; {'free some space or ' if is_full else ''}choose another folder" if verb == "write" else ""
+        raise InputError(f"cannot {verb} {path}: {error.strerror}{hint}") from error
+
+
+def local_path(location: str) -> Path:
+    """The path of a local folder given by the user, with "~" written out. InputError if it cannot be one."""
+    if "://" in location and not location.startswith("file://"):
+        raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
+    if not location.removeprefix("file://"):
+        raise InputError("a path is empty (a variable that is not set?); name a file or folder")
+    try:
+        path = Path(location.removeprefix("file://")).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise InputError(f"{location}: {error}; write the folder out") from error
+    long = any(len(os.fsencode(part)) > NAME_MAX for part in path.parts)
+    if long or len(os.fsencode(path)) >= PATH_MAX:
+        raise InputError(
+            f"{location[:40]}... is too long for a path: {NAME_MAX} bytes is the longest name, {PATH_MAX - 1} the "
+            "longest path"
+        )
+    return path
+
+
+def make_folder(path: Path) -> Path:
+    """Create `path` with its parents and show that it can be written to; InputError if not."""
+    probe = path / f".write-test-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write to {path}: {error.strerror}; choose a folder of your own") from error
+    return path
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Remove the folder, and raise OSError, unless its disk has room for `num_bytes`."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < num_bytes * ROOM:
+        shutil.rmtree(folder)
+        text = f"{num_bytes * ROOM / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A new folder in TMPDIR, removed when the block ends. InputError if the disk has no room for it, or gets full."""
+    hint = "free some space, or set TMPDIR to another folder"
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="baretrain-")
+    except OSError as error:
+        raise InputError(f"no temporary folder can be made: {error.strerror}; {hint}") from error
+    with temporary as folder:
+        try:
+            yield Path(folder)
+        except InputError:
+            raise
+        except Exception as error:  # libraries written in Rust raise plain ones
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+                raise InputError(f"{Path(folder).parent} is full; {hint}") from error
+            raise
+
+
+def sha256_file(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))  # one buffer: new memory costs page faults
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def sha256_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """Readable JSON, the same bytes for the same value."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file that this program wrote; None if there is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def sha256_json(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value)).hexdigest()

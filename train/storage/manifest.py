@@ -1,0 +1,76 @@
+"""Checks of files against their manifest, and of a manifest against its own checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from train.config import InputError
+from train.storage.folders import (
+    Folder,
+    Mismatch,
+    read_again,
+    sha256_bytes,
+    sha256_file,
+    sha256_json,
+    wait_for_file,
+)
+from train.storage.untrusted import BadContent, FileEntry, shown
+
+SHOWN_DIGITS = 12  # of a sha256, in a message
+
+
+def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
+    """The difference from the manifest, as text that follows the name of the file; None if there is none.
+
+    `size` is the length in bytes, None for a file that is missing; `sha256` gives the checksum, None leaves it out.
+    """
+    if size is None:
+        return "is missing"
+    if size != entry["bytes"]:
+        return f"has {size} bytes, the manifest says {entry['bytes']}"
+    seen = entry["sha256"] if sha256 is None else sha256()
+    if seen != entry["sha256"]:
+        return f"has sha256 {seen[:SHOWN_DIGITS]}, the manifest says {entry['sha256'][:SHOWN_DIGITS]}"
+    return None
+
+
+def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None:
+    """The same as `fault_of`, for a file of this machine."""
+    size = path.stat().st_size if path.is_file() else None
+    return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
+
+
+@read_again
+def read_verified(
+    source: Folder, name: str, sha256: str | None, *, advice: str, fault: str = "is damaged: its sha256 is another one"
+) -> bytes:
+    """A file that a manifest names; `sha256` is None if its checksum is unknown. InputError if it is missing, or with
+    `fault` if it has another checksum; `advice` says what to do.
+    """
+    try:
+        content = wait_for_file(source, name, source.read)
+    except FileNotFoundError:
+        raise InputError(f"{source.location}/{name} is missing; {advice}") from None
+    if sha256 not in (None, sha256_bytes(content)):
+        raise Mismatch(f"{source.location}/{name} {fault}; {advice}")
+    return content
+
+
+def sealed(body: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
+    """The content of a manifest with its own checksum under `key`."""
+    return {**body, key: sha256_json(body)}
+
+
+def unsealed(content: dict[str, Any], key: str = "sha256") -> dict[str, Any]:
+    """The content without its checksum. BadContent if the checksum is wrong."""
+    body = {name: value for name, value in content.items() if name != key}
+    try:
+        seen = sha256_json(body)
+    except (ValueError, RecursionError):
+        raise BadContent("it holds values that JSON cannot express") from None
+    if content.get(key) != seen:
+        was = shown(content.get(key))[: SHOWN_DIGITS + 1]
+        raise BadContent(f"it was changed after it was written (checksum {seen[:SHOWN_DIGITS]}, recorded {was})")
+    return body

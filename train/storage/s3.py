@@ -1,0 +1,290 @@
+"""S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/fetch.py.
+
+boto3 retries throttling, 5xx and lost connections for as long as s3_patience.py says. An error that remains is raised
+with a message of one line.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+from boto3.exceptions import RetriesExceededError
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,
+    FlexibleChecksumError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    ProfileNotFound,
+    ReadTimeoutError,
+    ResponseStreamingError,
+)
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
+
+from train.config import InputError, S3Config, Unreachable, check, check_endpoint
+from train.storage.s3_patience import ATTEMPTS, NotAnswered, Patience, is_temporary
+from train.storage.untrusted import is_path, shown
+
+logger = logging.getLogger("train")
+
+METADATA_ATTEMPTS = 5  # at getting credentials
+CONNECTIONS = 32  # that are kept open
+PART_BYTES = 16 * 2**20  # of a multipart upload
+UPLOAD_THREADS = 4
+TRANSFER = TransferConfig(
+    multipart_threshold=PART_BYTES,
+    multipart_chunksize=PART_BYTES,
+    max_concurrency=UPLOAD_THREADS,
+    preferred_transfer_client="classic",  # AWS's other one has errors of its own
+)
+TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
+BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, FlexibleChecksumError)
+BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
+MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no text
+TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
+EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
+UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
+ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
+USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
+WRITER = "writer"  # metadata of a created object: a mark of the call that created it
+DEFAULT_REGION = "us-east-1"  # as AWS's tools have it; compatible servers accept it
+
+
+def split(location: str) -> tuple[str, str]:
+    """Bucket and prefix (without slashes at its ends) of s3://bucket/prefix. InputError if there is no bucket."""
+    bucket, _, prefix = location.removeprefix("s3://").partition("/")
+    check(bool(bucket), f"{location} names no bucket; write s3://bucket/folder")
+    check(
+        "@" not in bucket, "s3://...@... holds credentials; write s3://bucket/folder, and give them as AWS's tools do"
+    )
+    return bucket, prefix.strip("/")
+
+
+def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
+    """boto3's session, which finds credentials and renews them, on request not in the environment."""
+    try:
+        session = boto3.session.Session(profile_name=s3.profile, region_name=s3.region)
+        # Many ranks of a machine ask its metadata service at once; boto3 alone asks once, and may find no credentials.
+        session._session.set_config_variable("metadata_service_num_attempts", METADATA_ATTEMPTS)
+        if skips_environment:
+            session._session.get_component("credential_provider").remove("env")
+        return session
+    except ProfileNotFound as error:
+        name = f"s3.profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
+        raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
+
+
+def open_client(session: Any, s3: S3Config, patience: Patience) -> Any:
+    config = Config(
+        connect_timeout=patience.attempt_s / 2,
+        read_timeout=patience.attempt_s,
+        max_pool_connections=CONNECTIONS,
+        # The newer modes pause for 3 s in all, and stop retrying once the client has met a few dozen errors.
+        retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
+        s3={"addressing_style": "path" if s3.path_style else "virtual"},
+    )
+    region = session.region_name or DEFAULT_REGION
+    try:
+        client = session.client("s3", endpoint_url=s3.endpoint, region_name=region, config=config)
+    except (BotoCoreError, ValueError) as error:
+        reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
+        raise InputError(f"S3 cannot be used with these settings: {reason}") from None
+    patience.hook_into(client)
+    client.meta.events.register_first("needs-retry.s3", refuse_another_region)
+    return client
+
+
+def refuse_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
+    """boto3 would silently go to the bucket's own region; the connector cannot, so the first shard would fail."""
+    if response is None:
+        return
+    parsed = response[1]
+    status, code = parsed["ResponseMetadata"].get("HTTPStatusCode"), parsed.get("Error", {}).get("Code")
+    if status == 301 or code in (*ELSEWHERE, "400"):  # 400: an answer to HEAD has no text
+        raise ClientError(parsed, operation.name)
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+class S3Folder:
+    """See `train.storage.folders.Folder`."""
+
+    def __init__(self, location: str, s3: S3Config) -> None:
+        self.bucket, self.prefix = split(location)
+        self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        self.s3, self.session = s3, open_session(s3)
+        self.has_warned = False  # about objects with impossible names
+        self.patience = Patience(s3.timeout_s)
+        self.client = open_client(self.session, s3, self.patience)
+        endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
+        check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
+        self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
+
+    def key(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def address(self, name: str) -> dict[str, str]:
+        """Bucket and key, as boto3 takes them."""
+        return {"Bucket": self.bucket, "Key": self.key(name)}
+
+    def read(self, name: str) -> bytes:
+        began_s = time.monotonic()
+        with self.explained("read", name), self.patience.one_deadline() as until_s:
+            # boto3 retries requests, but not the reading of their answers.
+            retrying = Retrying(
+                retry=retry_if_exception_type(BODY_BROKEN),
+                stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
+                before_sleep=lambda _: self.patience.warn(f"{self.key(name)} breaks off", began_s, until_s, 0.0),
+                reraise=True,
+            )
+            return retrying(self._get, name)
+
+    def _get(self, name: str) -> bytes:
+        return bytes(self.client.get_object(**self.address(name))["Body"].read())
+
+    def write(self, name: str, content: bytes) -> None:
+        """A large file goes in parts, several at a time; readers see the whole or nothing."""
+        with self.explained("write", name):
+            self.client.upload_fileobj(io.BytesIO(content), self.bucket, self.key(name), Config=TRANSFER)
+
+    def upload(self, name: str, path: Path) -> None:
+        """Write a file of this machine. It takes the memory of UPLOAD_THREADS parts."""
+        with self.explained("write", name), path.open("rb") as file:
+            self.client.upload_fileobj(file, self.bucket, self.key(name), Config=TRANSFER)
+
+    def replace(self, name: str, content: bytes, version: str | None) -> str:
+        """Write a whole file if it still has this version (None: any), and return the new version. FileExistsError or
+        FileNotFoundError if it has another one.
+        """
+        condition = {} if version is None else {"IfMatch": version}
+        with self.explained("write", name):
+            answer = self.client.put_object(**self.address(name), Body=content, **condition)
+        return str(answer["ETag"]).strip('"')  # Ceph compares it without
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to this machine; FileNotFoundError if there is none. The caller verifies it."""
+        with self.explained("read", name):
+            self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
+
+    def create(self, name: str, content: bytes) -> bool:
+        mark = uuid.uuid4().hex
+        for _ in range(ATTEMPTS):
+            try:
+                with self.explained("write", name):
+                    self.client.put_object(**self.address(name), Body=content, IfNoneMatch="*", Metadata={WRITER: mark})
+                return True
+            except FileExistsError:  # perhaps our own first attempt created it, and its answer was lost
+                head = self.head(name)
+                if head is not None:
+                    return bool(head["Metadata"].get(WRITER) == mark)
+        return False
+
+    def size(self, name: str) -> int | None:
+        head = self.head(name)
+        return None if head is None else int(head["ContentLength"])
+
+    def head(self, name: str) -> Any:
+        """The answer of boto3 about a file; None if there is none."""
+        try:
+            with self.explained("read", name), self.patience.one_deadline():
+                try:
+                    return self.client.head_object(**self.address(name))
+                except ClientError as error:
+                    if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
+                        raise
+                    answer = self.client.get_object(**self.address(name))  # unlike HEAD, it says why it fails
+                    answer["Body"].close()
+                    return answer
+        except FileNotFoundError:
+            return None
+
+    def remove(self, name: str) -> None:
+        with self.explained("delete", name):
+            self.client.delete_object(**self.address(name))
+
+    def names(self, prefix: str = "") -> list[str]:
+        # The console's "folders" are empty objects whose names end in a slash.
+        names = sorted(name for name in self._list(prefix) if not name.endswith("/"))
+        odd = [name for name in names if not is_path(name)]
+        if odd and not self.has_warned:
+            self.has_warned = True
+            logger.warning("%s: objects left out whose names no file can have: %s", self.location, shown(odd[:3]))
+        return [name for name in names if is_path(name)]
+
+    def names_here(self) -> set[str]:
+        return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
+
+    def _list(self, prefix: str, **options: str) -> list[str]:
+        """Names of objects, with a Delimiter also of what has objects below it."""
+        paginator = self.client.get_paginator("list_objects_v2")
+        with self.explained("list", prefix):
+            pages = list(paginator.paginate(Bucket=self.bucket, Prefix=self.key(prefix), **options))
+        keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
+        keys += [item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ())]
+        return [key.removeprefix(self.key("")) for key in keys]
+
+    @contextmanager
+    def explained(self, verb: str, name: str) -> Iterator[None]:
+        """Raise errors of S3 as FileNotFoundError, FileExistsError, InputError or Unreachable, in one line."""
+        url = f"s3://{self.bucket}/{self.key(name)}"
+        try:
+            yield
+        except ClientError as error:
+            raise self.explain(error, verb, url) from error
+        except NoCredentialsError as error:
+            raise InputError(
+                f"{url}: no AWS credentials on this machine; attach a role to the instance, or aws configure"
+            ) from error
+        except BROKEN_OFF as error:
+            where, reason = self.s3.endpoint or "S3", one_line(error).replace(' on endpoint URL: "None"', "")
+            raise Unreachable(f"{url}: no whole answer from {where}: {reason}") from error
+        except BotoCoreError as error:
+            raise InputError(f"{url}: {one_line(error)}") from error
+
+    def explain(self, error: ClientError, verb: str, url: str) -> Exception:
+        details, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        code, status = str(details.get("Code", "")), int(answer.get("HTTPStatusCode", 0))
+        if code == "NoSuchBucket":
+            return InputError(f"{url}: there is no bucket {self.bucket}; check the name (aws s3 ls)")
+        if code in MISSING:
+            return FileNotFoundError(url)
+        if code in TAKEN:
+            return FileExistsError(url)
+        if code in EXPIRED:
+            return InputError(f"{url}: the AWS credentials have expired; renew them (aws sso login)")
+        if code in UNKNOWN:
+            return InputError(f"{url}: S3 does not know these credentials ({code}); aws sts get-caller-identity")
+        if code in ELSEWHERE or status == 301:
+            region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region") or details.get("Region", "another one")
+            here = self.client.meta.region_name
+            return InputError(f"{url}: the bucket is in region {region}, not {here}; set s3.region")
+        if code in ("AccessDenied", "AllAccessDisabled"):
+            hint = " (or it is missing: S3 says so only to users that may list the bucket)" if verb == "read" else ""
+            return InputError(
+                f"{url}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
+                "bucket's); aws sts get-caller-identity shows the user"
+            )
+        if code == "RequestTimeTooSkewed":
+            return InputError(
+                f"{url}: this machine's clock is wrong, S3 does not accept its signature; set it (chrony)"
+            )
+        if is_temporary(status, code):
+            times = answer.get("RetryAttempts", 0) + 1
+            return Unreachable(f"{url}: S3 answers {status} {code}{f', {times} times' if times > 1 else ''}")
+        return InputError(f"{url}: S3 answers {status} {code}: {one_line(details.get('Message', ''))}")

@@ -1,0 +1,186 @@
+"""Checks of files that somebody else may have written: of the names in them, and of their fields and types.
+
+A manifest, an index or the listing of a bucket names files that are then read, written or deleted here. Each such name
+is a `FileName` or a `RelativePath` before it becomes a path, so that none leads out of the folder that it is joined to.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+import yaml
+
+from train.config import InputError
+
+MAX_NAME_BYTES = 200  # file systems take 255; temporary names are made of a name and up to 54 bytes more
+MAX_PATH_BYTES = 1000  # S3 takes keys of 1024
+MAX_COUNT = 2**63 - 1
+SHOWN_CHARS = 80  # of a value, in an error
+
+T = TypeVar("T")
+
+
+class BadContent(InputError, ValueError):
+    """A file from elsewhere holds something that no file of its kind holds. The message is one line.
+
+    This is a ValueError too, so that code around a parser takes it for damage.
+    """
+
+
+class FileName(str):
+    """The name of a file in a folder: printable, without slashes, not hidden, and no option of a command."""
+
+    def __new__(cls, name: object) -> FileName:
+        ok = isinstance(name, str) and name.isprintable() and not re.search(r"[/\\]|^[.-]|^$", name)
+        if not ok or len(str(name).encode()) > MAX_NAME_BYTES:
+            raise BadContent(f"{shown(name)} is not the name of a file")
+        return super().__new__(cls, name)
+
+
+class RelativePath(str):
+    """A path below a folder: file names with slashes between them."""
+
+    def __new__(cls, path: object) -> RelativePath:
+        if not isinstance(path, str) or len(path.encode(errors="replace")) > MAX_PATH_BYTES:
+            raise BadContent(f"{shown(path)} is not a path below a folder")
+        for part in path.split("/"):
+            try:
+                FileName(part)
+            except BadContent:
+                raise BadContent(f"{shown(path)} is not a path below a folder") from None
+        return super().__new__(cls, path)
+
+
+class Sha256(str):
+    """64 lower-case hexadecimal digits."""
+
+    def __new__(cls, value: object) -> Sha256:
+        if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{64}", value):
+            raise BadContent(f"{shown(value)} is not a sha256")
+        return super().__new__(cls, value)
+
+
+def is_path(name: str) -> bool:
+    """Whether a file can have this name below a folder."""
+    try:
+        RelativePath(name)
+    except BadContent:
+        return False
+    return True
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path is below a folder once symbolic links are followed."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def shown(value: object) -> str:
+    """A value for an error message: short, and without control characters."""
+    text = ascii(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+class FileEntry(TypedDict):
+    """Length and checksum of a file, in a manifest."""
+
+    bytes: int
+    sha256: Sha256
+
+
+# ---- records -------------------------------------------------------------------------------------------------------
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """The JSON object that a file holds. BadContent if it holds anything else."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadContent(f"it is not JSON: {' '.join(str(error).split())[:SHOWN_CHARS]}") from error
+    if not isinstance(value, dict):
+        raise BadContent(f"it is not a JSON object but a {type(value).__name__}")
+    return value
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML without references, by which a short file can stand for an endless one."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise BadContent("it refers to itself")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(content: bytes) -> Any:
+    """The plain values of a YAML file. BadContent if it is none."""
+    try:
+        return PlainLoader(content).get_single_data()
+    except BadContent:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise BadContent(f"it is not YAML: {' '.join(str(error).split())[:SHOWN_CHARS]}") from error
+
+
+def record(kind: type[T], values: object, where: str = "") -> T:
+    """Make a dataclass or a TypedDict of what JSON held. BadContent for the first field that is missing or unknown, or
+    that has another type. An `int` is a count, 0 or more; a `float` may be any number.
+    """
+    if not isinstance(values, dict):
+        raise BadContent(f"{where or 'it'} holds {shown(values)}, not an object")
+    hints = get_type_hints(kind)
+    if is_typeddict(kind):
+        needed = set(kind.__required_keys__)  # type: ignore[attr-defined]
+    else:
+        needed = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}  # type: ignore[arg-type]
+    prefix = f"{where}." if where else ""
+    if lacking := sorted(needed - values.keys()):
+        raise BadContent(f"{prefix}{lacking[0]} is missing")
+    if unknown := sorted(values.keys() - hints.keys()):
+        raise BadContent(f"{prefix}{shown(unknown[0])} is not known")
+    return kind(**{name: of_type(hints[name], value, f"{prefix}{name}") for name, value in values.items()})
+
+
+def of_type(hint: Any, value: object, where: str) -> Any:
+    """Give `value` with its names and records converted to the type `hint`. BadContent if it is of another type."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any or hint is object:
+        return value
+    if origin in (Union, UnionType):  # X | None
+        return None if value is None else of_type(inner[0], value, where)
+    if origin is list and isinstance(value, list):
+        return [of_type(inner[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        pairs = ((of_type(inner[0], key, where), item) for key, item in value.items())
+        return {key: of_type(inner[1], item, f"{where}.{shown(key)}") for key, item in pairs}
+    if is_typeddict(hint) or is_dataclass(hint):
+        return record(hint, value, where)
+    if isinstance(hint, type) and issubclass(hint, FileName | RelativePath | Sha256):
+        return checked(hint, value, where)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    ok = {
+        int: is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT,
+        float: is_number,
+        bool: isinstance(value, bool),
+        str: isinstance(value, str),
+    }
+    if not ok.get(hint):
+        raise BadContent(f"{where} holds {shown(value)}, not {named(hint)}")
+    return value
+
+
+def checked(make: Callable[[object], T], value: object, where: str) -> T:
+    try:
+        return make(value)
+    except BadContent as error:
+        raise BadContent(f"{where}: {error}") from None
+
+
+def named(hint: Any) -> str:
+    """A type, for an error message."""
+    names = {int: "a count", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+    return names.get(get_origin(hint) or hint, str(hint))

@@ -1,0 +1,166 @@
+"""Files and folders of this machine that are whole or absent, also after a kill or a power cut.
+
+Each is made under a temporary name beside its own, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9a-f]{32}")  # 38 bytes longer than the name in it
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # errors of a rename to a name that something else has
+
+
+def temporary_for(path: Path) -> Path:
+    """A name beside `path` that no other thread, process or machine uses."""
+    return path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+
+
+def is_temporary(path: Path) -> bool:
+    return TEMPORARY.fullmatch(path.name) is not None
+
+
+def remove_temporaries(folder: Path, name: str) -> None:
+    """Remove what killed processes left of files and folders whose names match the regular expression `name`. The
+    caller knows that nobody is making one of them now.
+    """
+    for path in folder.glob(".*.tmp-*"):
+        match = TEMPORARY.fullmatch(path.name)
+        if match and re.fullmatch(name, match[1]):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the name `path` when the block ends. An error leaves nothing of it."""
+    temporary = temporary_for(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a whole file; after a crash either the old content is there or the new one."""
+    with open_whole(path) as file:
+        file.write(content)
+
+
+def create_atomic(path: Path, content: bytes) -> bool:
+    """Write a whole file unless the name is taken; False if it is. Only one of several writers gets True."""
+    try:
+        with open_whole(path, publish=os.link) as file:  # unlike a rename, a link fails if the name is taken
+            file.write(content)
+    except FileExistsError:
+        return False
+    return True
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames inside `path` durable (POSIX: a rename lives in the folder, not in the file)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """An empty folder to fill, which takes the name `path` when the block ends. An error leaves nothing of it.
+
+    Raises FileExistsError if something has that name by then, unless it `replaces` it.
+    """
+    temporary = begin_folder(path)
+    try:
+        yield temporary
+        sync_tree(temporary)
+        publish_folder(temporary, path, replaces=replaces)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begin_folder(path: Path) -> Path:
+    """Make an empty folder beside `path`, with the parents of both, for `publish_folder`."""
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
+        sync_folder(path.parent.parent)
+    temporary = temporary_for(path)
+    temporary.mkdir()
+    return temporary
+
+
+def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> None:
+    """Give a folder from `begin_folder` its name, once all files in it are synced.
+
+    Raises FileNotFoundError if somebody has removed it, FileExistsError if the name is taken, unless it `replaces` what
+    has it.
+    """
+    try:
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno not in TAKEN:
+            raise
+        if not replaces:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        with removed(path):
+            temporary.rename(path)
+    sync_folder(path.parent)
+
+
+@contextmanager
+def removed(path: Path) -> Iterator[None]:
+    """Rename a folder away at once, so that a kill leaves it whole or absent; its files are removed after the block."""
+    doomed = temporary_for(path)
+    path.rename(doomed)
+    yield
+    sync_folder(path.parent)  # or a power cut would bring the name back without its files
+    shutil.rmtree(doomed)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that others see it whole or not at all."""
+    with removed(path):
+        pass
+
+
+def sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        (sync_folder if path.is_dir() else sync_file)(path)
+    sync_folder(folder)
+
+
+def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+    """The folder `path`, which `make` fills if it is absent. Processes that ask at the same time wait for the first."""
+    with path.with_name(f"{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_dir():
+            remove_temporaries(path.parent, re.escape(path.name))
+            with new_folder(path) as folder:
+                make(folder)
+    return path

@@ -1,0 +1,63 @@
+"""One label for a text or a pair of texts: the task's settings and its entry in the table of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from train.config import TaskConfig, TrainConfig, check
+from train.tasks.spec import CardText, Prediction, Task, TaskSpec
+
+if TYPE_CHECKING:
+    from train.tasks.predictor import Predictor
+
+
+@dataclass(kw_only=True)
+class ClassifyConfig(TaskConfig):
+    """Classification: one label for a text or a pair of texts."""
+
+    kind: str = "classify"
+    class_weights: list[float] | None = None  # how much an error counts, for each label in order; None: all the same
+    balanced: bool = False  # class weights are rows / (labels * rows of the label) of the training data
+    label_smoothing: float = 0.0  # share of the target that is spread over all labels
+
+    def __post_init__(self) -> None:
+        check(0 <= self.label_smoothing < 1, f"task.label_smoothing={self.label_smoothing} must lie in [0, 1)")
+        weights = self.class_weights
+        check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
+        check(not (self.balanced and weights), "task.balanced=true computes the weights: leave task.class_weights out")
+
+
+def build(cfg: TrainConfig) -> Task:
+    from train.tasks.classify.task import ClassifyTask
+
+    return ClassifyTask(cfg)
+
+
+def predictor() -> type[Predictor]:
+    from train.tasks.classify.predictor import LabelPredictor
+
+    return LabelPredictor
+
+
+SPEC = TaskSpec(
+    settings=ClassifyConfig,
+    build=build,
+    head="SequenceClassification",
+    card=CardText(
+        pipeline="text-classification",
+        sentence="It gives a text, or a pair of texts, one of {labels} labels: {names}.",
+        example='"A text."',
+        settings=(
+            ("Label smoothing", "task.label_smoothing"),
+            ("Class weights", "task.class_weights"),
+            ("Class weights from the data", "task.balanced"),
+        ),
+    ),
+    prediction=Prediction(
+        verb="labels texts",
+        inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
+        optional=("text_pair",),
+        predictor=predictor,
+    ),
+)

@@ -1,0 +1,45 @@
+"""Masked language modelling: its settings and its entry in the table of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from train.config import ShardsConfig, TaskConfig, TrainConfig, check
+from train.config.checks import check_positive
+from train.tasks.spec import CardText, Task, TaskSpec
+
+
+@dataclass(kw_only=True)
+class MLMConfig(TaskConfig):
+    """Masked language modelling with n-gram masking (ALBERT, section 3.1 of https://arxiv.org/abs/1909.11942)."""
+
+    learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
+    kind: str = "mlm"
+    mask_rate: float = 0.15  # share of the tokens of a sequence that is predicted
+    max_predictions: int | None = None  # predicted tokens per sequence, a fixed shape; None: seq_len * mask_rate
+    max_ngram: int = 3  # longest run of units that are masked together, p(n) ~ 1/n; 1 is BERT's masking
+    whole_word: bool = False  # units are whole words instead of tokens
+
+    def __post_init__(self) -> None:
+        check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")
+        check_positive("task.", self, "max_predictions", "max_ngram")
+
+
+def build(cfg: TrainConfig) -> Task:
+    from train.tasks.mlm.task import MaskedLMTask
+
+    return MaskedLMTask(cfg)
+
+
+SPEC = TaskSpec(
+    settings=MLMConfig,
+    build=build,
+    head="MaskedLM",
+    card=CardText(
+        pipeline="fill-mask",
+        sentence="It fills in masked tokens, and is a starting point for fine-tuning.",
+        example='f"It fills in {pipe.tokenizer.mask_token} tokens."',
+        settings=(("Masked tokens", "task.mask_rate"),),
+    ),
+)

@@ -1,0 +1,62 @@
+"""The span of a context that answers a question (SQuAD): the task's settings and its entry in the table of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from train.config import TaskConfig, TrainConfig, check
+from train.config.checks import check_positive
+from train.tasks.spec import CardText, Prediction, Task, TaskSpec
+
+if TYPE_CHECKING:
+    from train.tasks.predictor import Predictor
+
+
+@dataclass(kw_only=True)
+class QAConfig(TaskConfig):
+    """Question answering: the span of a context (SQuAD). Long contexts are read in overlapping windows."""
+
+    kind: str = "qa"
+    stride: int = 128  # tokens that two neighbouring windows of a context share
+    max_question_tokens: int = 64  # longer questions are cut and counted
+    max_answer_tokens: int = 30  # longest answer that the model may give
+    n_best: int = 20  # candidate answers kept for each question
+    unanswerable: bool = False  # SQuAD v2: a question may have no answer
+    null_threshold: float | None = None  # v2: a question has no answer if "no answer" scores higher than the best span
+    # by more than this; None: the threshold that is best on the validation data, which is reported
+
+    def __post_init__(self) -> None:
+        check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")
+        check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
+
+
+def build(cfg: TrainConfig) -> Task:
+    from train.tasks.qa.task import QATask
+
+    return QATask(cfg)
+
+
+def predictor() -> type[Predictor]:
+    from train.tasks.qa.predictor import AnswerPredictor
+
+    return AnswerPredictor
+
+
+SPEC = TaskSpec(
+    settings=QAConfig,
+    build=build,
+    head="QuestionAnswering",
+    card=CardText(
+        pipeline="question-answering",
+        sentence="It finds the answer to a question in a context, as a span of it.",
+        example='question="Who wrote it?", context="It was written by somebody."',
+        settings=(("Window stride (tokens)", "task.stride"),),
+    ),
+    prediction=Prediction(
+        verb="answers questions",
+        inputs={"question": "to answer from --context", "context": "in which the answer is"},
+        options={"null_threshold": "odds above which there is no answer"},
+        predictor=predictor,
+    ),
+)

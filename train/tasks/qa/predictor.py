@@ -1,0 +1,91 @@
+"""Answers to new questions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset
+from torch import Tensor
+
+from train.config import InputError
+from train.models.heads import SpanReader, build_span_reader
+from train.tasks.finetune import Sizes
+from train.tasks.predictor import Predictor, Trained
+from train.tasks.qa import QAConfig, spans
+from train.tasks.qa.task import CONTEXT, TARGETS, answered, statistics
+from train.tasks.qa.windows import QAFeaturizer
+from train.tasks.spec import Origin
+
+if TYPE_CHECKING:
+    from train.backend.ddp import DDP
+
+
+def threshold_of(origin: Origin, given: float | None) -> float | None:
+    """The odds above which there is no answer: the given ones, those of the settings, or those of the run's evaluation.
+    None: the model always answers. InputError if the run's evaluation has none.
+    """
+    if given is not None or origin.run is None:
+        return given
+    cfg, folder = origin.run
+    assert isinstance(cfg.task, QAConfig)
+    if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
+        return cfg.task.null_threshold
+    try:
+        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["threshold"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{folder.location}/evaluation.json has no threshold for no answer ({type(error).__name__}); give one, as "
+            "--null-threshold 0"
+        ) from error
+
+
+class AnswerPredictor(Predictor):
+    """{"id", "answer", "score", "n_best"}"""
+
+    columns = TARGETS | CONTEXT
+    csv_columns = ["id", "answer", "score"]
+
+    def __init__(self, trained: Trained, backend: DDP, options: Mapping[str, Any]) -> None:
+        assert isinstance(trained.task, QAConfig)
+        self.task = trained.task
+        self.threshold = threshold_of(trained.origin, options["null_threshold"])  # see spans.Reading.answer
+        # As many scores as the run kept of a window; the shortest length is an upper limit.
+        self.k = self.shortest = min([self.task.n_best, *trained.origin.data.lengths, trained.sizes.seq_len])
+        super().__init__(trained, backend, options)
+        self.questions = 0  # with known answers
+        self.exact, self.f1 = 0.0, 0.0
+
+    @staticmethod
+    def build_featurizer(sizes: Sizes, task: QAConfig) -> QAFeaturizer:
+        return QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=task)
+
+    def build_model(self) -> SpanReader:
+        return build_span_reader(self.trained.sizes.model, **self.trained.sizes.fit)
+
+    def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        return statistics(logits, inputs, self.k)
+
+    def results(
+        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
+        examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])
+        for row, one in zip(rows, answered(statistics, features, examples, self.task), strict=True):
+            answer, n_best = one.reading.answer(self.threshold), one.reading.n_best(v2=self.threshold is not None)
+            self.judge(answer, row.get("answers"))
+            score = one.reading.spans[0].score if answer else one.reading.null_score
+            yield {"id": row["id"], "answer": answer, "score": score, "n_best": n_best}
+
+    def judge(self, answer: str, wanted: dict[str, list] | None) -> None:
+        v2 = self.threshold is not None
+        if wanted is not None and (wanted["text"] or v2):
+            exact, f1 = spans.score(answer, wanted["text"], v2=v2)
+            self.questions, self.exact, self.f1 = self.questions + 1, self.exact + exact, self.f1 + f1
+
+    def metrics(self) -> str:
+        if not self.questions:
+            return ""
+        exact, f1 = 100 * self.exact / self.questions, 100 * self.f1 / self.questions
+        return f"exact_match {exact:.2f}, f1 {f1:.2f} of the {self.questions:,} questions whose answers are known"

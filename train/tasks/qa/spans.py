@@ -1,0 +1,211 @@
+"""Answers as spans of a context, and how SQuAD scores them; on the host.
+
+Metrics follow the official scripts, evaluate-v1.1.py and evaluate-v2.0.py of
+https://rajpurkar.github.io/SQuAD-explorer; the choice of spans follows `postprocess_qa_predictions` of the
+question-answering example of transformers. As there, a token that lies in several windows counts in each: the scores
+decide, and not, as in Google's BERT, the window in which it has most context.
+
+Shapes: k tokens of a window with the highest scores.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+LOWEST = -1e30  # the score of a token that cannot begin or end an answer
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+# ---- how an answer scores ------------------------------------------------------------------------------------------
+
+
+def normalised(text: str) -> str:
+    """The text in lower case, without punctuation, articles and superfluous spaces."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+
+
+def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
+    """F1 of the words that two answers share. If one is empty it is 0, or in v2 1 if both are."""
+    mine, theirs = normalised(given).split(), normalised(wanted).split()
+    if v2 and not (mine and theirs):
+        return float(mine == theirs)
+    same = (Counter(mine) & Counter(theirs)).total() if mine and theirs else 0
+    if not same:
+        return 0.0
+    precision, recall = same / len(mine), same / len(theirs)
+    return 2 * precision * recall / (precision + recall)
+
+
+def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float, float]:
+    """Exact match and F1 (0 to 1) with the right answer that fits best. In v2 there may be no right answer."""
+    if v2:
+        wanted = [answer for answer in wanted if normalised(answer)] or [""]
+    exact = max(float(normalised(given) == normalised(answer)) for answer in wanted)
+    return exact, max(f1_of(given, answer, v2=v2) for answer in wanted)
+
+
+# ---- which spans a model means -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Window:
+    """The scores that a model gives to one window of a context."""
+
+    null_score: float  # start and end at [CLS]
+    start_scores: np.ndarray  # [k], with LOWEST outside of the context
+    starts: np.ndarray  # [k] int64: tokens of the window
+    end_scores: np.ndarray
+    ends: np.ndarray
+    context_first: int  # the first token of `offsets`
+    offsets: np.ndarray  # [tokens of the context, 2]: characters in it
+
+    @staticmethod
+    def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> Window:
+        """The window of statistics [1 + 4 * k]: the null score, k scores of starts, their tokens, and the same for
+        ends.
+        """
+        start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
+        starts, ends = starts.astype(np.int64), ends.astype(np.int64)
+        return Window(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)
+
+    def best(self, n_best: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
+        """Scores and characters [begin, end) of the spans with the highest sums of start and end."""
+        tokens = self.ends[None, :] - self.starts[:, None] + 1
+        is_context = (self.start_scores > LOWEST)[:, None] & (self.end_scores > LOWEST)[None, :]
+        start, end = np.nonzero(is_context & (tokens >= 1) & (tokens <= max_answer_tokens))
+        scores = self.start_scores[start] + self.end_scores[end]
+        order = np.argsort(-scores, kind="stable")[:n_best]
+        begins = self.offsets[self.starts[start[order]] - self.context_first, 0]
+        stops = self.offsets[self.ends[end[order]] - self.context_first, 1]
+        return list(zip(scores[order].tolist(), begins.tolist(), stops.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Span:
+    text: str
+    score: float  # logits of its start and end
+    begin: int  # its first character in the context
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A model's answers to one question: spans, best first, and the score of "no answer"."""
+
+    spans: list[Span]
+    null_score: float
+
+    @property
+    def null_odds(self) -> float:
+        """How much higher "no answer" scores than the best span."""
+        return self.null_score - self.spans[0].score if self.spans else float("inf")
+
+    @property
+    def best(self) -> str:
+        return self.spans[0].text if self.spans else ""
+
+    def answer(self, threshold: float | None) -> str:
+        """The best span; empty if there is a `threshold` and "no answer" scores higher by more than that."""
+        return "" if threshold is not None and self.null_odds > threshold else self.best
+
+    def n_best(self, *, v2: bool) -> list[dict[str, Any]]:
+        """All spans, in v2 with the empty one, and their softmax, as in a file of predictions."""
+        spans = [*self.spans, Span("", self.null_score, 0)] if v2 or not self.spans else self.spans
+        spans = sorted(spans, key=lambda span: -span.score)
+        scores = np.array([span.score for span in spans])
+        shares = np.exp(scores - scores.max())
+        shares = (shares / shares.sum()).tolist()
+        return [
+            {"text": span.text, "probability": share, "score": span.score, "begin": span.begin}
+            for span, share in zip(spans, shares, strict=True)
+        ]
+
+
+def read(windows: Sequence[Window], context: str, *, n_best: int, max_answer_tokens: int) -> Reading:
+    """The best spans of all windows of a context. A span of two windows counts once, with its higher score."""
+    candidates = [span for window in windows for span in window.best(n_best, max_answer_tokens)]
+    spans: dict[tuple[int, int], Span] = {}
+    for value, begin, end in sorted(candidates, key=lambda span: -span[0]):
+        text = context[begin:end].lstrip()  # in some tokenizers the space before a word belongs to it
+        begin = end - len(text)
+        if text:
+            spans.setdefault((begin, end), Span(text.rstrip(), value, begin))
+        if len(spans) == n_best:
+            break
+    return Reading(list(spans.values()), min(window.null_score for window in windows))
+
+
+# ---- all questions -------------------------------------------------------------------------------------------------
+
+
+def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.ndarray) -> tuple[float, float]:
+    """The `null_odds` above which it is best to give no answer, and the mean score (0 to 100) of that threshold.
+
+    It differs from `find_best_thresh` of evaluate-v2.0.py in two ways: questions with equal odds stay together, since
+    no threshold can separate them, and if it is best to answer none, the threshold is below all odds instead of 0.
+
+    Args:
+        scores: [questions] of the best spans, 0 to 1; for a question without an answer 1 if there is no span at all.
+    """
+    order = np.argsort(null_odds, kind="stable")
+    odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer
+    totals = np.where(np.append(odds[1:] != odds[:-1], True), np.cumsum(gains), -np.inf)
+    best = int(totals.argmax())
+    if totals[best] <= 0:
+        return min(0.0, float(np.nextafter(odds[0], -np.inf))), 100.0 * float((~has_answer).mean())
+    return float(odds[best]), 100.0 * float((~has_answer).sum() + totals[best]) / len(scores)
+
+
+def evaluate(readings: Sequence[Reading], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """SQuAD v1.1's exact_match and f1 (0 to 100)."""
+    pairs = zip(readings, wanted, strict=True)
+    exact, f1 = 100.0 * np.array([score(reading.best, answers) for reading, answers in pairs]).mean(0)
+    return {"exact_match": float(exact), "f1": float(f1)}
+
+
+def evaluate_v2(
+    readings: Sequence[Reading], wanted: Sequence[Sequence[str]], threshold: float | None
+) -> dict[str, float]:
+    """SQuAD v2's metrics (0 to 100) of the answers by `threshold`; None: the threshold that is best for F1.
+
+    They are exact_match and f1 over all questions and over those that have an answer (has_answer_..., 0 if none has),
+    the share of unanswerable questions that get no answer (no_answer_f1), and the best thresholds with their scores.
+    """
+    has_answer = np.array([bool(answers) for answers in wanted])
+    odds = np.array([reading.null_odds for reading in readings])
+    pairs = zip(readings, wanted, strict=True)
+    exact, f1 = np.array([score(reading.best, answers, v2=True) for reading, answers in pairs]).T
+    best = {"exact_match": best_threshold(odds, exact, has_answer), "f1": best_threshold(odds, f1, has_answer)}
+    is_null = odds > (best["f1"][0] if threshold is None else threshold)
+    exact, f1 = (np.where(is_null, (~has_answer).astype(np.float64), values) for values in (exact, f1))
+    return {
+        "exact_match": 100.0 * float(exact.mean()),
+        "f1": 100.0 * float(f1.mean()),
+        "has_answer_exact_match": mean_percent(exact[has_answer]),
+        "has_answer_f1": mean_percent(f1[has_answer]),
+        "no_answer_f1": mean_percent(f1[~has_answer]),
+        **{f"best_{name}": value for name, (_, value) in best.items()},
+        **{f"best_{name}_threshold": value for name, (value, _) in best.items()},
+    }
+
+
+def mean_percent(values: np.ndarray) -> float:
+    return 100.0 * float(values.mean()) if len(values) else 0.0
+
+
+V1_NAMES = ("exact_match", "f1")
+V2_NAMES = (
+    *V1_NAMES,
+    "has_answer_exact_match",
+    "has_answer_f1",
+    "no_answer_f1",
+    *(f"best_{name}" for name in V1_NAMES),
+    *(f"best_{name}_threshold" for name in V1_NAMES),
+)

@@ -1,0 +1,173 @@
+"""Questions and contexts to windows of tokens, for training, evaluation and new questions alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import List, Value
+
+from train.config import check
+from train.data.files.errors import BadRow
+from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
+from train.data.records.squad import answers_of
+from train.tasks.qa import QAConfig
+from train.tasks.texts import TextFeaturizer, second_at
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerFast
+
+
+def read_question(row: Row) -> dict[str, str]:
+    texts: dict[str, str] = {key: row.text(key) for key in ("question", "context")}
+    for key, text in texts.items():
+        if not text.strip():
+            raise BadRow(f"an empty {row.columns[key]}")
+    return texts
+
+
+def qa_rows(task: QAConfig) -> RowKind:
+    """The kind of rows that hold questions. Without task.unanswerable, a question without an answer is a bad row."""
+
+    def read_answers(value: Any, texts: dict[str, str], is_learnt: bool) -> dict[str, list[Any]]:
+        answers = answers_of(value, texts["context"])
+        if is_learnt and not task.unanswerable and not answers["text"]:
+            raise BadRow("no answer; for SQuAD v2 set task.unanswerable=true")
+        return answers
+
+    return RowKind(
+        "qa",
+        columns={
+            "question": STRING,
+            "context": STRING,
+            "answers": {"text": List(STRING), "answer_start": List(Value("int64"))},
+        },
+        read=read_question,
+        target="answers",
+        read_target=read_answers,
+        split_by="context",
+        has_unique_ids=True,  # predictions and answers are matched by their ids
+        tokens={
+            "start": NUMBER,  # first and last token of the answer; 0, which is [CLS], if there is none
+            "end": NUMBER,
+            "context_first": NUMBER,  # first token of the context in this window
+            "context_end": NUMBER,  # one past its last token
+            "offsets": NUMBERS,  # begin and end of each of these tokens, in characters of the context
+        },
+    )
+
+
+class QAFeaturizer(TextFeaturizer):
+    """Windows of [CLS] question [SEP] context [SEP]. See `train.data.records.kinds.Featurizer`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
+        """InputError for a tokenizer that does not begin with [CLS], and for windows without room to overlap."""
+        super().__init__(tokenizer)
+        self.task, self.kind = task, qa_rows(task)
+        self.settings: dict[str, Any] = {
+            "version": 1,
+            "seq_len": seq_len,
+            "stride": task.stride,
+            "max_question_tokens": task.max_question_tokens,
+            "unanswerable": task.unanswerable,
+        }
+        begins = tokenizer("a", "b")["input_ids"][0] == tokenizer.cls_token_id
+        check(
+            begins and tokenizer.padding_side == tokenizer.truncation_side == "right",
+            f"this tokenizer does not begin sequences with its {tokenizer.cls_token}, the answer to unanswerable "
+            "questions; choose a model like bert, albert, roberta, distilbert",
+        )
+        special = tokenizer.num_special_tokens_to_add(pair=True)
+        room = seq_len - special - task.max_question_tokens
+        check(
+            task.stride < room,
+            f"task.stride={task.stride} leaves no room: a question may take task.max_question_tokens="
+            f"{task.max_question_tokens} of seq_len={seq_len} and special tokens take {special}, which leaves "
+            f"{max(room, 0)} for the context; raise seq_len or lower one of the others",
+        )
+
+    def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
+        """The windows of rows of `question`, `context` and `answers`. The first answer is the one to learn; if there is
+        none, or the window does not hold it, start and end are [CLS].
+        """
+        answers = rows.get("answers", [{"text": []}] * len(indices))
+        if "answers" in rows and not self.task.unanswerable:  # rows that were read from files have answers
+            bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
+            check(bad is None, f"row {bad} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
+        encoded = self.tokenizer(
+            self.shortened(rows["question"], split),
+            rows["context"],
+            truncation="only_second",
+            max_length=self.settings["seq_len"],
+            stride=self.task.stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            split_special_tokens=True,
+            verbose=False,
+        )
+        owners = encoded["overflow_to_sample_mapping"]
+        windows = [
+            self.window(encoding, answers[owner]) for encoding, owner in zip(encoded.encodings, owners, strict=True)
+        ]
+        in_reach = {owner for owner, window in zip(owners, windows, strict=True) if window["end"]}
+        wanted = {number for number, answer in enumerate(answers) if answer["text"]}
+        self.count(split, answers_in_no_window=len(wanted - in_reach))
+        columns: dict[str, list] = {name: [window[name] for window in windows] for name in windows[0]}
+        return {**columns, "row": [indices[owner] for owner in owners]}
+
+    def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
+        sequences = encoding.sequence_ids  # not the segments: RoBERTa has none
+        first = sequences.index(1) if 1 in sequences else 0
+        end = first + sequences.count(1)
+        offsets = np.array(encoding.offsets[first:end], np.int32).reshape(-1, 2)
+        start, stop = 0, 0
+        if answer["text"]:
+            begin = answer["answer_start"][0]
+            start, stop = answer_tokens(begin, begin + len(answer["text"][0]), offsets, first)
+        return {
+            "input_ids": self.ids(encoding),
+            "second_at": second_at(encoding),
+            "length": len(encoding.ids),
+            "start": start,
+            "end": stop,
+            "context_first": first,
+            "context_end": end,
+            "offsets": offsets.ravel().tolist(),
+        }
+
+    def shortened(self, questions: Sequence[str], split: str) -> list[str]:
+        """The questions without leading spaces (some of SQuAD's have many), cut to max_question_tokens."""
+        stripped = [question.lstrip() for question in questions]
+        encodings = self.pieces(stripped)
+        is_long = [len(encoding.ids) > self.task.max_question_tokens for encoding in encodings]
+        self.count(split, cut_questions=sum(is_long))
+        return [self.cut(text) if long else text for text, long in zip(stripped, is_long, strict=True)]
+
+    def cut(self, question: str) -> str:
+        most = self.task.max_question_tokens
+        while (
+            len((encoding := self.pieces([question])[0]).ids) > most
+        ):  # the rest may be split into other tokens, and more
+            question = question[: min(encoding.offsets[most - 1][1], len(question) - 1)]
+        return question
+
+    def pieces(self, texts: list[str]) -> list[Encoding]:
+        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encodings: list[Encoding] = encoded.encodings
+        return encodings
+
+
+def answer_tokens(begin: int, end: int, offsets: np.ndarray, first: int) -> tuple[int, int]:
+    """The first and last token of the characters [begin, end), among tokens with `offsets` [n, 2] that begin with token
+    `first`; (0, 0), which is [CLS], unless all characters are in these tokens.
+
+    Several tokens may cover the same character, and a token may begin with the space before its word.
+    """
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    if not len(offsets) or begin < begins[0] or end > ends[-1]:
+        return 0, 0
+    start = int(np.searchsorted(ends, begin, side="right"))
+    stop = int(np.searchsorted(begins, end, side="left")) - 1
+    return (first + start, first + stop) if start <= stop else (0, 0)

@@ -1,0 +1,111 @@
+"""What is known of a task before torch is imported, and the protocol between the loop and the task of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from train.config import RecordsConfig, TaskConfig, TrainConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from train.data.batches.buckets import Buckets
+    from train.data.batches.loader import Drawable
+    from train.data.shards.order import ShardSampler, Windows
+    from train.data.shards.prepared import Supply
+    from train.models.encoder import Network
+    from train.storage.folders import Folder
+    from train.tasks.predictor import Predictor
+
+
+@dataclass(frozen=True)
+class CardText:
+    """What a model card says of a task."""
+
+    pipeline: str  # transformers' pipeline that runs an export
+    sentence: str  # what the model does; {labels} is the number of labels, {names} their names
+    example: str  # the arguments of the pipeline, as Python code
+    settings: tuple[tuple[str, str], ...] = ()  # name and key of the task's settings that the card lists
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How `python -m train.predict` asks a model of this task. A run and a row of input hold the same columns."""
+
+    verb: str  # as in "labels texts": it follows the name of the model in a message
+    inputs: Mapping[str, str]  # columns of ColumnsConfig that the model reads, each with the help text of its flag
+    predictor: Callable[[], type[Predictor]]  # imports torch
+    optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it learnt with them
+    options: Mapping[str, str] = field(default_factory=dict)  # further flags that take a number, with their help
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task's entry in `train.tasks.TASKS`."""
+
+    settings: type[TaskConfig]  # a class of its own; its `learns_from` says which data the task reads
+    build: Callable[[TrainConfig], Task]  # imports torch; InputError for data that the task cannot learn from
+    head: str  # transformers loads an export as AutoModelFor<head>
+    card: CardText
+    prediction: Prediction | None = None  # None: its models do not predict
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A model to predict with. `run`: its settings and folder; None for a model that did not come from a run."""
+
+    source: str  # folder in the format of transformers, or Hub id
+    run: tuple[TrainConfig, Folder] | None
+    data: RecordsConfig  # how rows are read
+
+
+class Task(Protocol):
+    """Batches, the loss as a sum, and what an evaluation computes."""
+
+    shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
+    train_rows: int  # their sum
+    eval_rows: int
+    buckets: Buckets | None  # the lengths of batches, if there are several
+    metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
+    data_id: str  # identifies the training data; a checkpoint resumes only on the same data
+    facts: dict[str, float]  # of the data, for metrics and report
+    details: dict[str, Any]  # of the data, for run_dir/data.json; empty: no such file
+
+    def verify_data(self) -> None:
+        """Compare the data with its checksums. InputError names what is damaged."""
+
+    def windows(self) -> Windows:
+        """The number of shards to shuffle together. InputError if this machine cannot hold them."""
+
+    def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+        """Begin to bring the data that `order` needs to this machine. InputError if that is impossible."""
+
+    def build_model(self) -> Network: ...
+
+    def train_data(self) -> Drawable: ...
+
+    def eval_data(self) -> Drawable: ...
+
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Loss summed over the labels of a micro batch (a scalar); the loop divides by the global count."""
+
+    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, n] float32: the values of each example of a batch that the metrics need."""
+
+    def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
+        """Metrics by their usual names, from the statistics [eval_rows, n] in the order of the data."""
+
+    def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
+        """Write predictions and tables of an evaluation that is better than all before; rank 0."""
+
+    def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
+        """FLOPs to train on one example of `seq_len` tokens, padding included; None: unknown."""
+
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        """Write to the run folder what its checkpoints need to be exported without the data; rank 0."""
+
+    def export(self, model: nn.Module, folder: Path) -> None: ...

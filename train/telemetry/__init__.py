@@ -1,0 +1,1 @@
+"""Measurements of a run: metrics, console, TensorBoard, stragglers, device monitors."""

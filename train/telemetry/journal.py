@@ -1,0 +1,34 @@
+"""The lines of one attempt in metrics.jsonl, and their curves in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from train.run_folder.folder import RunFolder
+from train.telemetry.lines import LineFile, finite, read_lines
+from train.telemetry.tensorboard import Board
+
+
+class Journal:
+    """Rank 0 opens it. Nothing is written once another job owns the run folder."""
+
+    def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool) -> None:
+        folder.cut_half_written_line()
+        self.folder = folder
+        self.attempt = 1 + max((line["attempt"] for line in read_lines(folder.metrics)), default=0)
+        self.file = LineFile(folder.metrics)
+        self.board = Board(folder.tensorboard, first_step=first_step) if tensorboard else None
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        if self.folder.may_append():
+            line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
+            self.file.write(json.dumps({key: value if finite(value) else None for key, value in line.items()}))
+            if self.board is not None and kind in ("train", "eval"):
+                self.board.add(kind, values)
+
+    def close(self) -> None:
+        self.file.close(cuts_off=self.folder.may_append())
+        if self.board is not None:
+            self.board.close()

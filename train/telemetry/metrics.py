@@ -1,0 +1,317 @@
+"""What is measured while a run trains, on every rank, and what of it becomes a line of metrics.jsonl and the console.
+
+Numbers that live on the device are read back only every `log_every` steps, so that measuring does not stop the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from train.config import Plan, TrainConfig
+from train.run_folder.folder import RunFolder
+from train.telemetry.console import Console
+from train.telemetry.journal import Journal
+from train.telemetry.monitor import Monitor, Sample
+from train.telemetry.stragglers import Stragglers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from train.backend import Backend
+    from train.checkpoints.progress import Progress
+    from train.checkpoints.saver import Saved
+    from train.data.batches.loader import Batch
+    from train.parallel import Engine
+
+logger = logging.getLogger("train")
+COMPILED_STEPS = 2  # in which all graphs of a step occur
+
+
+@dataclass
+class Window:
+    """Sums since the last line. They are saved with a checkpoint: a resumed run writes the same lines."""
+
+    steps: int = 0
+    count: float = 0.0  # labels of this rank; of all ranks once they are added up for a line
+    tokens: float = 0.0  # likewise tokens, without padding
+    slots: float = 0.0  # tokens of all ranks, padding included
+    flops: float = 0.0  # of the model's arithmetic, all ranks; 0: unknown
+    wait_s: float = 0.0  # that this rank waited for data
+    work_s: float = 0.0  # that this rank waited for data or was in forward passes, without waiting for other ranks
+    busy_s: float = 0.0  # in steps, data included; without evaluation, saving and compiling
+    compile_s: float = 0.0  # in steps
+
+
+class Sums(NamedTuple):
+    """What a line needs from the device and from all ranks, beside the window."""
+
+    loss: float
+    wait_s: float  # mean of the ranks
+    works_s: list[float]  # [world_size]
+    sample: Sample
+
+
+@dataclass
+class Recorder:
+    """Measures on all ranks and writes on rank 0. It is used as a context."""
+
+    cfg: TrainConfig
+    plan: Plan
+    folder: RunFolder
+    backend: Backend
+    engine: Engine
+    flops_per_example: Callable[[int], float | None]  # by the example's number of tokens, padding included
+    progress: Progress
+    monitor: Monitor
+    window: Window = field(default_factory=Window)
+    own_tokens: float = 0.0  # of this rank, in this attempt
+    all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
+    total_flops: float = 0.0  # of all ranks
+    train_s: float = 0.0
+    steps_done: int = 0  # in this attempt
+    steps_of: Counter[int] = field(default_factory=Counter)  # the same, by the length of their batches
+    last_length: int = 0
+    is_first_evaluation: bool = True
+    skipped: int = 0  # steps of this process whose gradient was not finite
+    skips_in_a_row: int = 0  # as of the last line
+
+    def __post_init__(self) -> None:
+        self.world = self.backend.world
+        # Ranks that see the same rows count them once between them.
+        self.share = self.engine.data_size / self.world.size
+        self.stragglers = Stragglers(self.cfg.straggler, self.world.share(platform.node()))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether something may still be compiled for batches of the last length."""
+        return self.is_new(self.last_length)
+
+    def is_new(self, seq_len: int) -> bool:
+        return self.steps_of[seq_len] < COMPILED_STEPS
+
+    def __enter__(self) -> Recorder:
+        step, is_first_rank = self.progress.step, self.world.rank == 0
+        self.journal: Journal | None = None
+        if is_first_rank:
+            self.journal = Journal(self.folder, first_step=step + 1, tensorboard=self.cfg.tensorboard)
+        self.console = Console(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        for text in self.monitor.alarms():  # of this machine alone: the other ranks may be gone
+            self.alarm(text)
+        if error is not None:
+            self.fault(f"{type(error).__name__}: {error}")
+        self.console.bar.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    def begin_step(self) -> None:
+        self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
+
+    def data_ready(self) -> None:
+        wait_s = time.perf_counter() - self.began_s
+        self.window.wait_s += wait_s
+        self.window.work_s += wait_s
+
+    def waited(self, wait_s: float) -> None:
+        """Count a wait for data outside of a step: for the first batches, which no step has drawn ahead."""
+        self.window.wait_s += wait_s
+        self.window.work_s += wait_s
+        self.window.busy_s += wait_s
+        self.train_s += wait_s
+        self.progress.productive_s += wait_s
+
+    def end_step(
+        self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
+    ) -> None:
+        """Take note of a step of this rank's `micro_batches`, padded to `seq_len` tokens an example. Every `log_every`
+        steps, and when `reads`, read the device, add up over the ranks, and write a line.
+
+        Raises:
+            FloatingPointError: loss or gradient are no longer finite although the last step was not skipped; on all
+                ranks alike.
+        """
+        step = self.progress.step
+        self._count(micro_batches, seq_len)
+        must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
+        if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
+            sums = self._add_up()
+            norm = float(self.backend.read([grad_norm])[0])
+            skipped, self.skips_in_a_row = self.read_skips()
+        self.console.bar.update()
+        self._time_step()
+        if is_due:
+            stragglers = self.stragglers.see(sums.works_s)
+            self._write_train(lr, norm, sums)
+            self.window = Window()
+            for text in stragglers:
+                self.alarm(text)
+            new, self.skipped = skipped - self.skipped, skipped
+            self.progress.skipped += new
+            if new:
+                self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
+            elif not self.skips_in_a_row:
+                self.check_numbers(sums.loss, norm)
+
+    def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
+        window, examples = self.window, self.plan.global_batch_size
+        tokens = self.share * sum(batch["tokens"] for batch in micro_batches)
+        flops = examples * (self.flops_per_example(seq_len) or 0.0)
+        window.steps += 1
+        window.count += self.share * sum(batch["count"] for batch in micro_batches)
+        window.tokens += tokens
+        window.slots += examples * seq_len
+        window.flops += flops
+        self.own_tokens += tokens
+        self.total_flops += flops
+        self.steps_done += 1
+        self.steps_of[seq_len] += 1
+        self.last_length = seq_len
+
+    def _add_up(self) -> Sums:
+        """Add up the window over the ranks; waits for the device."""
+        window, world = self.window, self.world
+        local = [self.engine.take_loss(), window.wait_s / world.size]
+        window.work_s += self.backend.work.take_s()
+        works_s = [window.work_s if rank == world.rank else 0.0 for rank in range(world.size)]
+        counts = [window.count, window.tokens, self.own_tokens]
+        sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
+        loss_sum, wait_s, window.count, window.tokens, self.all_tokens = sums[:5]
+        window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to a little less
+        works_s, readings = sums[5 : 5 + world.size], sums[5 + world.size :]
+        return Sums(loss_sum / (window.count or 1.0), wait_s, works_s, Sample.from_values(readings))
+
+    def _time_step(self) -> None:
+        compile_s = self.backend.graphs().compile_s - self.compiled_s
+        busy_s = max(time.perf_counter() - self.began_s - compile_s, 1e-9)
+        self.window.compile_s += compile_s
+        self.window.busy_s += busy_s
+        self.train_s += busy_s
+        self.progress.productive_s += busy_s
+
+    def read_skips(self) -> tuple[int, int]:
+        """Number of steps that this process has skipped, and of the last ones in a row; waits for the device."""
+        return self.backend.skips.counts()
+
+    def check_numbers(self, loss: float, grad_norm: float) -> None:
+        """Raise FloatingPointError if loss or gradient are no longer finite."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FloatingPointError(
+                f"the loss is {loss}, the gradient's norm {grad_norm} at step {self.progress.step}: a new run_dir with "
+                "a lower optim.lr, or fp32, may help"
+            )
+
+    def _write_train(self, lr: float, grad_norm: float, sums: Sums) -> None:
+        window = self.window
+        line = {
+            "step": self.progress.step,
+            "loss": sums.loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens_per_s": window.tokens / window.busy_s,
+            "data_wait_s": sums.wait_s,
+            "step_s": window.busy_s / window.steps,
+            "steps": window.steps,
+            "train_s": self.train_s,
+            "tokens": round(self.all_tokens),
+            "examples": self.progress.examples,
+            "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
+            "goodput": self.goodput(),
+            **self.stragglers.fields,
+        }
+        mfu = self.mfu(window.flops / window.busy_s)
+        if mfu is not None:
+            line["mfu"] = mfu
+        if window.tokens < window.slots:
+            line["padding_share"] = 1 - window.tokens / window.slots
+        if window.compile_s:
+            line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
+        line |= sums.sample.fields(peak_flops_per_s=self.cfg.instance.peak_flops_per_s(self.backend.precision))
+        self.write("train", line)
+        if sums.sample.num_alarms:  # the same number on all ranks, so all of them gather
+            for alarms in self.world.gather(self.monitor.alarms()):
+                for text in alarms:
+                    self.alarm(text)
+        self.console.train(line)
+
+    def mfu(self, flops_per_s: float) -> float | None:
+        """The share of the devices' peak that the model's own arithmetic uses; None if either is unknown."""
+        peak = self.cfg.instance.peak_flops_per_s(self.backend.precision)
+        return flops_per_s / (peak * self.world.size) if peak and flops_per_s else None
+
+    def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
+        self.is_first_evaluation = False
+        self.write("eval", {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s})
+        self.console.evaluation(step, metrics, eval_s)
+
+    def saved(self, saved: Saved) -> None:
+        if saved.failure is not None:
+            self.alarm(f"checkpoint of step {saved.step}: {saved.failure}")
+        if saved.num_bytes:
+            times = {"save_s": saved.save_s, "stall_s": saved.stall_s}
+            self.write("checkpoint", {"step": saved.step, "bytes": saved.num_bytes, **times})
+
+    def fault(self, reason: str, **values: float | None) -> None:
+        self.write("fault", {"step": self.progress.step, "reason": reason, **values})
+
+    def alarm(self, text: str) -> None:
+        logger.warning(f"step {self.progress.step}: {text}")
+        self.fault(text)
+
+    def go_back(self, progress: Progress) -> None:
+        """Continue from the earlier step of `progress`."""
+        self.progress, self.window, self.skips_in_a_row = progress, Window(), 0
+        self.console.bar.n = progress.step
+
+    def goodput(self) -> float:
+        """The share of all seconds since the run began, pauses between attempts included, that was spent in steps that
+        were not lost.
+        """
+        return self.progress.productive_s / max(self.folder.clock.run_s(), self.progress.productive_s, 1e-9)
+
+    def summary(self, reason: str, facts: dict[str, Any]) -> None:
+        """Write the last line of this attempt. Unknown figures are null."""
+        tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
+        self.write(
+            "summary",
+            {
+                "step": self.progress.step,
+                "steps_total": self.plan.total_steps,
+                "reason": reason,
+                "train_s": self.train_s,
+                "compile_s": graphs.compile_s,
+                "graphs": graphs.compiled,
+                "executions": graphs.executed,
+                "tokens": tokens,
+                "tokens_per_s": tokens / self.train_s if self.train_s else None,
+                "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
+                "cost_usd": self.cost_usd(),
+                "goodput": self.goodput(),
+                "productive_s": self.progress.productive_s,
+                "skipped_steps": self.progress.skipped,
+                "rollbacks": self.progress.rollbacks,
+                "world_size": self.world.size,
+                "backend": self.backend.name,
+                "device": self.backend.device_name,
+                "precision": self.backend.precision,
+                **facts,
+            },
+        )
+
+    def cost_usd(self) -> float | None:
+        """The price of the time spent in training and compiling; None for instances without a known price."""
+        price = self.cfg.instance.usd_per_hour
+        machines = self.world.num_machines
+        return None if price is None else price * machines * (self.train_s + self.backend.graphs().compile_s) / 3600
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.write(kind, values)

@@ -1,0 +1,297 @@
+"""neuron-monitor: the child process that writes a JSON object a second, and the parser of its lines.
+
+Lines have the form of the Neuron SDK's "Neuron Monitor User Guide" or, where the two differ, of published recordings
+from trn1 and inf2. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("train")
+
+TOOL, FOLDER = "neuron-monitor", "/opt/aws/neuron/bin"
+RUNTIME_GROUPS = ("neuroncore_counters", "memory_used", "execution_stats")
+ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
+POLL_S = 0.2  # how soon a request to stop is seen
+STOP_S = 3.0  # between SIGTERM and SIGKILL for the tool
+# Two types are not read: `generic`, which counts tens of thousands a second in recordings of healthy executions, and
+# `transient`, which counts corrected errors.
+TYPED_ERRORS = {"hardware": "hardware errors", "runtime": "Neuron runtime errors", "model": "model errors"}
+FAILED = {
+    "timed_out": "executions timed out",
+    "incorrect_input": "executions refused for their input",
+    "failed_to_queue": "executions that could not be queued",
+}
+
+Totals = dict[str, tuple[float, float]]  # by name: the sum, and the number of devices or machines in it
+
+
+@dataclass
+class Reading:
+    """One look at the devices of a machine, by any source. Unknown values are left out."""
+
+    totals: Totals = field(default_factory=dict)
+    period_s: float = 1.0  # utilisation and FLOP/s are means over it
+    errors: Counter[str] | None = None  # new ones, by device and kind; None: this source does not count them
+    warnings: tuple[str, ...] = ()  # alarms that are no errors
+
+    def add(self, errors: dict[str, int]) -> None:
+        self.errors = Counter(self.errors) + Counter(errors)
+
+
+class Notes:
+    """Warnings of which each kind is logged once."""
+
+    def __init__(self) -> None:
+        self.logged: set[str] = set()
+
+    def __call__(self, kind: str, text: str) -> None:
+        if kind not in self.logged:
+            self.logged.add(kind)
+            logger.warning(text)
+
+
+def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
+    """The readings of this machine's Neuron devices, `num_devices` of which are the run's. `run_tag` is the
+    NEURON_PROCESS_TAG of its processes.
+    """
+    note = Notes()
+    parsed = map(Parser(num_devices, run_tag, note).parse, lines(stop, period_s=period_s, note=note))
+    return (reading for reading in parsed if reading is not None)
+
+
+# ---- the child -----------------------------------------------------------------------------------------------------
+
+
+def lines(stop: threading.Event, *, period_s: float, note: Notes) -> Iterator[bytes]:
+    """The lines of a neuron-monitor that is started here, until `stop` is set or it ends; none, with a note, if it is
+    missing.
+
+    The child must not outlive the run. It is ended when this function or the interpreter ends. A run that is killed
+    does neither, but its end of the pipe closes with it, and the tool gets SIGPIPE at its next line, a second later.
+    That needs no code between fork and exec (`preexec_fn`), which may deadlock in a process with threads. The child
+    stays in the run's session, so that a scheduler which kills the group kills it too.
+    """
+    tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
+    if tool is None:
+        note("tool", f"{TOOL} is neither on PATH nor in {FOLDER}: no readings of the devices; training continues")
+        return
+    with tempfile.TemporaryDirectory(prefix="neuron-monitor-", ignore_cleanup_errors=True) as folder:
+        config, messages = Path(folder) / "config.json", Path(folder) / "stderr.txt"
+        config.write_text(json.dumps(tool_config(period_s)))
+        try:
+            with messages.open("wb") as stderr:
+                child = subprocess.Popen(
+                    [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+                )
+        except OSError as error:
+            note("tool", f"{tool} does not start ({error}): no readings of the devices; training continues")
+            return
+        atexit.register(child.terminate)
+        try:
+            yield from split(child, stop)
+            if not stop.is_set():
+                last = messages.read_text(errors="replace").strip().splitlines()[-1:]
+                why = ", ".join([f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)])
+                note("end", f"{TOOL} ended ({why}): no more readings of the devices; training continues")
+        finally:
+            atexit.unregister(child.terminate)
+            end(child)
+
+
+def split(child: subprocess.Popen[bytes], stop: threading.Event) -> Iterator[bytes]:
+    """The child's lines as they arrive. They are read at once, since those of a big machine do not fit into a pipe."""
+    assert child.stdout is not None
+    left = b""
+    while not stop.is_set():
+        if not select.select([child.stdout], [], [], POLL_S)[0]:
+            continue
+        read = os.read(child.stdout.fileno(), 2**20)
+        if not read:
+            return
+        *whole, left = (left + read).split(b"\n")
+        yield from whole
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def tool_config(period_s: float) -> dict[str, Any]:
+    """The tool's configuration: every process (they are filtered here) and the counters of memory errors."""
+    return {
+        "period": f"{period_s:g}s",
+        "neuron_runtimes": [{"tag_filter": ".*", "metrics": [{"type": name} for name in RUNTIME_GROUPS]}],
+        "system_metrics": [{"type": "neuron_hw_counters"}],
+    }
+
+
+# ---- a line --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Parser:
+    """Lines to readings. Any group may be missing, null or carry an error: then its values are unknown."""
+
+    num_devices: int  # a core in use is listed, an idle one may not be
+    run_tag: str | None
+    note: Notes
+    ecc: dict[tuple[float, str], float] = field(default_factory=dict)
+
+    def parse(self, line: bytes) -> Reading | None:
+        """The reading of a line; None for a line that is no report, the first of which is noted."""
+        try:
+            report = json.loads(line)
+        except (ValueError, RecursionError):
+            report = None
+        if not isinstance(report, dict):
+            if line.strip():
+                self.note("line", f"{TOOL} wrote a line that is no JSON object; such lines are left out: {line[:80]!r}")
+            return None
+        reading = Reading()
+        self.group(report, "neuron_hardware_info")  # carries an error without a driver
+        self.read_processes(reading, self.ours(report.get("neuron_runtime_data")))
+        counters = self.group(mapping(report.get("system_data")), "neuron_hw_counters")
+        if counters is not None:
+            reading.add(self.new_ecc(counters))
+        return reading
+
+    def ours(self, entries: Any) -> list[dict[str, Any]]:
+        """The processes that carry the run's tag; if the run has no tag or none carries it, the processes without one.
+
+        The tool reports the number of a process that has no tag as its tag.
+        """
+        known = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+        tagged = [entry for entry in known if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
+        if tagged:
+            return tagged
+        untagged = [entry for entry in known if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
+        if untagged and self.run_tag:
+            self.note("tag", f"no Neuron process carries the tag {self.run_tag}: those without a tag are counted")
+        return untagged
+
+    def read_processes(self, reading: Reading, entries: list[dict[str, Any]]) -> None:
+        """Add the processes to the reading. Utilisation and memory need all of them: a mean over some is not the
+        machine's.
+        """
+        busy: dict[int, float] = {}
+        flops, memory, num_counted = [], [], 0
+        for entry in entries:
+            if entry.get("error"):
+                self.note("process", f"{TOOL} on process {entry.get('pid')}: {entry['error']}")
+            groups = {name: self.group(mapping(entry.get("report")), name) for name in RUNTIME_GROUPS}
+            counters, stats = groups["neuroncore_counters"], groups["execution_stats"]
+            cores = cores_of(mapping(counters)) if counters is not None else None
+            num_counted += cores is not None
+            reading.period_s = number(mapping(counters).get("period")) or reading.period_s
+            for core, values in (cores or {}).items():
+                busy[core] = busy.get(core, 0.0) + (number(values.get("neuroncore_utilization")) or 0.0) / 100
+                # `flops` in the guide, `effective_flops` in a recording, neither in others.
+                flops.append(number(values.get("flops", values.get("effective_flops"))))
+            used = mapping(mapping(groups["memory_used"]).get("neuron_runtime_used_bytes"))
+            memory.append(number(used.get("neuron_device")))
+            if stats is not None:
+                reading.add({f"{name_of(entry, cores)}: {what}": count for what, count in errors_of(stats).items()})
+        if entries and num_counted == len(entries):
+            shares = [min(1.0, share) for share in busy.values()]  # several processes may list a core
+            reading.totals["device_utilisation"] = (sum(shares), max(self.num_devices, sum(map(bool, shares))))
+            known = [value for value in flops if value is not None]
+            if known:
+                reading.totals["device_flops_per_s"] = (sum(known), self.num_devices)
+        held = [value for value in memory if value is not None]
+        if held and len(held) == len(entries):
+            reading.totals["device_memory_bytes"] = (sum(held), self.num_devices)
+
+    def group(self, groups: dict[str, Any], name: str) -> dict[str, Any] | None:
+        group = groups.get(name)
+        if not isinstance(group, dict):
+            return None
+        if group.get("error"):
+            self.note(name, f"{TOOL} could not read {name}: {group['error']}")
+            return None
+        return group
+
+    def new_ecc(self, counters: dict[str, Any]) -> dict[str, int]:
+        """The increase of each counter of uncorrected errors.
+
+        The guide does not say whether they count a period or all time: an increase is new in both cases, the counts of
+        the first line are not.
+        """
+        new = {}
+        devices = counters.get("neuron_devices")
+        for device in map(mapping, devices if isinstance(devices, list) else []):
+            index = number(device.get("neuron_device_index"))
+            for name in ECC_COUNTERS:
+                count = number(device.get(name))
+                if index is not None and count is not None:
+                    increase = count - self.ecc.get((index, name), count)
+                    self.ecc[index, name] = count
+                    if increase > 0:
+                        new[f"Neuron device {index:g}: uncorrected memory errors ({name})"] = round(increase)
+        return new
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def number(value: Any) -> float | None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return float(value) if valid else None
+
+
+def cores_of(counters: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
+    """The values of each (logical) NeuronCore. `v3d`, which holds the physical ones, is not read."""
+    cores = counters.get("neuroncores_in_use")
+    if not isinstance(cores, dict):
+        return None
+    return {int(core): values for core, values in cores.items() if core.isdecimal() and isinstance(values, dict)}
+
+
+def errors_of(stats: dict[str, Any]) -> dict[str, int]:
+    """Failed executions of one period by what went wrong.
+
+    The tool counts them by outcome and by type. If both may count the same failure, the larger count is taken.
+    """
+    outcomes, types = mapping(stats.get("execution_summary")), mapping(stats.get("error_summary"))
+    typed = {what: number(types.get(name)) or 0.0 for name, what in TYPED_ERRORS.items()}
+    numeric = [outcomes.get("completed_with_num_err"), types.get("numerical"), types.get("numeric")]
+    counts = {
+        "executions completed with numerical errors (NaN)": max(number(count) or 0.0 for count in numeric),
+        **typed,
+        **{what: number(outcomes.get(name)) or 0.0 for name, what in FAILED.items()},
+        "executions completed with other errors": (number(outcomes.get("completed_with_err")) or 0.0)
+        - sum(typed.values()),
+    }
+    return {what: round(count) for what, count in counts.items() if count > 0}
+
+
+def name_of(entry: dict[str, Any], cores: dict[int, dict[str, Any]] | None) -> str:
+    """The NeuronCore of a process that drives one (others may be listed as idle), or else the process."""
+    busy = [core for core, values in (cores or {}).items() if number(values.get("neuroncore_utilization"))]
+    for known in (busy, list(cores or {})):
+        if len(known) == 1:
+            return f"NeuronCore {known[0]}"
+    return f"Neuron process {entry.get('pid')}"

@@ -1,0 +1,86 @@
+"""Ranks that hold the others up: their own work takes longer than that of the others, and longer than it used to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from train.config import StragglerConfig
+
+WARM_UP = 1  # lines that are not counted: the first steps compile, open files, fill caches
+MEMORY = 100  # lines of a rank's past
+USUAL = 0.9  # share of the lines of its past that a slow rank has to exceed
+
+
+@dataclass
+class Pace:
+    """One rank's work in multiples of the median of the others: lines differ in steps and lengths, ratios do not."""
+
+    past: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORY))
+    streak: list[float] = field(default_factory=list)  # the newest lines, if all are slow; once named, if none is
+    is_named: bool = False
+
+    def see(self, ratio: float, cfg: StragglerConfig) -> int:
+        """The number of lines in a row after which the rank becomes a straggler, or ceases to be one; else 0."""
+        if self._is_slow(ratio, cfg.factor) == self.is_named:
+            if not self.is_named:
+                self.past.extend([*self.streak, ratio])  # a slow stretch that ends by itself is usual for this rank
+            self.streak = []
+            return 0
+        self.streak.append(ratio)
+        has_past = self.is_named or len(self.past) >= cfg.windows
+        needed = cfg.windows if has_past else 2 * cfg.windows
+        if len(self.streak) < needed:
+            return 0
+        if self.is_named:
+            self.past.extend(self.streak)
+        self.is_named, self.streak = not self.is_named, []
+        return needed
+
+    def _is_slow(self, ratio: float, factor: float) -> bool:
+        """Whether the rank is slow: compared with the others and, until it is named, with its own bad lines, since
+        ranks of a shared machine are slow by chance.
+        """
+        usual = sorted(self.past)[int(USUAL * len(self.past))] if self.past and not self.is_named else 0.0
+        return ratio > max(factor, usual)
+
+
+class Stragglers:
+    """The judge of how long each rank has worked for each line of the metrics."""
+
+    def __init__(self, cfg: StragglerConfig, hosts: Sequence[str]) -> None:
+        """`hosts` [world_size]: the machine of each rank."""
+        self.cfg, self.hosts = cfg, hosts
+        self.paces = [Pace() for _ in hosts]
+        self.seen = 0
+        self.fields: dict[str, float] = {}  # of the line
+
+    def see(self, works_s: Sequence[float]) -> list[str]:
+        """A message for each rank that has become a straggler or has ceased to be one, the same on all ranks.
+        `works_s` [world_size]: seconds of work since the last line.
+        """
+        self.seen += 1
+        medians_s = medians_of_others(works_s) if len(works_s) > 1 else [0.0]
+        if self.seen <= WARM_UP or min(medians_s) <= 0:
+            return []
+        ratios = [work_s / median_s for work_s, median_s in zip(works_s, medians_s, strict=True)]
+        slowest = max(range(len(ratios)), key=ratios.__getitem__)
+        self.fields = {"slowest_rank": slowest, "slowest_ratio": ratios[slowest]}
+        texts = []
+        for rank, (pace, ratio) in enumerate(zip(self.paces, ratios, strict=True)):
+            if num_lines := pace.see(ratio, self.cfg):
+                texts.append(
+                    f"rank {rank} on {self.hosts[rank]} holds the others up: its own work takes {ratio:.1f} times the "
+                    f"median of the other ranks, {num_lines} lines in a row; look at that machine (train.doctor)"
+                    if pace.is_named
+                    else f"rank {rank} on {self.hosts[rank]} no longer holds the others up, {num_lines} lines in a row"
+                )
+        return texts
+
+
+def medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each value the median of all others; with an even number of others, the higher of the two in the middle."""
+    ordered = sorted(values)
+    middle = (len(values) - 1) // 2
+    return [ordered[middle + (value <= ordered[middle])] for value in values]
