@@ -204,7 +204,7 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     slow.write_text(SLOW.replace("0.05", "0.05 * int(os.environ['RANK'])"))
     options = [*LONG, "max_steps=100000", "straggler.windows=2"]
     process = start(train_overrides(run_dir, prepared, *options), ranks=2, restarts=3, script=slow)
-    eventually(lambda: len(steps_logged(run_dir)) >= 8 or process.poll() is not None)
+    eventually(lambda: (steps_logged(run_dir) and lines(run_dir, "fault")) or process.poll() is not None)
     (run_dir / "STOP").touch()
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)

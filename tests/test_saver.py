@@ -391,4 +391,4 @@ def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
     assert "saves in a row failed; there is no checkpoint" in ended["reason"]
     reasons = [json.loads((run_dir / f"log/exit_rank_000{rank}.json").read_text())["reason"] for rank in range(2)]
-    assert all("2 saves in a row failed" in reason for reason in reasons)
+    assert reasons[0] == reasons[1] and "saves in a row failed" in reasons[0]  # two, or three by the time of the vote
