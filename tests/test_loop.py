@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from running import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
-from toy import Rows
+from toy import Rows, ToyTask
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from train import loop, prepare
@@ -166,14 +166,51 @@ def test_early_stopping_counts_on_over_an_interruption(toy):
     assert toy.train(**options, max_steps=20) == ("early_stop", 5)
 
 
-def test_a_stop_on_an_evaluation_step_leaves_the_evaluation_to_the_next_start(toy):
+@pytest.mark.parametrize("max_steps", [1, 6])
+def test_a_stop_on_an_evaluation_step_leaves_the_evaluation_to_the_next_start(toy, max_steps):
     """Who is asked to stop may have two minutes; the validation data may take longer."""
-    toy.train("whole", eval_every=1)
-    assert toy.stopped_at_once("parts", eval_every=1) == ("SIGTERM", 1)
+    toy.train("whole", eval_every=1, max_steps=max_steps)
+    assert toy.stopped_at_once("parts", eval_every=1, max_steps=max_steps) == ("SIGTERM", 1)
     assert not toy.lines("eval", "parts")
-    toy.train("parts", eval_every=1)
-    assert toy.values("eval", "step", "parts") == [1, 2, 3, 4, 5, 6]
+    assert toy.train("parts", eval_every=1, max_steps=max_steps) == ("done", max_steps)
+    assert toy.values("eval", "step", "parts") == list(range(1, max_steps + 1))
     assert toy.values("eval", "loss", "parts") == toy.values("eval", "loss", "whole")
+
+
+def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch):
+    """Of five batches; the second evaluation, which the next attempt owes, is stopped as well, and costs no save."""
+    evaluated: list[StopRequest] = []
+    statistics = ToyTask.eval_statistics
+
+    def asks(self, model, inputs):
+        if not model.training:
+            stop.ask("a notice")
+            evaluated.append(stop)
+        return statistics(self, model, inputs)
+
+    options = {"eval_every": 3, "eval_batch_size": 2, "checkpoint": {"every": 100}}
+    toy.train("whole", **options)
+    with monkeypatch.context() as patches:
+        patches.setattr(ToyTask, "eval_statistics", asks)
+        for _ in range(2):
+            stop = StopRequest()
+            assert toy.train(stop=stop, **options) == ("a notice", 3)
+            assert list(toy.saved()) == [3] and not toy.lines("eval")
+            assert evaluated.count(stop) == 2, "the vote of a batch is counted one batch later"
+    assert toy.train(**options) == ("done", 6)
+    assert toy.values("eval", "loss") == toy.values("eval", "loss", "whole")
+
+
+def test_an_evaluation_that_was_owed_can_be_the_best_and_is_exported(toy):
+    toy.scores = iter([3.0, 1.0])
+    options = {"eval_every": 3, "checkpoint": {"best": True, "every": 3}, "best": BestConfig(export=True), "export": True}
+    stop = StopRequest()
+    toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 6 else 1.0
+    assert toy.train(stop=stop, **options) == ("SIGTERM", 6)
+    assert toy.train(**options) == ("done", 6)
+    assert toy.saved()[6]["best_step"] == 3, "the save was before the evaluation"
+    exported = torch.load(toy.folder / "run/export/model.pt")
+    assert [number for tensor in exported.values() for number in tensor.flatten().tolist()] == toy.weights(6)
 
 
 def test_the_best_evaluation_is_saved_at_once_kept_and_exported(toy):

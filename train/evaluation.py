@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,9 +11,12 @@ import torch
 
 from train.attempt.attempt import Attempt
 from train.config import InputError, Unreachable, lower_is_better
-from train.data.batches.loader import Batches, failure_of
+from train.data.batches.buckets import BucketEvalOrder
+from train.data.batches.loader import Batch, Batches, failure_of
+from train.data.shards.order import EvalOrder
 from train.feed import eval_order
 from train.telemetry.metrics import Recorder
+from train.votes import Votes
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -20,9 +24,13 @@ if TYPE_CHECKING:
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Run an evaluation and record it. Gives its score, lower being better: see config.BestConfig."""
+    """Run an evaluation and record it. Gives its score, lower being better: see config.BestConfig. If a rank is asked
+    to stop meanwhile, the evaluation ends after a batch or two, None is returned and the next attempt owes it.
+    """
     began_s = time.perf_counter()
-    measured = measure(attempt, backend, engine, is_first=recorder.is_first_evaluation)
+    votes = Votes(backend.world, attempt.stop)
+    measured = measure(attempt, backend, engine, votes, is_first=recorder.is_first_evaluation)
+    recorder.progress.owes_evaluation = votes.counted.stops > 0
     if measured is None:
         return None
     metrics, rows = measured
@@ -48,40 +56,28 @@ def write(attempt: Attempt, rows: np.ndarray, step: int) -> str | None:
 
 
 def measure(
-    attempt: Attempt, backend: Backend, engine: Engine, *, is_first: bool
+    attempt: Attempt, backend: Backend, engine: Engine, votes: Votes, *, is_first: bool
 ) -> tuple[dict[str, float], np.ndarray] | None:
     """Metrics over the validation data on all ranks, and on rank 0 the statistics [examples, n] that they are from.
-    None where only the graph is wanted: a batch for each rank, whose numbers mean nothing.
+    None if a rank is asked to stop, and where only the graph is wanted: a batch for each rank, whose numbers mean
+    nothing.
     """
     cfg, plan, task = attempt.cfg, attempt.plan, attempt.task
     batch_size = cfg.eval_batch_size or plan.micro_batch_size
     order = eval_order(task, engine, batch_size=batch_size, collects=cfg.collect_graphs)
-    failure: Exception | None = None
     statistics = []  # left on the device until the end, so that it never waits for the host
     engine.model.eval()
     try:
-        batches = Batches(
-            task.eval_data(),
-            order,
-            batch_size=batch_size,
-            num_workers=0,
-            prefetch=1,
-            pin_memory=False,
-            most_together=None if task.buckets is None else 1,  # those drawn together have one shape
-        )
-        with torch.no_grad():
-            for batch in backend.feed(batches):
-                attempt.watch.phase("evaluate", is_start=is_first)  # the first one compiles
-                if failure := failure_of([batch]):
-                    break
+        for batch in agreed(eval_batches(attempt, backend, order, batch_size), votes):
+            attempt.watch.phase("evaluate", is_start=is_first)  # the first one compiles
+            with torch.no_grad():
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
-                if own is not None:
-                    statistics.append(own)
-    except InputError as error:
-        failure = error
-    engine.model.train()
-    if backend.world.sum([failure is not None])[0]:
-        backend.world.raise_failure(failure)
+            if own is not None:
+                statistics.append(own)
+    finally:
+        engine.model.train()
+    if votes.counted.stops:
+        return None
     rows = torch.cat(backend.read(statistics)).numpy() if statistics else None
     shares = backend.world.gather((engine.data_rank, rows))
     if cfg.collect_graphs:
@@ -90,3 +86,46 @@ def measure(
     # On the host, in the order of the data: the same numbers on any number of ranks.
     merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if shares else np.empty(0)
     return backend.world.first_rank_does(lambda: task.eval_metrics(merged), attempt.watch.beat), merged
+
+
+def eval_batches(
+    attempt: Attempt, backend: Backend, order: EvalOrder | BucketEvalOrder, batch_size: int
+) -> Iterator[Batch]:
+    """The validation batches of this rank, on the device; equally many on each."""
+    task = attempt.task
+    batches = Batches(
+        task.eval_data(),
+        order,
+        batch_size=batch_size,
+        num_workers=0,
+        prefetch=1,
+        pin_memory=False,
+        most_together=None if task.buckets is None else 1,  # those drawn together have one shape
+    )
+    return backend.feed(batches)
+
+
+def agreed(batches: Iterator[Batch], votes: Votes) -> Iterator[Batch]:
+    """The batches, until a rank is asked to stop. Each is drawn while the ranks vote on the one before it: no rank
+    computes alone while another has failed to draw, which all ranks raise.
+    """
+    batch, failure = draw(batches)
+    votes.cast(failure)
+    votes.count()
+    votes.raise_failure()
+    while batch is not None and not votes.counted.stops:
+        following, failure = draw(batches)
+        votes.cast(failure)
+        yield batch
+        votes.count()
+        votes.raise_failure()
+        batch = following
+
+
+def draw(batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
+    """The next batch, if there is one, or why it cannot be drawn."""
+    try:
+        batch = next(batches, None)
+    except InputError as error:
+        return None, error
+    return batch, None if batch is None else failure_of([batch])

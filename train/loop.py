@@ -190,8 +190,9 @@ def train(t: Training) -> str:
     """
     cfg, plan, watch = t.attempt.cfg, t.attempt.plan, t.attempt.watch
     if t.progress.owes_evaluation:
-        t.progress.owes_evaluation = False
         t.evaluate()
+        if t.progress.owes_evaluation:  # the checkpoint of this step knows it
+            return who_asked(t.attempt, t.votes)
     micro_batches = [] if t.is_over else t.first_batches()
     while not t.is_over:
         t.votes.raise_failure()
@@ -209,7 +210,6 @@ def train(t: Training) -> str:
         grad_norm = t.engine.step(micro_batches, lr)
         watch.phase("agree", step=progress.step, is_start=recorder.is_first)
         votes = t.votes.count()
-        stopping = votes.stops > 0 and not is_last  # the last step ends by itself
         progress.step += 1
         progress.examples += plan.global_batch_size
         t.supply.consumed(progress.examples)
@@ -219,8 +219,8 @@ def train(t: Training) -> str:
             t.recovery.roll_back()
             micro_batches = t.first_batches() if is_last else following
             continue
-        progress.owes_evaluation = evaluates and stopping
-        score = t.evaluate() if evaluates and not stopping else None
+        score = t.evaluate() if evaluates else None
+        stopping = votes.stops > 0 or progress.owes_evaluation
         ends = stopping or t.is_over
         if ends or t.recovery.is_due(votes.saves):
             watch.phase("save", step=progress.step)
