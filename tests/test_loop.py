@@ -203,7 +203,12 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
 
 def test_an_evaluation_that_was_owed_can_be_the_best_and_is_exported(toy):
     toy.scores = iter([3.0, 1.0])
-    options = {"eval_every": 3, "checkpoint": {"best": True, "every": 3}, "best": BestConfig(export=True), "export": True}
+    options = {
+        "eval_every": 3,
+        "checkpoint": {"best": True, "every": 3},
+        "best": BestConfig(export=True),
+        "export": True,
+    }
     stop = StopRequest()
     toy.scale = lambda call: stop.ask("SIGTERM") or 1.0 if call == 6 else 1.0
     assert toy.train(stop=stop, **options) == ("SIGTERM", 6)

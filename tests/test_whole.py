@@ -1,12 +1,14 @@
-"""Files and folders that are whole or absent."""
+"""Files and folders that are whole or absent, and the check of many of them."""
 
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
 from train.host.processes import is_gone, owner_name
+from train.storage.manifest import first_fault
 from train.storage.whole import made_once, new_folder, open_whole, publish_folder, remove_temporaries, temporary_for
 
 
@@ -72,3 +74,19 @@ def test_a_process_is_gone_only_if_this_machine_knows_it():
     assert not is_gone("-".join(mine))
     assert is_gone(f"{here}-{os.getpid()}-1") and is_gone(f"{here}-{2**40}-1")  # another process had the number
     assert not is_gone(f"elsewhere-{os.getpid()}-1")
+
+
+def test_files_are_examined_at_once_and_the_first_fault_of_their_order_counts():
+    second_is_through, examined = threading.Event(), []
+
+    def examine(item):
+        examined.append(item)
+        if item == 0:
+            assert second_is_through.wait(10), "one after the other"
+        if item == 1:
+            second_is_through.set()
+        return f"{item} is damaged" if item < 2 else None
+
+    assert first_fault(examine, range(5000)) == "0 is damaged"
+    assert len(examined) < 5000, "those after the fault are left out"
+    assert first_fault(lambda item: None, range(10)) is None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from train.config import InputError
 from train.storage.folders import (
@@ -18,7 +19,9 @@ from train.storage.folders import (
 )
 from train.storage.untrusted import BadContent, FileEntry, shown
 
+Item = TypeVar("Item")
 SHOWN_DIGITS = 12  # of a sha256, in a message
+EXAMINED_AT_ONCE = 16  # files: hashing runs outside of Python's lock, a look at a file in S3 waits for the network
 
 
 def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
@@ -40,6 +43,17 @@ def fault_of_file(path: Path, entry: FileEntry, *, checksum: bool) -> str | None
     """The same as `fault_of`, for a file of this machine."""
     size = path.stat().st_size if path.is_file() else None
     return fault_of(entry, size, (lambda: sha256_file(path)) if checksum else None)
+
+
+def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) -> str | None:
+    """What is wrong with the first item that `examine` finds at fault, in their order; None if all are well. Several
+    are examined at once.
+    """
+    pool = ThreadPoolExecutor(EXAMINED_AT_ONCE)
+    try:
+        return next(filter(None, pool.map(examine, items)), None)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @read_again

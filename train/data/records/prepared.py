@@ -18,7 +18,7 @@ from train.storage.folders import (
     read_again,
     sha256_file,
 )
-from train.storage.manifest import fault_of_file, read_verified, sealed, unsealed
+from train.storage.manifest import fault_of_file, first_fault, read_verified, sealed, unsealed
 from train.storage.untrusted import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 from train.storage.whole import write_atomic
 
@@ -95,9 +95,13 @@ def find_facts(folder: Folder) -> Facts | None:
 
 def check_whole(folder: Path, facts: Facts, *, checksums: bool) -> None:
     """InputError for a file that is missing or has another length or, with `checksums`, another checksum."""
-    for name, entry in facts["files"].items():
-        fault = fault_of_file(folder / name, entry, checksum=checksums)
-        check(fault is None, f"{folder / name} {fault}; prepare the data again")
+
+    def examine(name: RelativePath) -> str | None:
+        fault = fault_of_file(folder / name, facts["files"][name], checksum=checksums)
+        return fault and f"{folder / name} {fault}; prepare the data again"
+
+    fault = first_fault(examine, facts["files"])
+    check(fault is None, fault or "")
 
 
 def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from train.config import InputError, check
 from train.storage.folders import Folder, LocalFolder, Mismatch, read_again, sha256_file, wait_for_file
-from train.storage.manifest import fault_of_file, unsealed
+from train.storage.manifest import fault_of_file, first_fault, unsealed
 from train.storage.untrusted import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
@@ -179,9 +179,8 @@ def fault_of_shard(folder: Path, shard: Shard, *, checksum: bool) -> str | None:
 
 def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
-    for shard in manifest.shards:
-        fault = fault_of_shard(folder, shard, checksum=checksums)
-        check(fault is None, fault or "")
+    fault = first_fault(lambda shard: fault_of_shard(folder, shard, checksum=checksums), manifest.shards)
+    check(fault is None, fault or "")
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
     check(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from train.config import InputError, S3Config, ShardsConfig
+from train.config import S3Config, ShardsConfig, check
 from train.data.shards.cache import Room, limit_bytes, open_cache
 from train.data.shards.format import (
     TOKENIZER_FILE,
@@ -31,14 +30,13 @@ from train.storage.folders import (
     sha256_file,
     wait_for_file,
 )
-from train.storage.manifest import fault_of, read_verified
+from train.storage.manifest import fault_of, first_fault, read_verified
 from train.storage.whole import write_atomic
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
-HEADS_AT_ONCE = 16
 
 
 class Supply:
@@ -82,8 +80,8 @@ class PreparedData:
         if self.cache is None:
             check_files(self.folder, self.manifest, checksums=True)
             return
-        for fault in absent(self.source, self.manifest):
-            raise InputError(fault)
+        fault = first_absent(self.source, self.manifest)
+        check(fault is None, fault or "")
 
     def fault(self, shard: Shard) -> str | None:
         """What is wrong with a shard, read whole from the source; None if it matches the manifest."""
@@ -143,8 +141,8 @@ def remote_fault(source: Folder, shard: Shard, size: int | None, sha256: Callabl
     return fault and f"{source.location}/{shard.file} {fault}; prepare the data again"
 
 
-def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
-    """A line for each shard in S3 that is missing or has another length."""
+def first_absent(source: Folder, manifest: Manifest) -> str | None:
+    """What is wrong with the first shard in S3 that is missing or has another length; None if there is none."""
     until_s = time.monotonic() + MISSING_S  # for all of them together
 
     def size_of(name: str) -> int:
@@ -159,5 +157,4 @@ def absent(source: Folder, manifest: Manifest) -> Iterator[str]:
             size = wait_for_file(source, shard.file, size_of, until_s=until_s)
         return remote_fault(source, shard, size)
 
-    with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
-        yield from filter(None, pool.map(examine, manifest.shards))
+    return first_fault(examine, manifest.shards)
