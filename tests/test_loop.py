@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 
 import pytest
 import torch
@@ -91,11 +92,19 @@ def test_evaluation_uses_every_validation_sequence_once(finished, prepared, tmp_
 
 def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
     known = ["instance.device_tflops_fp32=0.5", "instance.usd_per_hour=36", "export=false"]
+    began_s = time.monotonic()
+    assert run(train_overrides(tmp_path / "run", prepared, *known, "max_steps=2")).returncode == 0
+    first_s = time.monotonic() - began_s
     train(tmp_path / "run", prepared, *known)
-    (summary,) = lines(tmp_path / "run", "summary")
-    assert summary["cost_usd"] == pytest.approx(0.01 * summary["train_s"])
-    assert 0 < summary["mfu"] < 1
-    assert lines(tmp_path / "run", "train")[-1]["mfu"] > 0
+    both_s = time.monotonic() - began_s
+    first, second = lines(tmp_path / "run", "summary")
+    started_s = lines(tmp_path / "run", "train")[0]["time_unix_s"] - first["train_s"]
+    paid_s = first["time_unix_s"] - started_s
+    assert 0.01 * paid_s < first["cost_usd"] < 0.01 * first_s, "start-up and evaluation too"
+    assert first["cost_usd"] + 0.01 * second["train_s"] < second["cost_usd"] < 0.01 * both_s, "of both attempts"
+    assert 0 < second["mfu"] < 1
+    line = lines(tmp_path / "run", "train")[-1]
+    assert line["mfu"] > 0 and line["cost_usd"] <= second["cost_usd"]
 
 
 def test_a_pretrained_model_of_another_tokenizer_is_refused(finished, prepared, tmp_path):

@@ -241,7 +241,7 @@ def test_lines_that_a_resume_redid_are_dropped(tmp_path: Path) -> None:
 
 def test_totals_are_over_all_attempts_even_where_steps_went_backwards(tmp_path: Path) -> None:
     first = [train_line(10), train_line(20), summary_line(20, 20, mfu=0.1, cost_usd=1.0, reason="SIGTERM")]
-    second = [train_line(15, attempt=2, since=10), summary_line(15, 5, attempt=2, mfu=0.5, cost_usd=2.0)]
+    second = [train_line(15, attempt=2, since=10), summary_line(15, 5, attempt=2, mfu=0.5, cost_usd=3.0)]  # of both
     summary = summarise(tmp_path / "run", [*first, *second])
     assert (summary["attempts"], summary["attempts_without_summary"], summary["steps"]) == (2, 0, 15)
     assert (summary["train_s"], summary["tokens"], summary["cost_usd"]) == (25 * STEP_S, 25 * TOKENS_PER_STEP, 3.0)
@@ -251,7 +251,7 @@ def test_totals_are_over_all_attempts_even_where_steps_went_backwards(tmp_path: 
 
 @pytest.mark.parametrize("resumed", [20, 30])
 def test_a_killed_attempt_counts_by_its_train_lines(tmp_path: Path, resumed: int) -> None:
-    killed = [train_line(10, mfu=0.2), train_line(20, mfu=0.4), save_line(20), train_line(30, mfu=0.6)]
+    killed = [train_line(10, mfu=0.2), train_line(20, mfu=0.4), save_line(20), train_line(30, mfu=0.6, cost_usd=1.5)]
     second = [train_line(40, attempt=2, since=resumed), summary_line(40, 40 - resumed, attempt=2, cost_usd=2.0)]
     refused = fault_line(20, "a checkpoint is damaged", attempt=3)  # an attempt that came to no step is none
     summary = summarise(tmp_path / "run", [*killed, *second, refused])

@@ -109,9 +109,9 @@ MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidd
 
 
 def attempt_totals(attempt: list[Line]) -> dict[str, float | None]:
-    """Time, tokens, MFU and cost of one attempt: by its summary, or by its train lines if it wrote none."""
+    """Time, tokens and MFU of one attempt: by its summary, or by its train lines if it wrote none."""
     if attempt[-1]["kind"] == "summary":
-        return {key: number(attempt[-1], key) for key in ("train_s", "tokens", "mfu", "cost_usd")}
+        return {key: number(attempt[-1], key) for key in ("train_s", "tokens", "mfu")}
     trained = [line for line in attempt if line["kind"] == "train"]
     ends_s = [0.0, *(number(line, "train_s") or 0.0 for line in trained)]
     seconds = [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
@@ -119,7 +119,6 @@ def attempt_totals(attempt: list[Line]) -> dict[str, float | None]:
         "train_s": ends_s[-1],
         "tokens": last(trained, "tokens"),
         "mfu": mean([(number(line, "mfu"), each_s) for line, each_s in zip(trained, seconds, strict=True)]),
-        "cost_usd": None,
     }
 
 
@@ -207,6 +206,7 @@ def summarise(run: Run) -> dict[str, Any]:
     attempts = [attempt_totals(attempt) for attempt in run.attempts]
     train_s, tokens = (total([each[key] for each in attempts]) for key in ("train_s", "tokens"))
     end = lines["summary"][-1] if lines["summary"] else {}
+    without_summary = sum(attempt[-1]["kind"] != "summary" for attempt in run.attempts)
     model = config.get("model.pretrained") or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     entropy = last(lines["summary"] + lines["eval"], "unigram_entropy")
@@ -224,12 +224,12 @@ def summarise(run: Run) -> dict[str, Any]:
         "train_s": train_s,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "mfu": mean([(each["mfu"], each["train_s"]) for each in attempts]),
-        "cost_usd": total([each["cost_usd"] for each in attempts]),
-        "cost_partial": any(each["cost_usd"] is None for each in attempts),
+        "cost_usd": last([line for attempt in run.attempts for line in attempt], "cost_usd"),  # of all until then
+        "cost_partial": without_summary > 0 or any(number(each[-1], "cost_usd") is None for each in run.attempts),
         "train_loss": number(lines["train"][-1], "loss") if lines["train"] else None,  # null: it was no number
         "scores": scores(lines["eval"]),
         "unigram_entropy": number(environment, "unigram_entropy") if entropy is None else entropy,
         "attempts": len(attempts),
-        "attempts_without_summary": sum(attempt[-1]["kind"] != "summary" for attempt in run.attempts),
+        "attempts_without_summary": without_summary,
         "reason": end.get("reason"),
     }

@@ -17,7 +17,10 @@ class Journal:
     def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool) -> None:
         folder.cut_half_written_line()
         self.folder = folder
-        self.attempt = 1 + max((line["attempt"] for line in read_lines(folder.metrics)), default=0)
+        before = list(read_lines(folder.metrics))
+        self.attempt = 1 + max((line["attempt"] for line in before), default=0)
+        costs = [line["cost_usd"] for line in before if isinstance(line.get("cost_usd"), float)]
+        self.cost_before_usd: float = costs[-1] if costs else 0.0  # of the earlier attempts
         self.file = LineFile(folder.metrics)
         self.board = Board(folder.tensorboard, first_step=first_step) if tensorboard else None
 

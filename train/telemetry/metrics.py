@@ -230,6 +230,8 @@ class Recorder:
         mfu = self.mfu(window.flops / window.busy_s)
         if mfu is not None:
             line["mfu"] = mfu
+        if (cost_usd := self.cost_usd()) is not None:
+            line["cost_usd"] = cost_usd
         if window.tokens < window.slots:
             line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
@@ -307,10 +309,13 @@ class Recorder:
         )
 
     def cost_usd(self) -> float | None:
-        """The price of the time spent in training and compiling; None for instances without a known price."""
-        price = self.cfg.instance.usd_per_hour
-        machines = self.world.num_machines
-        return None if price is None else price * machines * (self.train_s + self.backend.graphs().compile_s) / 3600
+        """The price of the machines while all attempts so far ran: steps, start-up, compiling, evaluations and saves,
+        without the pauses between attempts. None for instances without a known price, and on ranks other than 0.
+        """
+        price, journal = self.cfg.instance.usd_per_hour, self.journal
+        if price is None or journal is None:
+            return None
+        return journal.cost_before_usd + price * self.world.num_machines * self.folder.clock.attempt_s() / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         if self.journal is not None:
