@@ -33,7 +33,7 @@ def test_schedules_fall_as_their_names_say():
 def test_a_decay_from_the_start_is_that_of_google():
     """optimization.py of google-research/albert: the decay over all steps, replaced by the ramp during the warm-up."""
     total, warmup, peak = 125_000, 3125, 1.76e-3
-    recipe = OptimConfig(lr=peak, decay_from="start")
+    recipe = OptimConfig(lr=peak, decay_from_start=True)
     ours = [learning_rate(step, cfg=recipe, plan=plan(total, warmup, peak)) for step in range(total)]
     theirs = [peak * (1 - step / total) for step in range(total)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], rel=1e-12)

@@ -17,7 +17,7 @@ class OptimConfig:
     weight_decay: float = 0.01  # not applied to biases and normalisation weights
     max_grad_norm: float | None = 1.0  # gradients are clipped to this global norm; None: no clipping
     schedule: str = "linear"  # after the warm-up: linear | cosine | polynomial | constant
-    decay_from: str = "warmup"  # the step at which the decay is still 1: the end of the warmup | the start of the run
+    decay_from_start: bool = False  # the decay is counted from the first step, not from the end of the warm-up
     power: float = 1.0  # exponent of the polynomial decay
     final_lr_fraction: float = 0.0  # share of lr that is left at the last step
     warmup_steps: int | None = None  # None: warmup_fraction of the run
@@ -26,7 +26,6 @@ class OptimConfig:
     reference_batch_size: int | None = None  # sequences; linear and sqrt need it
 
     def __post_init__(self) -> None:
-        check_choice("optim.decay_from", self.decay_from, ("warmup", "start"))
         check_choice("optim.lr_scaling", self.lr_scaling, ("none", "linear", "sqrt"))
         check_positive("optim.", self, "lr", "head_lr", "eps", "max_grad_norm", "power", "reference_batch_size")
         check_at_least("optim.", self, weight_decay=0, warmup_steps=0)

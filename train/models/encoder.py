@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from train.config import InputError, ModelConfig, check
@@ -40,6 +46,7 @@ HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every preci
 # other architectures get the plain [B, S].
 ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 CHOOSING = ("deberta", "deberta-v2")
+ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
 
 
 class Network(nn.Module):
@@ -117,9 +124,15 @@ class MaskedLM(Network):
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
+        return self._checked(self._run(input_ids, token_type_ids, positions).logits, positions)
+
+    def _run(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Any:
         self._positions = positions
-        logits: Tensor = self.network(input_ids=input_ids, **self.segments(token_type_ids)).logits
+        output = self.network(input_ids=input_ids, **self.segments(token_type_ids))
         self._positions = None
+        return output
+
+    def _checked(self, logits: Tensor, positions: Tensor) -> Tensor:
         if logits.shape[:2] != positions.shape:
             raise RuntimeError(
                 f"{type(self.network).__name__} gave logits {tuple(logits.shape)} for {tuple(positions.shape)} "
@@ -132,10 +145,32 @@ class MaskedLM(Network):
         return []
 
 
-def build_masked_lm(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> MaskedLM:
+class OrderedMaskedLM(MaskedLM):
+    """A masked language model that also predicts whether the two segments of a sequence are in their order."""
+
+    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
+        super().__init__(network, new)
+        if hasattr(network, "sop_classifier"):
+            network.sop_classifier.dropout.p = 0.0  # Google's objective has none; transformers' is for fine-tuning
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: as it is, swapped."""
+        output = self._run(input_ids, token_type_ids, positions)
+        return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
+
+
+def build_masked_lm(
+    cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int, predicts_order: bool = False
+) -> MaskedLM:
     """A model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
+    if predicts_order:
+        known = " or ".join(ORDER_LOGITS)
+        check(
+            config.model_type in ORDER_LOGITS, f"task.sop=true needs a model of type {known}, not {config.model_type}"
+        )
+        return OrderedMaskedLM(*make_network(AutoModelForPreTraining, cfg, config, what="model to pretrain"))
     return MaskedLM(*make_network(AutoModelForMaskedLM, cfg, config, what="masked language model"))
 
 

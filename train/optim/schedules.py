@@ -22,12 +22,12 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
     Warm-up is linear and reaches the peak at its last step. Its first rate is peak / warmup: 0 would waste a step and
     cost one more compilation on XLA. Then the rate falls to `final_lr_fraction` of the peak, one step after the last.
 
-    With `decay_from=start` the decay is counted from step 0, as in Google's BERT and ALBERT
+    With `decay_from_start` the decay is counted from step 0, as in Google's BERT and ALBERT
     (https://github.com/google-research/albert optimization.py): the first rate after the warm-up is below the peak.
     """
     if step < plan.warmup_steps:
         return plan.lr * (step + 1) / plan.warmup_steps
-    begin = plan.warmup_steps if cfg.decay_from == "warmup" else 0
+    begin = 0 if cfg.decay_from_start else plan.warmup_steps
     left = (plan.total_steps - step) / max(1, plan.total_steps - begin)
     share = SCHEDULES[cfg.schedule](min(1.0, max(0.0, left)), cfg)
     return plan.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
+from train.data.batches.segments import Swapper
 from train.data.shards.format import ShardSet
 from train.data.shards.order import PADDING
 from train.host.launcher import leave_signals_to_the_parent
@@ -38,19 +39,22 @@ class Drawable(Protocol):
 class MaskedRows:
     """Token sequences, masked as they are drawn. Items are `epoch * rows + row`; PADDING has no labels."""
 
-    def __init__(self, shards: ShardSet, masker: Masker, *, is_training: bool) -> None:
-        self.shards, self.masker, self.is_training = shards, masker, is_training
+    def __init__(self, shards: ShardSet, masker: Masker, *, is_training: bool, swapper: Swapper | None = None) -> None:
+        """`swapper`: swap segments, for the model to predict their order."""
+        self.shards, self.masker, self.is_training, self.swapper = shards, masker, is_training, swapper
 
     def __len__(self) -> int:
         return len(self.shards)
 
     def draw(self, items: np.ndarray) -> Batch:
-        """input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B]."""
+        """input_ids, token_type_ids [K, B, S] and positions, labels [K, B, P], all int64, of items [K, B]; with a
+        swapper also `order` [K, B] int64, see Swapper.
+        """
         is_padding = items == PADDING
         epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
         if not self.is_training:
             epochs = np.full_like(epochs, EVAL_EPOCH)
-        tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
+        tokens, pivot, order = self._read(epochs.ravel(), rows.ravel())
         tokens = tokens.reshape(*items.shape, -1)
         masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
         labels = np.stack([one.labels for one in masked])
@@ -62,12 +66,22 @@ class MaskedRows:
             "positions": torch.from_numpy(np.stack([one.positions for one in masked])),
             "labels": torch.from_numpy(labels),
         }
+        if order is not None:
+            inputs["order"] = torch.from_numpy(np.where(is_padding, IGNORE_INDEX, order.reshape(items.shape)))
         tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
         return {
             "inputs": inputs,
             "count": (labels != IGNORE_INDEX).sum((1, 2)).tolist(),
             "tokens": tokens_each.tolist(),
         }
+
+    def _read(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokens [N, S], pivots [N] and labels of the order [N], if it is to be predicted, of `rows` [N]."""
+        if self.swapper is None:
+            tokens, pivot = self.shards.gather(rows, ("tokens", "pivot"))
+            return tokens, pivot, None
+        tokens, pivot, same_document = self.shards.gather(rows, ("tokens", "pivot", "same_document"))
+        return self.swapper(tokens, pivot, same_document, epochs, rows)
 
 
 class Together(Dataset[Batch]):

@@ -12,7 +12,9 @@ from train.tasks.spec import CardText, Task, TaskSpec
 
 @dataclass(kw_only=True)
 class MLMConfig(TaskConfig):
-    """Masked language modelling with n-gram masking (ALBERT, section 3.1 of https://arxiv.org/abs/1909.11942)."""
+    """Masked language modelling with n-gram masking and, if wanted, sentence-order prediction (ALBERT, sections 3.1 and
+    4.1 of https://arxiv.org/abs/1909.11942).
+    """
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
@@ -20,6 +22,7 @@ class MLMConfig(TaskConfig):
     max_predictions: int | None = None  # predicted tokens per sequence, a fixed shape; None: seq_len * mask_rate
     max_ngram: int = 3  # longest run of units that are masked together, p(n) ~ 1/n; 1 is BERT's masking
     whole_word: bool = False  # units are whole words instead of tokens
+    sop: bool = False  # also predict whether two segments are in order; it weighs as much as max_predictions tokens
 
     def __post_init__(self) -> None:
         check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")

@@ -1,6 +1,9 @@
-"""Masked language modelling on prepared shards.
+"""Masked language modelling on prepared shards, with or without sentence-order prediction.
 
 Shapes: B sequences, S tokens, P positions to predict, V vocabulary.
+
+Both objectives are means in the paper, over tokens and over sequences. Sums that are divided once, by the number of
+masked tokens, come to the same if a sequence's order weighs as much as the P tokens that are hidden in it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from train.config import InputError, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import Buckets
 from train.data.batches.loader import MaskedRows
 from train.data.batches.masking import IGNORE_INDEX, Masker
+from train.data.batches.segments import Swapper
 from train.data.shards.cache import cache_dir
 from train.data.shards.order import ShardSampler, Windows
 from train.data.shards.prepared import PreparedData, Supply
@@ -73,6 +77,7 @@ class MaskedLMTask:
             vocab_size=info.vocab_size,
             word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
+        self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
         self.shard_rows: Sequence[int] = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         entropy = self.manifest.counts.get("unigram_entropy", math.nan)
@@ -84,6 +89,7 @@ class MaskedLMTask:
             self.eval_rows = min(self.eval_rows, cfg.eval_examples)
         self.buckets: Buckets | None = None
         self.metrics: tuple[str, ...] = ("loss", "perplexity", "masked_accuracy")
+        self.metrics += ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
         self.details: dict[str, Any] = {}
         self.facts = {"unigram_entropy": entropy}
 
@@ -97,44 +103,64 @@ class MaskedLMTask:
         return self.data.supply(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
-        info = self.manifest.tokenizer
-        return build_masked_lm(self.model, vocab_size=info.vocab_size, pad_id=info.pad_id, seq_len=self.seq_len)
+        info, predicts_order = self.manifest.tokenizer, self.swapper is not None
+        sizes = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
+        return build_masked_lm(self.model, **sizes, predicts_order=predicts_order)
 
     def train_data(self) -> MaskedRows:
-        return MaskedRows(self.data.split("train"), self.masker, is_training=True)
+        return MaskedRows(self.data.split("train"), self.masker, is_training=True, swapper=self.swapper)
 
     def eval_data(self) -> MaskedRows:
-        return MaskedRows(self.data.split("validation"), self.masker, is_training=False)
+        return MaskedRows(self.data.split("validation"), self.masker, is_training=False, swapper=self.swapper)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        logits, labels = self._logits(model, inputs)
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        logits, labels, order = self._logits(model, inputs)
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        if order is None:
+            return loss
+        order_loss = F.cross_entropy(order, inputs["order"], ignore_index=IGNORE_INDEX, reduction="sum")
+        return loss + self.predictions * order_loss
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 3]: loss sum, number of right predictions and of all predictions of each sequence."""
-        logits, labels = self._logits(model, inputs)
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-        statistics = torch.stack([losses, (logits.argmax(-1) == labels).float(), (labels != IGNORE_INDEX).float()], -1)
-        return statistics.unflatten(0, inputs["labels"].shape).sum(1)
+        """[B, 3]: loss sum, number of right predictions and of all predictions of each sequence; with sentence-order
+        prediction [B, 6], the same of the order.
+        """
+        logits, labels, order = self._logits(model, inputs)
+        statistics = [scores(logits, labels).unflatten(0, inputs["labels"].shape).sum(1)]
+        if order is not None:
+            statistics.append(scores(order, inputs["order"]))
+        return torch.cat(statistics, -1)
 
-    def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits [B * P, V] in float32 and labels [B * P]."""
-        logits = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
-        return logits.flatten(0, 1).float(), inputs["labels"].flatten()
+    def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits [B * P, V], labels [B * P], and logits [B, 2] of the order if it is predicted; logits in float32."""
+        output = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
+        logits, order = (output, None) if self.swapper is None else output
+        return logits.flatten(0, 1).float(), inputs["labels"].flatten(), None if order is None else order.float()
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        loss_sum, right, count = rows.sum(0, dtype=np.float64).tolist()
+        loss_sum, right, count, *of_order = rows.sum(0, dtype=np.float64).tolist()
         if count == 0:
             raise InputError("the validation sequences have no masked tokens; raise task.mask_rate")
         loss = loss_sum / count
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": right / count}
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": right / count}
+        if of_order:
+            order_sum, order_right, order_count = of_order
+            if order_count == 0:
+                raise InputError("no validation sequence has two segments of one document; set task.sop=false")
+            order_loss = order_sum / order_count
+            metrics |= {"loss": loss + order_loss, "mlm_loss": loss, "sop_loss": order_loss}
+            metrics["sop_accuracy"] = order_right / order_count
+        return metrics
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
         """Write nothing: this task has metrics only."""
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, MaskedLM)
-        return train_flops_per_sequence(model.network.config, seq_len=seq_len, predictions=self.predictions)
+        labels = 0 if self.swapper is None else 2
+        return train_flops_per_sequence(
+            model.network.config, seq_len=seq_len, predictions=self.predictions, labels=labels
+        )
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         """Write nothing: the tokenizer is in the data."""
@@ -144,3 +170,9 @@ class MaskedLMTask:
         assert isinstance(model, MaskedLM)
         model.export(folder)
         shutil.copytree(self.folder / "tokenizer", folder, dirs_exist_ok=True)
+
+
+def scores(logits: Tensor, labels: Tensor) -> Tensor:
+    """[N, 3] of logits [N, C] and labels [N]: the loss, whether the prediction is right, whether there is a label."""
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return torch.stack([losses, (logits.argmax(-1) == labels).float(), (labels != IGNORE_INDEX).float()], -1)

@@ -1,0 +1,162 @@
+"""Sentence-order prediction: which segments are swapped, what is learnt from it, and what is reported."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from running import lines, run, train_config, train_overrides
+from transformers import AlbertForPreTraining, AutoModelForMaskedLM
+
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.cli.compose import compose_config
+from train.config import InputError, ModelConfig, TrainConfig
+from train.data.batches.loader import MaskedRows
+from train.data.batches.masking import IGNORE_INDEX
+from train.data.batches.segments import Swapper
+from train.data.shards.order import PADDING
+from train.models.encoder import build_masked_lm
+from train.tasks import build_task
+from train.tasks.mlm import MLMConfig
+
+S, B = 16, 400
+CLS, SEP = 2, 3
+SOP = "task.sop=true"
+LOSSES_AGREE = 2e-5  # see test_equality
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Sequences of tokens that are all different, cut at every possible index; some are of two documents."""
+    tokens = np.tile(np.arange(10, 10 + S), (B, 1)).astype(np.uint16)
+    pivot = np.arange(B, dtype=np.uint16) % (S - 4) + 3
+    tokens[:, 0], tokens[:, -1] = CLS, SEP
+    tokens[np.arange(B), pivot - 1] = SEP
+    return tokens, pivot, (np.arange(B) % 5 != 0).astype(np.uint8)
+
+
+def swap(rows, *, epoch=0, seed=1):
+    return Swapper(seed)(*rows, np.full(B, epoch), np.arange(B))
+
+
+def test_swapped_sequences_hold_the_second_segment_first(rows):
+    tokens, pivot, same_document = rows
+    swapped, new_pivot, labels = swap(rows)
+    for row in range(B):
+        cut = pivot[row]
+        first, second = tokens[row, 1 : cut - 1].tolist(), tokens[row, cut:-1].tolist()
+        parts = [second, first] if labels[row] == 1 else [first, second]
+        assert swapped[row].tolist() == [CLS, *parts[0], SEP, *parts[1], SEP]
+        assert new_pivot[row] == len(parts[0]) + 2
+    assert ((labels == IGNORE_INDEX) == (same_document == 0)).all()
+    assert 0.4 < (labels[same_document == 1] == 1).mean() < 0.6
+
+
+def test_a_swap_is_a_function_of_seed_epoch_and_sequence(rows):
+    labels = swap(rows)[2]
+    assert (swap(rows)[2] == labels).all()
+    assert (swap(rows, epoch=1)[2] != labels).any() and (swap(rows, seed=2)[2] != labels).any()
+    part = tuple(column[100:110] for column in rows)
+    assert (Swapper(1)(*part, np.zeros(10, int), np.arange(100, 110))[2] == labels[100:110]).all()
+
+
+def test_an_empty_segment_has_no_order(rows):
+    tokens, _, _ = rows
+    pivot = np.resize(np.array([0, 2, S - 1, S, 60_000], np.uint16), B)  # some only in data made elsewhere
+    swapped, new_pivot, labels = Swapper(1)(tokens, pivot, np.ones(B, np.uint8), np.zeros(B, int), np.arange(B))
+    assert (labels == IGNORE_INDEX).all() and (swapped == tokens).all() and (new_pivot == pivot).all()
+
+
+@pytest.fixture(scope="module")
+def task(prepared, tmp_path_factory):
+    return build_task(train_config(tmp_path_factory.mktemp("sop") / "run", prepared, SOP))
+
+
+def test_masks_and_segments_are_those_of_the_swapped_sequence(task):
+    data = task.train_data()
+    items = np.arange(64).reshape(4, 16)
+    batch, plain = data.draw(items), MaskedRows(data.shards, task.masker, is_training=True).draw(items)
+    inputs = {name: value.flatten(0, 1) for name, value in batch["inputs"].items()}
+    assert batch["count"] == plain["count"] and "order" not in plain["inputs"]
+    restored, labels = inputs["input_ids"].clone(), inputs["labels"]
+    row, slot = torch.nonzero(labels != IGNORE_INDEX, as_tuple=True)
+    restored[row, inputs["positions"][row, slot]] = labels[row, slot]
+    tokens, pivot, same = data.shards.gather(np.arange(64), ("tokens", "pivot", "same_document"))
+    swapped, new_pivot, order = task.swapper(tokens, pivot, same, np.zeros(64, int), np.arange(64))
+    assert (restored.numpy() == swapped).all() and (inputs["order"].numpy() == order).all()
+    assert set(order) >= {0, 1}
+    assert (inputs["token_type_ids"].argmax(1).numpy() == new_pivot).all()
+
+
+def test_padding_has_no_order(task):
+    batch = task.eval_data().draw(np.array([[0, 1, PADDING, PADDING]]))
+    assert batch["inputs"]["order"][0, 2:].tolist() == [IGNORE_INDEX] * 2
+
+
+def test_the_loss_is_that_of_transformers_for_both_objectives(task):
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    assert isinstance(model.network, AlbertForPreTraining)
+    inputs = {name: value[0] for name, value in task.train_data().draw(np.arange(8)[None])["inputs"].items()}
+    whole = AlbertForPreTraining(model.network.config).eval()
+    whole.load_state_dict(model.network.state_dict())
+    labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
+    row, slot = torch.nonzero(inputs["labels"] != IGNORE_INDEX, as_tuple=True)
+    labels[row, inputs["positions"][row, slot]] = inputs["labels"][row, slot]
+    with torch.no_grad():
+        theirs = whole(inputs["input_ids"], token_type_ids=inputs["token_type_ids"])
+        tokens = F.cross_entropy(theirs.prediction_logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        order = F.cross_entropy(theirs.sop_logits, inputs["order"], reduction="sum")
+        ours = task.loss(model, inputs)
+    torch.testing.assert_close(ours, tokens + task.predictions * order)
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "sop"
+    loop.run(train_config(run_dir, prepared, SOP, "export=true"), StopRequest())
+    return run_dir
+
+
+def test_the_accuracy_of_the_order_is_reported(whole):
+    line = lines(whole, "eval")[-1]
+    assert line["loss"] == pytest.approx(line["mlm_loss"] + line["sop_loss"])
+    assert line["perplexity"] == pytest.approx(math.exp(line["mlm_loss"]))
+    assert 0.3 < line["sop_accuracy"] < 0.8 and 0.3 < line["sop_loss"] < 1.2
+    training = [line["loss"] for line in lines(whole, "train")]
+    assert training[-1] < training[0]
+
+
+def test_the_export_is_a_masked_language_model_with_a_pooler(whole):
+    model, report = AutoModelForMaskedLM.from_pretrained(whole / "export", output_loading_info=True)
+    assert not report["missing_keys"] and model.config.architectures == ["AlbertForPreTraining"]
+    assert AlbertForPreTraining.from_pretrained(whole / "export").sop_classifier.classifier.out_features == 2
+
+
+@pytest.mark.parametrize("backend", ["ddp", "xla"])
+def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tmp_path, backend):
+    options = train_overrides(tmp_path / "run", prepared, SOP, f"backend={backend}")
+    done = run(options, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for kind, keys in {"train": ["loss"], "eval": ["mlm_loss", "sop_loss", "sop_accuracy"]}.items():
+        for key in keys:
+            values = [[line[key] for line in lines(folder, kind)] for folder in (tmp_path / "run", whole)]
+            assert values[0] == pytest.approx(values[1], rel=LOSSES_AGREE), key
+
+
+def test_only_models_with_a_head_for_the_order_can_learn_it():
+    with pytest.raises(InputError, match="task.sop=true needs a model of type albert or bert, not electra"):
+        cfg = ModelConfig(architecture="electra", hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
+        build_masked_lm(cfg, vocab_size=50, pad_id=0, seq_len=16, predicts_order=True)
+    bert = ModelConfig(architecture="bert", hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
+    model = build_masked_lm(bert, vocab_size=50, pad_id=0, seq_len=16, predicts_order=True)
+    ids = torch.ones(2, 16, dtype=torch.long)
+    tokens, order = model(ids, torch.zeros_like(ids), ids[:, :3])
+    assert tokens.shape == (2, 3, 50) and order.shape == (2, 2)
+
+
+def test_the_published_recipe_predicts_the_order():
+    cfg = compose_config(TrainConfig, ["experiment=albert_pretrain"])
+    assert cfg.task.sop and not MLMConfig().sop
