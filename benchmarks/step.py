@@ -161,7 +161,7 @@ class Bare:
         cfg = config(folder, shape, precision, 1)
         torch.manual_seed(0)
         self.model = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
-        self.optimizer = build_optimizer(cfg.optim, self.model)
+        self.optimizer = build_optimizer(cfg.optim, self.model.parameters(), adamw={"fused": True})
         self.batches = cycle(ready_batches(folder, shape, 8))
         self.uses_bf16 = precision == "bf16"
 
