@@ -1,6 +1,7 @@
 """Question answering: contexts to windows and back, places of answers, evaluation by questions."""
 
 import json
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
+from train.tasks.highest import highest
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import losses_of, statistics
@@ -273,6 +275,16 @@ def test_a_wrong_answer_counts_once_whatever_the_number_of_its_windows(task):
     assert counts.max() > 1
     rows, _ = knowing(task, deny=[longest])
     assert task.eval_metrics(rows)["exact_match"] <= 100 * 8 / 9 + 1e-9
+
+
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
+    scores = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
+    values, indices = highest(scores, k)
+    assert torch.equal(values, scores.topk(k).values) and torch.equal(indices.long(), scores.topk(k).indices)
+    values, indices = highest(torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2)
+    assert indices.tolist() == [[1, 2], [2, 0], [3, 3]]
+    assert values[:2].tolist() == [[3, 3], [0, torch.tensor(LOWEST)]] and values[2].isnan().all()
 
 
 def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):

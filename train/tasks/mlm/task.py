@@ -28,6 +28,7 @@ from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_co
 from train.models.flops import train_flops_per_sequence
 from train.models.source import resolved
 from train.storage.folders import Folder
+from train.tasks.highest import highest
 from train.tasks.mlm import MLMConfig
 
 
@@ -114,7 +115,8 @@ class MaskedLMTask:
         """[B, 3]: loss sum, number of right predictions and of all predictions of each sequence."""
         logits, labels = self._logits(model, inputs)
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-        statistics = torch.stack([losses, (logits.argmax(-1) == labels).float(), (labels != IGNORE_INDEX).float()], -1)
+        right = highest(logits)[1].squeeze(-1) == labels
+        statistics = torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
         return statistics.unflatten(0, inputs["labels"].shape).sum(1)
 
     def _logits(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from train.data.records.token_rows import Lists
 from train.models.heads import SpanReader, build_span_reader
 from train.storage.folders import canonical_json
 from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
+from train.tasks.highest import highest
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
 
@@ -52,8 +53,7 @@ def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
     null = start[:, 0] + end[:, 0]
     parts = [losses_of(logits, inputs)[:, None], null[:, None]]
     for scores in (start, end):
-        best = scores.masked_fill(~is_context, spans.LOWEST).topk(k)
-        parts += [best.values, best.indices.float()]
+        parts += highest(scores.masked_fill(~is_context, spans.LOWEST), k)
     return torch.cat(parts, 1)
 
 
