@@ -298,7 +298,20 @@ def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     lines = (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
     output = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
-    assert output["threshold"] == output["best_f1_threshold"]
+    assert output["threshold"] == 0 and output["f1"] == 100
+
+
+def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(v2, tmp_path):
+    """A model that is right, but for a bias to "no answer" that a threshold could take away."""
+    rows, _ = knowing(v2)
+    rows[:, 1] += 3 * SURE  # the score of [CLS]
+    found = v2.eval_metrics(rows)
+    assert found["best_f1"] == found["best_exact_match"] == found["no_answer_f1"] == 100
+    assert found["f1"] == found["exact_match"] == pytest.approx(100 * 4 / 12) and found["has_answer_f1"] == 0
+    v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
+    assert not any(json.loads((tmp_path / "predictions/validation.json").read_text()).values())
+    split = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
+    assert split["threshold"] == 0 < split["best_f1_threshold"]
 
 
 def test_v2_with_a_threshold_of_its_own(make, tmp_path):
