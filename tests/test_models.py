@@ -9,7 +9,7 @@ from transformers import AlbertConfig, AutoModelForMaskedLM
 from transformers.activations import ACT2FN
 
 from train.config import InputError, ModelConfig
-from train.models.encoder import build_masked_lm
+from train.models.encoder import build_masked_lm, products_at, rows_at
 from train.models.flops import train_flops_per_sequence
 
 S, P, V = 24, 5, 101
@@ -51,6 +51,27 @@ def test_logits_are_those_of_transformers_at_the_positions_asked_for(architectur
     assert found.shape == (3, P, V)
     wanted = whole.gather(1, positions[..., None].expand(-1, -1, V))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # the same sums in another order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_are_picked_by_rows_and_by_products_as_by_gather_bit_for_bit(dtype):
+    torch.manual_seed(0)
+    hidden, grad = torch.randn(3, S, 8).to(dtype), torch.randn(3, P, 8).to(dtype)
+    _, _, positions = batch()
+    positions[:, :2] = 0  # unused slots: the gradients of one position are added up
+
+    def outcome(pick):
+        states = pick(leaf := hidden.clone().requires_grad_(), positions)
+        states.backward(grad)
+        return states.detach(), leaf.grad
+
+    wanted = outcome(lambda hidden, positions: hidden.gather(1, positions[..., None].expand(-1, -1, 8)))
+    for pick in (rows_at, products_at):
+        assert all(torch.equal(*pair) for pair in zip(outcome(pick), wanted, strict=True)), pick
+    model = build("albert")
+    by_rows = model(*batch())
+    model.pick_by_products()
+    assert model.pick is products_at and torch.equal(model(*batch()), by_rows)
 
 
 def test_the_head_of_albert_sees_the_asked_positions_its_decoder_is_the_embedding_and_its_activation_is_fused():

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from running import ROOT, run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from train.backend import nonfinite
 from train.backend.ddp import DDP
@@ -159,6 +161,37 @@ def test_finite_steps_decided_on_the_device_are_those_decided_on_the_host(on_hos
         first, second = (found.step(scale, 1.0) for found in runs)
         assert torch.equal(first, second)
     assert same(runs[0].everything(), runs[1].everything())
+
+
+class Allocations(TorchDispatchMode):
+    """Names of the operations whose result is a new tensor of at least as many numbers as the smallest weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {tensor.data_ptr() for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.numel() >= 6 and tensor.data_ptr() not in given:
+                self.names.append(func.name())
+        return result
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+@pytest.mark.parametrize(("on_host", "on_device"), [("cpu", "cuda"), ("cpu, lamb", "cuda, lamb")])
+def test_deciding_on_the_device_copies_no_weights_and_no_moments(on_host, on_device, value):
+    """It allocates what a step decided on the host does."""
+    names = []
+    for way, scale in ((on_host, 1.0), (on_device, value)):
+        found = Run(way)
+        found.step(1.0)
+        with Allocations() as seen:
+            found.step(scale)
+        names.append(sorted(seen.names))
+    assert names[0] == names[1] and not any("clone" in name for name in names[1])
+    assert ("aten::_foreach_sqrt" in names[0]) == ("lamb" in on_host)
 
 
 @pytest.mark.parametrize("way", ["cuda", "cuda, lamb"])

@@ -113,7 +113,8 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     monkeypatch.setattr(predict, "ROWS_AT_ONCE", 5)
     monkeypatch.setattr(predictor, "TOKENISED_TOGETHER", 2)
     out = tmp_path / "out.jsonl"
-    assert predict.main([str(run), "--input", str(dev), "--output", str(out), "--batch-size", "3", *FP32]) == 0
+    as_evaluated = ["--null-threshold=0", "--batch-size=3", *FP32]
+    assert predict.main([str(run), "--input", str(dev), "--output", str(out), *as_evaluated]) == 0
     found = lines_of(out)
     assert same_answers(found, run)
     assert [line["id"] for line in found] == [f"q{number}" for number in range(14)]
@@ -125,7 +126,14 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
             assert (one["score"], one["probability"]) == pytest.approx((other["score"], other["probability"]), abs=1e-5)
     metrics = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
     said = f"exact_match {metrics['exact_match']:.2f}, f1 {metrics['f1']:.2f}"
-    assert capsys.readouterr().out == f"{said} of the 14 questions whose answers are known\n"
+    known = "of the 14 questions whose answers are known"
+    assert capsys.readouterr().out == f"{said} {known}, with no answer above odds of 0\n"
+    # By itself it takes the threshold that was best on the validation data.
+    assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "best.jsonl"), *FP32]) == 0
+    said = f"f1 {metrics['best_f1']:.2f}"
+    odds = f"with no answer above odds of {metrics['best_f1_threshold']:g}\n"
+    out = capsys.readouterr().out
+    assert f", {said} {known}, " in out and out.endswith(odds)
 
 
 def test_the_threshold_decides_whether_there_is_an_answer(answering, capsys):

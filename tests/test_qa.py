@@ -1,6 +1,7 @@
 """Question answering: contexts to windows and back, places of answers, evaluation by questions."""
 
 import json
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,7 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
+from train.tasks.highest import highest
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import losses_of, statistics
@@ -275,6 +277,16 @@ def test_a_wrong_answer_counts_once_whatever_the_number_of_its_windows(task):
     assert task.eval_metrics(rows)["exact_match"] <= 100 * 8 / 9 + 1e-9
 
 
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
+    scores = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
+    values, indices = highest(scores, k)
+    assert torch.equal(values, scores.topk(k).values) and torch.equal(indices.long(), scores.topk(k).indices)
+    values, indices = highest(torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2)
+    assert indices.tolist() == [[1, 2], [2, 0], [3, 3]]
+    assert values[:2].tolist() == [[3, 3], [0, torch.tensor(LOWEST)]] and values[2].isnan().all()
+
+
 def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     rows, _ = knowing(v2)
     found = v2.eval_metrics(rows)
@@ -286,7 +298,20 @@ def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     lines = (tmp_path / "predictions/validation_nbest.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["answers"][0]["text"] == "" and json.loads(lines[0])["null_odds"] > 0
     output = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
-    assert output["threshold"] == output["best_f1_threshold"]
+    assert output["threshold"] == 0 and output["f1"] == 100
+
+
+def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(v2, tmp_path):
+    """A model that is right, but for a bias to "no answer" that a threshold could take away."""
+    rows, _ = knowing(v2)
+    rows[:, 1] += 3 * SURE  # the score of [CLS]
+    found = v2.eval_metrics(rows)
+    assert found["best_f1"] == found["best_exact_match"] == found["no_answer_f1"] == 100
+    assert found["f1"] == found["exact_match"] == pytest.approx(100 * 4 / 12) and found["has_answer_f1"] == 0
+    v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
+    assert not any(json.loads((tmp_path / "predictions/validation.json").read_text()).values())
+    split = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
+    assert split["threshold"] == 0 < split["best_f1_threshold"]
 
 
 def test_v2_with_a_threshold_of_its_own(make, tmp_path):

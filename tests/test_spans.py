@@ -125,7 +125,7 @@ V2 = [
 ]
 
 
-def test_v2_with_a_given_threshold_and_with_the_best_for_f1():
+def test_v2_is_judged_by_the_given_threshold_and_the_best_ones_stand_beside():
     given = evaluate_v2(*zip(*V2, strict=True), threshold=0.0)
     # Given: red fox, red, anything, "", "".
     assert given["exact_match"] == pytest.approx(100 * (1 + 0 + 0 + 1 + 0) / 5)
@@ -136,10 +136,11 @@ def test_v2_with_a_given_threshold_and_with_the_best_for_f1():
     # From "no answer to any" (2 right): +1, then +0 or +2/3, then down.
     assert (given["best_exact_match"], given["best_exact_match_threshold"]) == (pytest.approx(60), -3.0)
     assert (given["best_f1"], given["best_f1_threshold"]) == (pytest.approx(100 * (3 + 2 / 3) / 5), -2.0)
-    best = evaluate_v2(*zip(*V2, strict=True), threshold=None)
+    best = evaluate_v2(*zip(*V2, strict=True), threshold=given["best_f1_threshold"])
+    assert {name: value for name, value in best.items() if "best" in name} == {n: given[n] for n in best if "best" in n}
     assert best["f1"] == best["best_f1"] == pytest.approx(100 * (1 + 2 / 3 + 1 + 1 + 0) / 5)
     assert best["exact_match"] == pytest.approx(60) and best["no_answer_f1"] == 100
-    answered = evaluate_v2([reading("x", -1.0)], [["x"]], threshold=None)
+    answered = evaluate_v2([reading("x", -1.0)], [["x"]], threshold=0.0)
     assert answered["f1"] == 100 and answered["no_answer_f1"] == 0  # and no NaN
 
 

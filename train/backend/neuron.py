@@ -7,6 +7,7 @@ https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch, SDK 2.33.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,10 @@ class Neuron(DDP):
                 group=dist.get_world_size(),
                 ones=float(ones.cpu()),
             )
+
+    def move(self, model: Any) -> None:
+        super().move(model)
+        model.pick_by_products()
 
 
 def check_machine(cfg: BackendConfig) -> None:

@@ -53,8 +53,8 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device:
     if not on_device:
         if is_finite(norm):
             optimizer.step()
-    elif all(group.get("fused") for group in optimizer.param_groups):
-        # This is how torch.amp.GradScaler skips a step: fused kernels read this number and do nothing.
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):
+        # This is how torch.amp.GradScaler skips a step: fused AdamW and LAMB read this number and change nothing.
         optimizer.found_inf = (~is_finite(norm)).float()  # type: ignore[attr-defined]
         optimizer.step()
     else:
@@ -77,7 +77,8 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def undo_unless(ok: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Put the values from before back unless `ok`, by a choice on the device: new values may be NaN, which no weighted
-    sum would remove. The copies cost memory, unless a compiler makes one loop of this and the update.
+    sum would remove. The copies take the memory of weights and moments, unless a compiler makes one loop of this and
+    the update.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(ok, tensor, old))

@@ -131,6 +131,8 @@ class XLA(Base):
         return XLAReducer(self, model)
 
     def _arrange_layers(self, model: Any) -> None:
+        if self.is_neuron:
+            model.pick_by_products()
         is_looped = False
         if self.cfg.layers == "scan" or (self.cfg.layers == "auto" and not self.is_neuron):
 

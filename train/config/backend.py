@@ -38,7 +38,8 @@ class XLAConfig(BackendConfig):
 
     It has two more precisions: bf16_master (everything in bf16, computed from fp32 weights that the optimizer keeps)
     and bf16_stochastic (bf16 weights, updated in fp32 and rounded stochastically by the hardware, at 2 bytes a weight;
-    the CPU rounds to nearest).
+    the CPU rounds to nearest). bf16_stochastic adds the gradients of micro batches up in bf16 as well: fp32 sums would
+    need 4 bytes more a weight, nearly as much as bf16_master takes, where the sums are fp32.
     """
 
     name: str = "xla"

@@ -93,6 +93,11 @@ class Network(nn.Module):
         run_shared_layer_by(encoder, make_loop(layer, depth))
         return True
 
+    def pick_by_products(self) -> None:
+        """Pick the states of tokens by products of matrices, for devices that are slow at gathering. A head that reads
+        all of them picks none.
+        """
+
     def export(self, folder: Path) -> None:
         """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
         copy = type(self.network)(self.network.config)
@@ -106,21 +111,25 @@ class Network(nn.Module):
 class MaskedLM(Network):
     """A masked language model that computes logits [B, P, V] at the given positions only, instead of all S.
 
-    A hook on the encoder gathers its output at `positions` before the model's own head reads it. This works for every
+    A hook on the encoder picks its output at `positions` before the model's own head reads it. This works for every
     architecture whose head reads the encoder's last hidden state.
     """
+
+    pick: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
         super().__init__(network, new)
         self._positions: Tensor | None = None
-        network.base_model.register_forward_hook(self._gather)
+        self.pick = rows_at
+        network.base_model.register_forward_hook(self._pick)
 
-    def _gather(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+    def _pick(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         assert self._positions is not None
-        hidden = output.last_hidden_state
-        index = self._positions.unsqueeze(-1).expand(-1, -1, hidden.size(-1))
-        output["last_hidden_state"] = hidden.gather(1, index)
+        output["last_hidden_state"] = self.pick(output.last_hidden_state, self._positions)
         return output
+
+    def pick_by_products(self) -> None:
+        self.pick = products_at
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, P, V] at `positions` [B, P] of sequences `input_ids` [B, S] without padding (all int64)."""
@@ -157,6 +166,23 @@ class OrderedMaskedLM(MaskedLM):
         """Logits [B, P, V] as of MaskedLM, and logits [B, 2] of the order: as it is, swapped."""
         output = self._run(input_ids, token_type_ids, positions)
         return self._checked(output.prediction_logits, positions), output[ORDER_LOGITS[self.network.config.model_type]]
+
+
+def rows_at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """[B, P, H]: the rows of `hidden` [B, S, H] at `positions` [B, P] int64.
+
+    Whole rows are copied, and added up in the backward pass. XLA makes of torch.gather one copy for each number, and in
+    the backward pass one addition in memory for each.
+    """
+    num_sequences, seq_len, _ = hidden.shape
+    first = torch.arange(0, num_sequences * seq_len, seq_len, device=positions.device)
+    return hidden.flatten(0, 1).index_select(0, (positions + first[:, None]).flatten()).unflatten(0, positions.shape)
+
+
+def products_at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """The same numbers as rows_at gives, as products with rows of zeros and a one: 2 * S * H FLOPs a position."""
+    tokens = torch.arange(hidden.size(1), device=positions.device)
+    return (positions[..., None] == tokens).to(hidden.dtype) @ hidden
 
 
 def build_masked_lm(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Lamb(torch.optim.Optimizer):
@@ -15,7 +16,14 @@ class Lamb(torch.optim.Optimizer):
     either norm is 0. This is algorithm 2 of https://arxiv.org/abs/1904.00962 without its bias correction, as in
     lamb_optimizer.py of https://github.com/google-research/albert. The state of every parameter exists from the start:
     `exp_avg` and `exp_avg_sq`, float32.
+
+    As fused optimizers of torch do, a step changes nothing if the attribute `found_inf`, a tensor on the device, is set
+    and not 0: torch.amp.GradScaler's way to skip a step without a copy of the weights and without waiting. It leaves
+    zeros in the gradients then.
     """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor | None = None
 
     def __init__(
         self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
@@ -27,6 +35,7 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise ValueError("Lamb takes no closure")
+        skips = None if self.found_inf is None else self.found_inf != 0
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not params:
@@ -34,14 +43,22 @@ class Lamb(torch.optim.Optimizer):
             grads = [parameter.grad for parameter in params]
             means, squares = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
             beta1, beta2 = group["betas"]
-            torch._foreach_lerp_(means, grads, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
+            if skips is None:
+                torch._foreach_lerp_(means, grads, 1 - beta1)
+                torch._foreach_mul_(squares, beta2)
+            else:
+                for grad in grads:
+                    grad.masked_fill_(skips, 0.0)  # no factor removes NaN
+                torch._foreach_lerp_(means, grads, [torch.where(skips, 0.0, 1 - beta1)] * len(means))
+                torch._foreach_mul_(squares, torch.where(skips, 1.0, beta2))
             torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
             updates = torch._foreach_sqrt(squares)
             torch._foreach_add_(updates, group["eps"])
             updates = torch._foreach_div(means, updates)
             if group["weight_decay"]:
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+            if skips is not None:
+                torch._foreach_mul_(updates, (~skips).float())
             if group["trust_ratio"]:
                 weight_norms, update_norms = torch._foreach_norm(params), torch._foreach_norm(updates)
                 ratios = [

@@ -32,6 +32,7 @@ from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_co
 from train.models.flops import train_flops_per_sequence
 from train.models.source import resolved
 from train.storage.folders import Folder
+from train.tasks.highest import highest
 from train.tasks.mlm import MLMConfig
 
 
@@ -175,4 +176,5 @@ class MaskedLMTask:
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
     """[N, 3] of logits [N, C] and labels [N]: the loss, whether the prediction is right, whether there is a label."""
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    return torch.stack([losses, (logits.argmax(-1) == labels).float(), (labels != IGNORE_INDEX).float()], -1)
+    right = highest(logits)[1].squeeze(-1) == labels
+    return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)

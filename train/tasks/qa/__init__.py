@@ -24,7 +24,7 @@ class QAConfig(TaskConfig):
     n_best: int = 20  # candidate answers kept for each question
     unanswerable: bool = False  # SQuAD v2: a question may have no answer
     null_threshold: float | None = None  # v2: a question has no answer if "no answer" scores higher than the best span
-    # by more than this; None: the threshold that is best on the validation data, which is reported
+    # by more than this; None: 0 in evaluations, and in train.predict what was best for F1 on the validation data
 
     def __post_init__(self) -> None:
         check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")

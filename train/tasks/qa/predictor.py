@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def threshold_of(origin: Origin, given: float | None) -> float | None:
-    """The odds above which there is no answer: the given ones, those of the settings, or those of the run's evaluation.
-    None: the model always answers. InputError if the run's evaluation has none.
+    """The odds above which there is no answer: the given ones, those of the settings, or those that were best for F1 on
+    the run's validation data. None: the model always answers. InputError if the run's evaluation has none.
     """
     if given is not None or origin.run is None:
         return given
@@ -34,7 +34,7 @@ def threshold_of(origin: Origin, given: float | None) -> float | None:
     if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
         return cfg.task.null_threshold
     try:
-        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["threshold"])
+        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["best_f1_threshold"])
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise InputError(
             f"{folder.location}/evaluation.json has no threshold for no answer ({type(error).__name__}); give one, as "
@@ -88,4 +88,6 @@ class AnswerPredictor(Predictor):
         if not self.questions:
             return ""
         exact, f1 = 100 * self.exact / self.questions, 100 * self.f1 / self.questions
-        return f"exact_match {exact:.2f}, f1 {f1:.2f} of the {self.questions:,} questions whose answers are known"
+        known = f"the {self.questions:,} questions whose answers are known"
+        by = "" if self.threshold is None else f", with no answer above odds of {self.threshold:g}"
+        return f"exact_match {exact:.2f}, f1 {f1:.2f} of {known}{by}"

@@ -21,6 +21,7 @@ from train.data.records.token_rows import Lists
 from train.models.heads import SpanReader, build_span_reader
 from train.storage.folders import canonical_json
 from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
+from train.tasks.highest import highest
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
 
@@ -52,8 +53,7 @@ def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
     null = start[:, 0] + end[:, 0]
     parts = [losses_of(logits, inputs)[:, None], null[:, None]]
     for scores in (start, end):
-        best = scores.masked_fill(~is_context, spans.LOWEST).topk(k)
-        parts += [best.values, best.indices.float()]
+        parts += highest(scores.masked_fill(~is_context, spans.LOWEST), k)
     return torch.cat(parts, 1)
 
 
@@ -101,6 +101,8 @@ class QATask(FineTuning):
         assert isinstance(cfg.task, QAConfig)
         self.task, sizes = cfg.task, Sizes.of(cfg)
         self.k = min(self.task.n_best, sizes.lengths[0])
+        # The odds above which there is no answer in evaluations; v1 has none.
+        self.threshold = (self.task.null_threshold or 0.0) if self.task.unanswerable else None
         super().__init__(
             cfg,
             sizes,
@@ -129,32 +131,26 @@ class QATask(FineTuning):
         return list(answered(rows, split.features, self.tables.examples(split.name), self.task))
 
     def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:
-        """Metrics of each split. The threshold of v2 is the given one or, for all splits, the best of the first."""
+        """The metrics of each split."""
         by_split: dict[str, dict[str, float]] = {}
         for split in self.splits:
             part = split.of(rows)
             questions = self.answered(split, part)
             readings, wanted = [one.reading for one in questions], [one.wanted for one in questions]
-            if self.task.unanswerable:
-                metrics = spans.evaluate_v2(readings, wanted, self.threshold(by_split))
-            else:
+            if self.threshold is None:
                 metrics = spans.evaluate(readings, wanted)
+            else:
+                metrics = spans.evaluate_v2(readings, wanted, self.threshold)
             by_split[split.name] = {"loss": mean_loss(part), **metrics}
         return by_split
-
-    def threshold(self, metrics: dict[str, dict[str, float]]) -> float | None:
-        """The odds above which there is no answer; None in v1 or if not yet known. `metrics`: of the splits so far."""
-        if self.task.null_threshold is not None or not metrics:
-            return self.task.null_threshold
-        return metrics[self.splits[0].name].get("best_f1_threshold")
 
     def results(
         self, split: Split, rows: np.ndarray, metrics: dict[str, dict[str, float]]
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
         """The answers in the format of the official scripts, and the n best of each question."""
-        questions, threshold = self.answered(split, rows), self.threshold(metrics)
+        questions = self.answered(split, rows)
         files = {
-            f"{split.name}.json": canonical_json({one.id: one.reading.answer(threshold) for one in questions}),
+            f"{split.name}.json": canonical_json({one.id: one.reading.answer(self.threshold) for one in questions}),
             f"{split.name}_nbest.jsonl": n_best_lines(questions, v2=self.task.unanswerable),
         }
-        return files, {"questions": len(questions), "windows": len(rows), "threshold": threshold}
+        return files, {"questions": len(questions), "windows": len(rows), "threshold": self.threshold}

@@ -1,0 +1,132 @@
+"""What PyTorch/XLA sends to the compiler, step and evaluation of every task, holds nothing that Trainium's refuses or
+does one number at a time. The graphs are those of the CPU; Trainium's compiler never saw them.
+
+In a process of its own this file is also a program that trains as if on Trainium, see `train_on_neuron`.
+"""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from finetuning import squad, tuning
+from running import ROOT, run, train_overrides
+
+from train import __main__ as program
+from train.models.encoder import products_at, rows_at
+from train.tasks.highest import highest
+
+torch_xla = pytest.importorskip("torch_xla")
+
+INSTRUCTION = re.compile(r"%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<name>[\w-]+)\((?P<rest>.*)")
+REFUSED = {"sort", "topk", "custom-call", "while", "conditional", "dynamic-slice", "dynamic-reshape"}
+
+
+def refused(text):
+    """The instructions of graphs that Trainium's compiler has no way, or no fast way, for."""
+    found = []
+    for line in text.splitlines():
+        match = INSTRUCTION.search(line)
+        if not match:
+            continue
+        kind, name, rest = match["type"], match["name"], match["rest"]
+        sizes = re.search(r"slice_sizes=\{([\d,]*)\}", rest)
+        if (
+            name in REFUSED
+            or "<=" in kind  # a size that is known at run time only
+            or (name == "gather" and sizes is not None and set(sizes[1].split(",")) == {"1"})
+            or (name == "scatter" and "update_window_dims={}" in rest)
+            or (name in ("reduce", "reduce-window") and kind.startswith("("))  # of two tensors at once
+            or (name in ("scatter", "dot") and kind.startswith(("s", "u")))  # of whole numbers
+        ):
+            found.append(line.strip())
+    return found
+
+
+def graph(*tensors):
+    text = torch_xla._XLAC._get_xla_tensors_hlo(list(tensors))
+    assert "HloModule" in text
+    return text
+
+
+def picked(pick):
+    """Hidden states at positions, and their gradient."""
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 7, 4).to(torch_xla.device()).requires_grad_()
+    states = pick(hidden, torch.tensor([[0, 5], [2, 2], [0, 0]]).to(torch_xla.device()))
+    (grad,) = torch.autograd.grad(states.square().sum(), hidden)
+    return states, grad
+
+
+def plain(hidden, positions):
+    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.size(-1)))
+
+
+def test_what_is_refused_is_found():
+    scores = torch.randn(2, 9).to(torch_xla.device())
+    found = refused(graph(*picked(plain)))
+    assert len(found) == 2 and " gather(" in found[0] and " scatter(" in found[1]
+    assert " sort(" in refused(graph(*scores.topk(3)))[0]
+    assert " reduce(" in refused(graph(scores.argmax(-1)))[0]
+    assert refused("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
+    assert not refused(graph(*highest(scores, 3)))
+    assert not refused(graph(*picked(rows_at))) and not refused(graph(*picked(products_at)))
+    text = graph(*picked(products_at))
+    assert " gather(" not in text and " scatter(" not in text
+
+
+def mlm(run_dir, prepared, texts):
+    return train_overrides(run_dir, prepared)
+
+
+def classify(run_dir, prepared, texts):
+    data = ["data=tweets", f"data.path={ROOT / 'tests/data/tweets.csv'}", "data.validation_fraction=0.3"]
+    return tuning(run_dir, prepared / "tokenizer", "task=classify", *data, "seq_len=32")
+
+
+def qa(run_dir, prepared, texts):
+    for seed, name in enumerate(("train", "dev")):
+        (run_dir.parent / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=9)))
+    data = ["data=records", f"data.path={run_dir.parent}", "data.train=train.json", "data.validation=dev.json"]
+    task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "task.n_best=3"]
+    return tuning(run_dir, prepared / "tokenizer", *task, *data, "seq_len=48")
+
+
+@pytest.mark.parametrize(
+    ("task", "architecture"),
+    [(mlm, "albert"), (classify, "albert"), (classify, "roberta"), (classify, "distilbert"), (qa, "bert")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, texts, tmp_path):
+    short = ["max_steps=1", "optim.warmup_steps=0", "eval_every=1", "export=false", "model.num_layers=2"]
+    model = [] if architecture == "albert" else [f"model.architecture={architecture}", "model.embedding_size=null"]
+    arguments = [*task(tmp_path / "run", prepared, texts), *short, *model, "backend=xla", "backend.layers=unrolled"]
+    env = {"XLA_SAVE_TENSORS_FILE": str(tmp_path / "graphs"), "XLA_SAVE_TENSORS_FMT": "hlo"}
+    done = run(arguments, module="test_hlo", env={**env, "PYTHONPATH": str(ROOT / "tests")})
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "graphs.0").read_text()
+    step, *evaluations = [part for part in text.split("[ScheduleSyncTensorsGraph]") if " gather(" in part]
+    assert evaluations and " scatter(" in step and " scatter(" not in evaluations[-1]
+    assert refused(text) == []
+    lookups = 2 if architecture == "distilbert" else 3  # of tokens, positions and, mostly, segments
+    assert step.count(" gather(") == step.count(" scatter(") == evaluations[-1].count(" gather(") == lookups
+
+
+def train_on_neuron():
+    """Train with the model arranged as on Trainium."""
+    from train.backend.xla import XLA
+
+    arrange = XLA._arrange_layers
+
+    def as_on_neuron(self, model):
+        self.is_neuron = True
+        arrange(self, model)
+        self.is_neuron = False
+
+    XLA._arrange_layers = as_on_neuron
+    return program.main()
+
+
+if __name__ == "__main__":
+    sys.exit(train_on_neuron())
