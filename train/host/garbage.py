@@ -1,7 +1,7 @@
 """How often Python looks for garbage.
 
-torch and transformers make half a million objects when they are imported and hardly any garbage, and Python's usual
-threshold has it search them every 700 objects: a sixth of the CPU time of a start (benchmarks/README.md).
+torch and transformers make half a million objects when they are imported and hardly any garbage; Python's usual threshold
+has it search for some at every 700th (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -18,5 +18,7 @@ def search_rarely() -> None:
 
 
 def search_as_usual() -> None:
-    """Call it before a device opens, whose memory garbage would hold."""
-    gc.set_threshold(*USUAL)
+    """Call it before a device opens, whose memory garbage would hold. What is there by now is never searched again."""
+    if gc.get_threshold()[0] == RARE:
+        gc.freeze()
+        gc.set_threshold(*USUAL)
