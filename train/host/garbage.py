@@ -1,7 +1,7 @@
 """How often Python looks for garbage.
 
-torch and transformers make half a million objects when they are imported and hardly any garbage; Python's usual threshold
-has it search for some at every 700th (benchmarks/README.md).
+torch and transformers make half a million objects when they are imported and hardly any garbage; Python's usual
+threshold has it search for some at every 700th (benchmarks/README.md).
 """
 
 from __future__ import annotations
