@@ -140,8 +140,8 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, pre
         usual = gc.get_threshold()
         from train import entry, loop
         def end_step(*_, **__):
-            print(*sys.modules)
             assert gc.get_threshold() == usual and gc.get_freeze_count() > 100_000
+            print(*sys.modules)
             raise KeyboardInterrupt
         loop.Recorder.end_step = end_step
         entry.attempt(sys.argv[1:])
