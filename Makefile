@@ -58,6 +58,7 @@ bench: setup
 	@$(BIN)/python -m benchmarks.checkpoint --rounds 1
 	@$(BIN)/python -m benchmarks.chaos
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
+	@$(BIN)/python -m benchmarks.start --data data/demo
 	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
 
 # Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
@@ -65,6 +66,7 @@ bench-smoke: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --activations
+	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3
 	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import train_overrides
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT / package).rglob("*.py"))
@@ -121,6 +122,36 @@ def test_a_training_run_imports_no_tool():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert "train.loop" in done.stdout
     assert not {room(module)[0] for module in done.stdout.split()} & TOOLS
+
+
+def test_a_command_is_read_without_torch():
+    code = "import sys, train.entry; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "train.entry" in done.stdout.split() and not {"torch", "transformers"} & set(done.stdout.split())
+
+
+NOT_FOR_THE_FIRST_STEP = "boto3 botocore datasets matplotlib pandas pyarrow s3torchconnector sklearn".split()
+NOT_FOR_THE_FIRST_STEP += ["tensorboard", "torch.utils.tensorboard"]
+
+
+def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, prepared):
+    code = """if True:
+        import gc, sys
+        usual = gc.get_threshold()
+        from train import entry, loop
+        def end_step(*_, **__):
+            assert gc.get_threshold() == usual and gc.get_freeze_count() > 100_000
+            print(*sys.modules)
+            raise KeyboardInterrupt
+        loop.Recorder.end_step = end_step
+        entry.attempt(sys.argv[1:])
+    """
+    settings = train_overrides(tmp_path / "run", prepared, "tensorboard=true", "backend=ddp")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *settings], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "train.loop" in done.stdout.split(), done.stderr
+    assert not set(NOT_FOR_THE_FIRST_STEP) & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("library", ONLY_IN)

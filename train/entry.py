@@ -13,9 +13,9 @@ from train.attempt.preempt import StoppedEarly, StopRequest
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
+from train.host.garbage import search_rarely
 from train.host.launched import Launched, launched
 from train.host.launcher import end_launcher, leave_it_to_the_first
-from train.ranks import AGREED
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import Over, check_restart, is_restart, may_go_on
 from train.storage.folders import is_s3
@@ -79,8 +79,10 @@ def train_once(cfg: TrainConfig) -> int:
 
 
 def train(cfg: TrainConfig, launch: Launched) -> int:
+    search_rarely()  # until `loop.run` has imported the task
     from train import loop  # late: torch takes seconds to import, and refusals come before
     from train.attempt.attempt import ENDS, kind_of
+    from train.ranks import AGREED
 
     with StopRequest() as stop:
         try:

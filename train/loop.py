@@ -29,6 +29,7 @@ from train.data.batches.loader import Batch
 from train.data.shards.prepared import Supply
 from train.evaluation import evaluate
 from train.feed import check_same_data, draw, train_batches, train_order
+from train.host.garbage import search_as_usual
 from train.host.launched import check_launch, launched
 from train.optim import learning_rate
 from train.parallel import Engine, LossFunction, build_engine, data_size
@@ -59,6 +60,7 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
         task = build_task(cfg)
         plan = make_plan(cfg, world_size=data_size(cfg.parallel, launched().world_size), rows=task.train_rows)
         identity = identity_of(cfg, plan, task.data_id)
+    search_as_usual()  # all is imported
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop)) as attempt:
         reason, step = open_and_fit(attempt)
         record_end(attempt, reason, step)
