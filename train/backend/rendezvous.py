@@ -1,11 +1,17 @@
-"""How ranks meet: each writes its sign to a store and waits for the others in Python. While torch itself waits, no
-signal handler runs and nobody learns which rank is missing.
+"""How ranks meet: in a store, where they wait for each other in Python. While torch itself waits, no signal handler
+runs and nobody learns which rank is missing.
+
+The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those by
+itself. So rank 0 calls all ranks, under a new number, and a rank answers the newest call with the sign of its process.
+When all have answered, rank 0 writes down whose answers it has read: those processes join, in a part of the store that
+is theirs. A process that finds its predecessor in that roster waits for the next call.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,19 +25,12 @@ logger = logging.getLogger("train")
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
-ALL_HERE = "all_here"  # rank 0's sign that it has seen those of all ranks
+CALLS = "calls"  # the number of the newest call
 
 
 def join(names: str, timeout_s: float) -> None:
     """Meet the other ranks and make the default process group. Raises Failure if some do not arrive in time."""
-    launch = launched()
-    meeting = Meeting(launch, timeout_s)
-    try:
-        store = meeting.attend()
-    except Absent as absent:
-        raise Failure(f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.timeout_s)") from None
-    except dist.DistError as error:
-        raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+    launch, store = launched(), meet(timeout_s)
     with without_stdout():  # gloo prints how many ranks each has connected
         dist.init_process_group(
             names,
@@ -40,6 +39,19 @@ def join(names: str, timeout_s: float) -> None:
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+def meet(timeout_s: float) -> dist.Store:
+    """Meet the other ranks. Gives a store that only the processes that have met use. Raises Failure if some do not
+    arrive in time.
+    """
+    meeting = Meeting(launched(), timeout_s)
+    try:
+        return meeting.attend()
+    except Absent as absent:
+        raise Failure(f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.timeout_s)") from None
+    except dist.DistError as error:
+        raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
 
 
 class Absent(Exception):
@@ -56,6 +68,8 @@ class Meeting:
     def __init__(self, launch: Launched, timeout_s: float) -> None:
         self.launch, self.timeout_s = launch, timeout_s
         self.where = f"{launch.master_addr}:{launch.master_port}"
+        self.sign = uuid.uuid4().hex  # of this process
+        self.call = 0  # the number of the call that this rank has answered
         self.store: dist.Store | None = None
         self.next_report_s = REPORT_EVERY_S
 
@@ -73,21 +87,40 @@ class Meeting:
     def arrive(self) -> dist.Store:
         if self.store is None:
             self.store = self.connect()
-            self.store.set(sign_of(self.launch.rank), "")
+        call = self.newest_call(self.store)
+        ours = dist.PrefixStore(f"call_{call}", self.store)
+        if call != self.call:
+            ours.set(sign_of(self.launch.rank), self.sign)
+            self.call = call
         if self.launch.rank == 0:
-            self.check_all(self.store)
-        elif not self.store.check([ALL_HERE]):  # if all 512 ranks looked for each other, the store would be too busy
-            if self.store.check([sign_of(0)]):
-                raise Absent("another rank")
+            self.check_all(ours)
+        self.check_roster(ours)
+        return ours
+
+    def newest_call(self, store: dist.Store) -> int:
+        if self.launch.rank == 0:
+            return self.call or store.add(CALLS, 1)
+        call = store.add(CALLS, 0)
+        if call == 0:
             raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
-        return self.store
+        return call
+
+    def check_all(self, ours: dist.Store) -> None:
+        """Rank 0: write the roster if all ranks have answered, else raise Absent."""
+        signs = [sign_of(rank) for rank in range(self.launch.world_size)]
+        absent = [str(rank) for rank, sign in enumerate(signs) if not ours.check([sign])]
+        if absent:
+            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+            raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
+        ours.set("roster", " ".join(ours.get(sign).decode() for sign in signs))
+
+    def check_roster(self, ours: dist.Store) -> None:
+        if not ours.check(["roster"]):  # if all 512 ranks looked for each other, the store would be too busy
+            raise Absent("another rank")
+        if self.sign not in ours.get("roster").decode().split():
+            raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
 
     def connect(self) -> dist.Store:
-        """Connect to the store. On one machine each of torchrun's restarts has a part of the store of its own: torchrun
-        keeps the store, and ranks would otherwise connect to the ports of their predecessors. Each of several machines
-        counts restarts by itself, so there the signs of an earlier start remain, and ranks may wait for each other in
-        torch.
-        """
         launch = self.launch
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
         if not keeps_store:  # torch itself would try until the timeout
@@ -103,14 +136,7 @@ class Meeting:
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
         )
-        return dist.PrefixStore(f"restart_{launch.restart_count}", store) if launch.is_one_machine else store
-
-    def check_all(self, store: dist.Store) -> None:
-        absent = [str(rank) for rank in range(self.launch.world_size) if not store.check([sign_of(rank)])]
-        if absent:
-            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
-            raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
-        store.set(ALL_HERE, "")
+        return dist.PrefixStore("meeting", store)
 
     def report_absent(self, state: RetryCallState) -> None:
         """Log which ranks are absent. Rank 0 does so, or the first rank of each machine if rank 0 is absent."""
