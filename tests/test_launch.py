@@ -129,8 +129,8 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(lonely, monkeypatch, log, rank: int, absent: str):
     lonely(rank)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.3)
-    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 1 s \\(backend.timeout_s\\)$"):
-        join("gloo", 1.0)
+    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 1 s \\(backend.join_timeout_s\\)$"):
+        join("gloo", timeout_s=HANG_S, join_timeout_s=1.0)
     said = log.messages
     assert len(said) >= 2 and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
 
@@ -184,6 +184,32 @@ def test_a_process_never_joins_those_that_its_predecessor_met():
     assert theirs.get("address") == b"a port"
 
 
+def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_refusal():
+    store = dist.HashStore()
+
+    def refuses(rank: int, local_rank: int) -> bool:
+        """Whether the rank may leave."""
+        meeting = rendezvous.Meeting(Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True), HANG_S)
+        meeting.store = store
+        for _ in range(3):  # as often as it waits, its machine counts once
+            try:
+                meeting.refuse("rank 1 on h was refused: no data")
+            except rendezvous.Absent:
+                continue
+            return True
+        with pytest.raises(InputError, match="^rank 1 on h was refused: no data$"):
+            meeting.arrive()
+        return False
+
+    assert [refuses(1, 1), refuses(0, 0), refuses(3, 1), refuses(2, 0), refuses(0, 0)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
 def test_ranks_on_trainium_join_where_they_have_met(lonely, monkeypatch):
     """PyTorch/XLA's own way to a store, with one rank on the CPU; not run on hardware."""
     from train.backend import xla
@@ -208,7 +234,7 @@ def test_one_signal_ends_the_wait_for_other_ranks(lonely):
     with StopRequest() as stop:
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
         with pytest.raises(StoppedEarly, match="SIGTERM"), stop.nothing_to_save():
-            join("gloo", HANG_S)
+            join("gloo", timeout_s=HANG_S, join_timeout_s=HANG_S)
 
 
 def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():

@@ -88,6 +88,42 @@ def disturbed(
     assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "done"
 
 
+REFUSED = """
+import sys
+from train.host import launcher
+launcher.end_launcher = lambda: None
+from train import entry
+before = entry.cli.run
+def run(*arguments, **named):
+    code = before(*arguments, **named)
+    print("exit code", code, flush=True)
+    return code
+entry.cli.run = run
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "setting", "said"),
+    [(1, "data.path=/nowhere", "/nowhere"), (0, "seed=-1", "seed=-1 must be")],  # the data opened; settings read
+)
+def test_a_rank_that_is_refused_ends_those_of_the_other_machine(
+    machines, prepared, tmp_path, refused: int, setting: str, said: str
+):
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(REFUSED)
+    arguments = train_overrides(tmp_path / "run", prepared, "backend.join_timeout_s=60")
+    agents = machines.torchrun(script, arguments, env={}, log=log, changes={refused: [setting]})
+    assert ended(agents) == [1, 1]
+    for number in (0, 1):
+        spoken = log.with_suffix(f".{number}").read_text()
+        (line,) = (line for line in spoken.splitlines() if line.startswith("error: "))
+        whose = "" if number == refused else f"rank {refused} on machine{refused} was refused: "
+        assert line.startswith(f"error: {whose}") and said in line, spoken
+        assert "exit code 2" in spoken
+
+
 def ended(agents: list[ForkServerProcess]) -> list[int | None]:
     """Exit codes."""
     try:

@@ -12,13 +12,17 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train.cli.console import without_stdout
-from train.config import Failure
+from train.config import Failure, InputError
 from train.host.launched import Launched, launched
 
 logger = logging.getLogger("train")
@@ -26,11 +30,16 @@ REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
 CALLS = "calls"  # the number of the newest call
+REFUSAL = "refusal"  # of a rank; it holds for all later attempts too, since a refusal ends torchrun for good
+NUM_TOLD = "num_told"  # ranks of the machines that know of the refusal
+Result = TypeVar("Result")
 
 
-def join(names: str, timeout_s: float) -> None:
-    """Meet the other ranks and make the default process group. Raises Failure if some do not arrive in time."""
-    launch, store = launched(), meet(timeout_s)
+def join(names: str, *, timeout_s: float, join_timeout_s: float) -> None:
+    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. Raises as `meet`
+    does.
+    """
+    launch, store = launched(), meet(join_timeout_s)
     with without_stdout():  # gloo prints how many ranks each has connected
         dist.init_process_group(
             names,
@@ -43,15 +52,27 @@ def join(names: str, timeout_s: float) -> None:
 
 def meet(timeout_s: float) -> dist.Store:
     """Meet the other ranks. Gives a store that only the processes that have met use. Raises Failure if some do not
-    arrive in time.
+    arrive in time, InputError if one is refused on its machine.
     """
     meeting = Meeting(launched(), timeout_s)
     try:
         return meeting.attend()
     except Absent as absent:
-        raise Failure(f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.timeout_s)") from None
+        raise Failure(
+            f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.join_timeout_s)"
+        ) from None
     except dist.DistError as error:
         raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+
+
+def tell(refusal: str, timeout_s: float) -> None:
+    """Tell the other machines that this rank is refused, so that none waits for it. The machine of rank 0 stays until
+    all know, as the store in which they read it ends with it.
+    """
+    meeting = Meeting(launched(), timeout_s)
+    # Where the store is out of reach nobody is left to be told.
+    with suppress(Absent, dist.DistError):
+        meeting.retry(partial(meeting.refuse, refusal))
 
 
 class Absent(Exception):
@@ -75,6 +96,10 @@ class Meeting:
 
     def attend(self) -> dist.Store:
         """Arrive, and wait until every rank has. Raises Absent for those that have not."""
+        return self.retry(self.arrive)
+
+    def retry(self, action: Callable[[], Result]) -> Result:
+        """What an action gives as soon as it does not raise Absent."""
         retry = Retrying(
             retry=retry_if_exception_type(Absent),
             wait=wait_fixed(POLL_S),
@@ -82,11 +107,13 @@ class Meeting:
             before_sleep=self.report_absent,
             reraise=True,
         )
-        return retry(self.arrive)
+        return retry(action)
 
     def arrive(self) -> dist.Store:
         if self.store is None:
             self.store = self.connect()
+        if self.store.check([REFUSAL]):
+            raise InputError(self.store.get(REFUSAL).decode())
         call = self.newest_call(self.store)
         ours = dist.PrefixStore(f"call_{call}", self.store)
         if call != self.call:
@@ -96,6 +123,26 @@ class Meeting:
             self.check_all(ours)
         self.check_roster(ours)
         return ours
+
+    def refuse(self, refusal: str) -> None:
+        """Write down that this rank is refused, and that its machine knows. Rank 0's machine raises Absent while others
+        do not; torchrun may end the other ranks of a machine before they know.
+        """
+        launch = self.launch
+        if self.store is None:
+            try:
+                self.store = self.connect()
+            except Absent:
+                if launch.uses_agent_store:  # it was there before any rank
+                    return
+                raise
+        self.store.compare_set(REFUSAL, "", refusal)
+        first_rank = launch.rank - launch.local_rank
+        if self.store.add(f"told_{first_rank}", 1) == 1:  # each machine counts once
+            self.store.add(NUM_TOLD, launch.local_world_size)
+        told = self.store.add(NUM_TOLD, 0)
+        if first_rank == 0 and told < launch.world_size:
+            raise Absent(f"{launch.world_size - told} ranks that do not know of the refusal")
 
     def newest_call(self, store: dist.Store) -> int:
         if self.launch.rank == 0:
@@ -133,6 +180,7 @@ class Meeting:
             launch.master_port,
             launch.world_size,
             is_master=keeps_store,
+            multi_tenant=True,  # a rank that is refused later connects once more
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
         )
