@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from forks import free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
@@ -24,10 +25,11 @@ from train.backend import rendezvous
 from train.backend.rendezvous import join
 from train.cli import compose as cli
 from train.cli.command import guarded
-from train.config import Failure, InputError
+from train.config import Failure, InputError, XLAConfig
 from train.host import launcher
 from train.host.launched import Launched, launched
 from train.host.launcher import die_with_launcher, leave_it_to_the_first
+from train.ranks import World
 from train.telemetry.tensorboard import Board
 
 HANG_S = 60.0  # never waited for unless a test fails
@@ -127,8 +129,8 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def test_a_rank_that_waits_says_for_whom_and_gives_up_in_time(lonely, monkeypatch, log, rank: int, absent: str):
     lonely(rank)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.3)
-    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 1 s \\(backend.timeout_s\\)$"):
-        join("gloo", 1.0)
+    with pytest.raises(Failure, match=f"^{absent} did not reach 127.0.0.1:.* within 1 s \\(backend.join_timeout_s\\)$"):
+        join("gloo", timeout_s=HANG_S, join_timeout_s=1.0)
     said = log.messages
     assert len(said) >= 2 and all(text.startswith(f"waiting for rank {'1' if rank == 0 else '0'}") for text in said)
 
@@ -153,12 +155,86 @@ def test_ranks_are_named_once_by_rank_0(monkeypatch, log):
     assert {text.split(" at ")[0] for text in log.messages} == {"waiting for rank 2 of 3"}
 
 
+def test_a_process_never_joins_those_that_its_predecessor_met():
+    """torchrun keeps the store over restarts, and rank 0 may be the last to be started again."""
+    store = dist.HashStore()
+
+    def started(rank: int) -> rendezvous.Meeting:
+        meeting = rendezvous.Meeting(Launched(rank, 2), HANG_S)
+        meeting.store = store
+        return meeting
+
+    def arrives(meeting: rendezvous.Meeting) -> dist.Store | None:
+        try:
+            return meeting.arrive()
+        except rendezvous.Absent:
+            return None
+
+    ranks = started(0), started(1)
+    assert [arrives(rank) is not None for rank in (*ranks, *ranks)] == [False, False, True, True]
+    second = started(1)
+    assert arrives(second) is arrives(second) is None
+    first = started(0)
+    assert arrives(first) is None
+    second = started(1)  # once more, before the roster is written
+    assert arrives(second) is None
+    ours, theirs = arrives(first), arrives(second)
+    assert ours is not None and theirs is not None
+    ours.set("address", "a port")
+    assert theirs.get("address") == b"a port"
+
+
+def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_refusal():
+    store = dist.HashStore()
+
+    def refuses(rank: int, local_rank: int) -> bool:
+        """Whether the rank may leave."""
+        meeting = rendezvous.Meeting(Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True), HANG_S)
+        meeting.store = store
+        for _ in range(3):  # as often as it waits, its machine counts once
+            try:
+                meeting.refuse("rank 1 on h was refused: no data")
+            except rendezvous.Absent:
+                continue
+            return True
+        with pytest.raises(InputError, match="^rank 1 on h was refused: no data$"):
+            meeting.arrive()
+        return False
+
+    assert [refuses(1, 1), refuses(0, 0), refuses(3, 1), refuses(2, 0), refuses(0, 0)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_ranks_on_trainium_join_where_they_have_met(lonely, monkeypatch):
+    """PyTorch/XLA's own way to a store, with one rank on the CPU; not run on hardware."""
+    from train.backend import xla
+
+    lonely(0)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(xla.xla_rendezvous, "_store", None)
+    backend, stores = object.__new__(xla.XLA), []
+    backend.cfg, backend.world, backend.is_neuron, backend.reduces_on_host = XLAConfig(), World(), True, False
+
+    def init(_: str, init_method: str, timeout: object) -> None:
+        stores.append(next(xla.xla_rendezvous.pjrt_rendezvous_handler(init_method))[0])
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    backend._join()
+    assert isinstance(stores[0], dist.PrefixStore) and stores[0].check(["roster"])
+
+
 def test_one_signal_ends_the_wait_for_other_ranks(lonely):
     lonely(0)
     with StopRequest() as stop:
         threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
         with pytest.raises(StoppedEarly, match="SIGTERM"), stop.nothing_to_save():
-            join("gloo", HANG_S)
+            join("gloo", timeout_s=HANG_S, join_timeout_s=HANG_S)
 
 
 def test_a_signal_from_before_the_wait_counts_and_a_notice_does_not():

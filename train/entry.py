@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from train.attempt.preempt import StoppedEarly, StopRequest
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
+from train.config.backend import DEFAULT_TIMEOUT_S
 from train.host.garbage import search_rarely
 from train.host.launched import Launched, launched
 from train.host.launcher import end_launcher, leave_it_to_the_first
@@ -43,13 +46,17 @@ def attempt(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
     )
     has_begun = False  # an error before that would come again at every restart
+    join_timeout_s = DEFAULT_TIMEOUT_S
 
     def begin(cfg: TrainConfig) -> int:
-        nonlocal has_begun
-        has_begun = True
+        nonlocal has_begun, join_timeout_s
+        has_begun, join_timeout_s = True, cfg.backend.join_timeout_s
         return train_once(cfg)
 
-    code = cli.run(TrainConfig, begin, parser, arguments=arguments)
+    def after_refusal(refusal: str) -> None:
+        tell_other_machines(refusal, join_timeout_s)
+
+    code = cli.run(TrainConfig, begin, parser, arguments=arguments, after_refusal=after_refusal)
     if code == cli.REFUSED or (code == cli.FAILED and not has_begun):
         end_launcher()
     return code
@@ -119,6 +126,17 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
     if launch.is_under_torchrun:
         logger.info("torchrun reports exit code %d as a failure; the run stopped as asked", cli.STOPPED)
     return cli.STOPPED
+
+
+def tell_other_machines(refusal: str, timeout_s: float) -> None:
+    """Let ranks elsewhere know that this one is refused; torchrun ends those of this machine."""
+    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was refused
+        launch = launched()
+        if launch.is_one_machine:
+            return
+        from train.backend import rendezvous  # late: torch takes seconds to import
+
+        rendezvous.tell(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", timeout_s)
 
 
 def end_launcher_for_good(launch: Launched) -> None:

@@ -19,6 +19,7 @@ from train.backend.base import RANK_STRIDE, Base, Work
 from train.backend.graphs import Graphs
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
+from train.config.backend import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from train.backend import Reducer, State
@@ -50,7 +51,8 @@ class DDP(Base):
         if is_cuda:
             torch.cuda.set_device(self.device)
         if world.is_distributed:
-            join("cpu:gloo,cuda:nccl" if is_cuda else "gloo", cfg.timeout_s or 600)
+            names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+            join(names, timeout_s=cfg.timeout_s or DEFAULT_TIMEOUT_S, join_timeout_s=cfg.join_timeout_s)
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")

@@ -1,37 +1,45 @@
-"""How ranks meet: each writes its sign to a store and waits for the others in Python. While torch itself waits, no
-signal handler runs and nobody learns which rank is missing.
+"""How ranks meet: in a store, where they wait for each other in Python. While torch itself waits, no signal handler
+runs and nobody learns which rank is missing.
+
+The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those by
+itself. So rank 0 calls all ranks, under a new number, and a rank answers the newest call with the sign of its process.
+When all have answered, rank 0 writes down whose answers it has read: those processes join, in a part of the store that
+is theirs. A process that finds its predecessor in that roster waits for the next call.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from train.cli.console import without_stdout
-from train.config import Failure
+from train.config import Failure, InputError
 from train.host.launched import Launched, launched
 
 logger = logging.getLogger("train")
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
-ALL_HERE = "all_here"  # rank 0's sign that it has seen those of all ranks
+CALLS = "calls"  # the number of the newest call
+REFUSAL = "refusal"  # of a rank; it holds for all later attempts too, since a refusal ends torchrun for good
+NUM_TOLD = "num_told"  # ranks of the machines that know of the refusal
+Result = TypeVar("Result")
 
 
-def join(names: str, timeout_s: float) -> None:
-    """Meet the other ranks and make the default process group. Raises Failure if some do not arrive in time."""
-    launch = launched()
-    meeting = Meeting(launch, timeout_s)
-    try:
-        store = meeting.attend()
-    except Absent as absent:
-        raise Failure(f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.timeout_s)") from None
-    except dist.DistError as error:
-        raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+def join(names: str, *, timeout_s: float, join_timeout_s: float) -> None:
+    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. Raises as `meet`
+    does.
+    """
+    launch, store = launched(), meet(join_timeout_s)
     with without_stdout():  # gloo prints how many ranks each has connected
         dist.init_process_group(
             names,
@@ -40,6 +48,31 @@ def join(names: str, timeout_s: float) -> None:
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+def meet(timeout_s: float) -> dist.Store:
+    """Meet the other ranks. Gives a store that only the processes that have met use. Raises Failure if some do not
+    arrive in time, InputError if one is refused on its machine.
+    """
+    meeting = Meeting(launched(), timeout_s)
+    try:
+        return meeting.attend()
+    except Absent as absent:
+        raise Failure(
+            f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.join_timeout_s)"
+        ) from None
+    except dist.DistError as error:
+        raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+
+
+def tell(refusal: str, timeout_s: float) -> None:
+    """Tell the other machines that this rank is refused, so that none waits for it. The machine of rank 0 stays until
+    all know, as the store in which they read it ends with it.
+    """
+    meeting = Meeting(launched(), timeout_s)
+    # Where the store is out of reach nobody is left to be told.
+    with suppress(Absent, dist.DistError):
+        meeting.retry(partial(meeting.refuse, refusal))
 
 
 class Absent(Exception):
@@ -56,11 +89,17 @@ class Meeting:
     def __init__(self, launch: Launched, timeout_s: float) -> None:
         self.launch, self.timeout_s = launch, timeout_s
         self.where = f"{launch.master_addr}:{launch.master_port}"
+        self.sign = uuid.uuid4().hex  # of this process
+        self.call = 0  # the number of the call that this rank has answered
         self.store: dist.Store | None = None
         self.next_report_s = REPORT_EVERY_S
 
     def attend(self) -> dist.Store:
         """Arrive, and wait until every rank has. Raises Absent for those that have not."""
+        return self.retry(self.arrive)
+
+    def retry(self, action: Callable[[], Result]) -> Result:
+        """What an action gives as soon as it does not raise Absent."""
         retry = Retrying(
             retry=retry_if_exception_type(Absent),
             wait=wait_fixed(POLL_S),
@@ -68,26 +107,67 @@ class Meeting:
             before_sleep=self.report_absent,
             reraise=True,
         )
-        return retry(self.arrive)
+        return retry(action)
 
     def arrive(self) -> dist.Store:
         if self.store is None:
             self.store = self.connect()
-            self.store.set(sign_of(self.launch.rank), "")
+        if self.store.check([REFUSAL]):
+            raise InputError(self.store.get(REFUSAL).decode())
+        call = self.newest_call(self.store)
+        ours = dist.PrefixStore(f"call_{call}", self.store)
+        if call != self.call:
+            ours.set(sign_of(self.launch.rank), self.sign)
+            self.call = call
         if self.launch.rank == 0:
-            self.check_all(self.store)
-        elif not self.store.check([ALL_HERE]):  # if all 512 ranks looked for each other, the store would be too busy
-            if self.store.check([sign_of(0)]):
-                raise Absent("another rank")
+            self.check_all(ours)
+        self.check_roster(ours)
+        return ours
+
+    def refuse(self, refusal: str) -> None:
+        """Write down that this rank is refused, and that its machine knows. Rank 0's machine raises Absent while others
+        do not; torchrun may end the other ranks of a machine before they know.
+        """
+        launch = self.launch
+        if self.store is None:
+            try:
+                self.store = self.connect()
+            except Absent:
+                if launch.uses_agent_store:  # it was there before any rank
+                    return
+                raise
+        self.store.compare_set(REFUSAL, "", refusal)
+        first_rank = launch.rank - launch.local_rank
+        if self.store.add(f"told_{first_rank}", 1) == 1:  # each machine counts once
+            self.store.add(NUM_TOLD, launch.local_world_size)
+        told = self.store.add(NUM_TOLD, 0)
+        if first_rank == 0 and told < launch.world_size:
+            raise Absent(f"{launch.world_size - told} ranks that do not know of the refusal")
+
+    def newest_call(self, store: dist.Store) -> int:
+        if self.launch.rank == 0:
+            return self.call or store.add(CALLS, 1)
+        call = store.add(CALLS, 0)
+        if call == 0:
             raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
-        return self.store
+        return call
+
+    def check_all(self, ours: dist.Store) -> None:
+        """Rank 0: write the roster if all ranks have answered, else raise Absent."""
+        signs = [sign_of(rank) for rank in range(self.launch.world_size)]
+        absent = [str(rank) for rank, sign in enumerate(signs) if not ours.check([sign])]
+        if absent:
+            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
+            raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
+        ours.set("roster", " ".join(ours.get(sign).decode() for sign in signs))
+
+    def check_roster(self, ours: dist.Store) -> None:
+        if not ours.check(["roster"]):  # if all 512 ranks looked for each other, the store would be too busy
+            raise Absent("another rank")
+        if self.sign not in ours.get("roster").decode().split():
+            raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
 
     def connect(self) -> dist.Store:
-        """Connect to the store. On one machine each of torchrun's restarts has a part of the store of its own: torchrun
-        keeps the store, and ranks would otherwise connect to the ports of their predecessors. Each of several machines
-        counts restarts by itself, so there the signs of an earlier start remain, and ranks may wait for each other in
-        torch.
-        """
         launch = self.launch
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
         if not keeps_store:  # torch itself would try until the timeout
@@ -100,17 +180,11 @@ class Meeting:
             launch.master_port,
             launch.world_size,
             is_master=keeps_store,
+            multi_tenant=True,  # a rank that is refused later connects once more
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
         )
-        return dist.PrefixStore(f"restart_{launch.restart_count}", store) if launch.is_one_machine else store
-
-    def check_all(self, store: dist.Store) -> None:
-        absent = [str(rank) for rank in range(self.launch.world_size) if not store.check([sign_of(rank)])]
-        if absent:
-            more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
-            raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
-        store.set(ALL_HERE, "")
+        return dist.PrefixStore("meeting", store)
 
     def report_absent(self, state: RetryCallState) -> None:
         """Log which ranks are absent. Rank 0 does so, or the first rank of each machine if rank 0 is absent."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 import torch.distributed as dist
 import torch_xla
+import torch_xla._internal.rendezvous as xla_rendezvous
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.parallel_loader as pl
@@ -75,8 +76,10 @@ class XLA(Base):
         """Meet the other ranks, before anything asks the device runtime for their number: its first answer stays."""
         timeout = timedelta(seconds=self.cfg.timeout_s or (7200 if self.is_neuron else 600))
         if self.reduces_on_host:  # on CPUs each XLA process is a world of its own, so gloo joins them
-            rendezvous.join("gloo", timeout.total_seconds())
+            rendezvous.join("gloo", timeout_s=timeout.total_seconds(), join_timeout_s=self.cfg.join_timeout_s)
         elif self.world.is_distributed:
+            # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
+            xla_rendezvous._store = rendezvous.meet(self.cfg.join_timeout_s)
             dist.init_process_group("xla", init_method="xla://", timeout=timeout)
             with without_stdout():  # gloo prints how many ranks each has connected
                 self.world.group = dist.new_group(backend="gloo", timeout=timeout)

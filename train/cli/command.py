@@ -102,13 +102,14 @@ def guarded(
     act: Callable[[], int],
     *,
     before_error: Callable[[], object] = lambda: False,
+    after_refusal: Callable[[str], object] = lambda _: None,
     interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
     """Act and return the exit code.
 
     An error is printed as one line on standard error, after a traceback if it is a mistake of the program.
-    `before_error` is called before that line, which is left out if it gives True; `interrupted` is the line and the
-    exit code after Ctrl-C.
+    `before_error` is called before that line, which is left out if it gives True; `after_refusal` is called with what
+    was refused, after it; `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII
@@ -136,6 +137,8 @@ def guarded(
     if line and not before_error():
         with suppress(OSError, ValueError):  # standard error may be full, or closed
             print(printable(line), file=sys.stderr, flush=True)
+    if code == REFUSED:
+        after_refusal(printable(line).removeprefix("error: "))
     return code
 
 

@@ -281,8 +281,11 @@ def run(
     *,
     arguments: Sequence[str] | None = None,
     given: Sequence[str] = (),
+    after_refusal: Callable[[str], object] = lambda _: None,
 ) -> int:
-    """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code."""
+    """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code. What was
+    refused is printed and then given to `after_refusal`.
+    """
 
     local_rank = 0
 
@@ -308,6 +311,7 @@ def run(
     return guarded(
         act,
         before_error=lambda: leave_it_to_the_first(local_rank),  # one process per machine reports
+        after_refusal=after_refusal,
         interrupted=("interrupted; the same command resumes it", STOPPED),
     )
 

@@ -19,13 +19,14 @@ class BackendConfig:
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
     timeout_s: float | None = None  # a collective that takes longer is an error; None: DEFAULT_TIMEOUT_S, on Trainium
     # 7,200, since ranks also wait for each other's compilers
+    join_timeout_s: float = DEFAULT_TIMEOUT_S  # ranks that have not come to join the others after that are an error
 
     def __post_init__(self) -> None:
         check_choice("backend.name", self.name, ("auto", "ddp", "xla", "neuron"))
         check_choice("backend.device", self.device, ("auto", "cpu", "cuda", "neuron"))
         check_choice("backend.precision", self.precision, self.precisions())
         check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16"))
-        check_positive("backend.", self, "timeout_s")
+        check_positive("backend.", self, "timeout_s", "join_timeout_s")
 
     def precisions(self) -> tuple[str, ...]:
         """Values that `precision` may have."""

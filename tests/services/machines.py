@@ -1,0 +1,121 @@
+"""Two machines for tests of launchers: network namespaces with a name, an address and a link between them.
+
+They are Linux's own, and last as long as a process of each does. Needs root, iproute2 and util-linux.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from forks import TORCHRUN, free_port, start_forked
+from running import eventually
+from services.process import Process
+
+PACKAGES = ("iproute2", "util-linux")
+NOT_PERMITTED = "the kernel permits no network namespaces here"  # a skip that --require-services accepts
+KINDS = ("net", "uts", "mnt")  # namespaces: a network, a host name, and the files that look it up
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+NAME, LINK = "machine{}", "eth0"
+ENTER = """
+import ctypes, os, runpy, sys
+pid, module, folder = sys.argv.pop(1), sys.argv.pop(1), os.getcwd()
+libc = ctypes.CDLL(None, use_errno=True)
+for kind in ("net", "uts", "mnt"):
+    if libc.setns(os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY), 0):
+        raise OSError(ctypes.get_errno(), kind)
+os.chdir(folder)  # it is that of the other machine by now
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+HOSTS = "127.0.0.1 localhost\n" + "".join(f"{at} {NAME.format(i)}\n" for i, at in enumerate(ADDRESSES))
+SET_UP = f"""
+echo "$1" > /proc/sys/kernel/hostname
+mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf
+ip link set lo up
+ip address add "$3/24" dev {LINK}
+ip link set {LINK} up
+"""
+
+
+def missing_programs() -> list[str]:
+    return [name for name in ("ip", "mount", "nsenter", "unshare") if shutil.which(name) is None]
+
+
+def fault() -> str | None:
+    """Why the kernel permits no such machines; None if it does."""
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link set lo up && mount --bind /etc /etc"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return None if done.returncode == 0 else done.stderr.strip()
+
+
+class Machines:
+    def __init__(self, pids: list[int]) -> None:
+        self.pids = pids  # a process on each
+
+    def torchrun(
+        self,
+        script: Path,
+        arguments: list[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        rendezvous: str = "static",
+        restarts: int = 0,
+        changes: Mapping[int, list[str]] | None = None,
+    ) -> list[ForkServerProcess]:
+        """Start a torchrun with one rank on each machine. What they print goes to log.0 and log.1; `changes` are
+        arguments for one machine alone.
+        """
+        port, started = free_port(), []
+        for number, (pid, address) in enumerate(zip(self.pids, ADDRESSES, strict=True)):
+            options = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={restarts}", f"--local-addr={address}"]
+            if rendezvous == "static":
+                options += [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
+            else:
+                options += ["--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint={ADDRESSES[0]}:{port}"]
+                options += [f"--rdzv-conf=is_host={int(number == 0)}"]
+            own = (changes or {}).get(number, [])
+            words = ["-c", ENTER, str(pid), TORCHRUN, *options]
+            words += ["--start-method=fork", "--run-path", str(script), *arguments, *own]
+            out = log.with_suffix(f".{number}")
+            started.append(start_forked(words, {**os.environ, **env}, out, out))
+        return started
+
+
+@contextmanager
+def two_machines(folder: Path) -> Iterator[Machines]:
+    (folder / "hosts").write_text(HOSTS)
+    (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # there is no DNS to wait for
+    with ExitStack() as stack:
+        pids = []
+        for _ in ADDRESSES:
+            words = ["unshare", "--net", "--uts", "--mount", "sleep", "infinity"]
+            process = Process(words, log=folder / "log")
+            stack.callback(process.kill)
+            pids.append(process.shell.pid)
+            eventually(lambda pid=process.shell.pid: has_own(pid), 60)
+        inside(pids[0], "ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(pids[1]))
+        for number, (pid, address) in enumerate(zip(pids, ADDRESSES, strict=True)):
+            inside(pid, "sh", "-ec", SET_UP, "sh", NAME.format(number), str(folder), address)
+        yield Machines(pids)
+
+
+def has_own(pid: int) -> bool:
+    """Whether a process has left this one's namespaces, and has become what it is to be there."""
+    theirs, own = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
+    apart = all((theirs / kind).readlink() != (own / kind).readlink() for kind in KINDS)
+    return apart and Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
+
+
+def inside(pid: int, *command: str) -> None:
+    subprocess.run(["nsenter", "--net", "--uts", "--mount", f"--target={pid}", "--", *command], check=True)

@@ -1,0 +1,135 @@
+"""Runs over several machines: restarts after which the ranks find each other again, and refusals that all learn of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pytest
+from running import eventually, lines, run, train_overrides
+from services.machines import NOT_PERMITTED, PACKAGES, Machines, fault, missing_programs, two_machines
+
+HANG_S = 240.0  # never waited for unless a test fails
+# A rank that is killed in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
+DISTURBED = """
+import os, signal, sys, time
+from pathlib import Path
+from train.votes import Votes
+
+rank, mark = os.environ["RANK"], Path(os.environ["MARK"])
+if rank == os.environ["LATE"]:
+    time.sleep(2)
+before, steps = Votes.cast, []
+
+def cast(votes, failure):
+    steps.append(failure)
+    if rank == os.environ["KILLED"] and len(steps) == 5 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    before(votes, failure)
+
+Votes.cast = cast
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="session")
+def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    if missing := missing_programs():
+        reason = f"no machines to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
+        if request.config.getoption("--require-services"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    if said := fault():
+        pytest.skip(f"{NOT_PERMITTED}: {said}")
+    with two_machines(tmp_path_factory.mktemp("machines")) as made:
+        yield made
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines(run_dir, "train")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "rendezvous", "killed", "late"),
+    [("ddp", "static", 1, 0), ("xla", "c10d", 0, 1)],
+)
+def test_ranks_of_two_machines_meet_again_after_one_was_killed(
+    machines, prepared, tmp_path, backend: str, rendezvous: str, killed: int, late: int
+):
+    arguments = ["backend=xla"] if backend == "xla" else []
+    assert run(train_overrides(tmp_path / "whole", prepared, *arguments), ranks=2).returncode == 0
+    disturbed(machines, prepared, tmp_path / "run", arguments, rendezvous, killed, late)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def disturbed(
+    machines: Machines, data: Path, run_dir: Path, arguments: list[str], rendezvous: str, killed: int, late: int
+) -> None:
+    """A run that ends done although a rank was killed."""
+    script, mark, log = (run_dir.with_suffix(f".{end}") for end in ("py", "mark", "log"))
+    script.write_text(DISTURBED)
+    env = {"KILLED": str(killed), "LATE": str(late), "MARK": str(mark)}
+    agents = machines.torchrun(
+        script,
+        train_overrides(run_dir, data, *arguments),
+        env=env,
+        log=log,
+        rendezvous=rendezvous,
+        restarts=1 if rendezvous == "static" else 3,  # c10d may need one more for the agents to agree
+    )
+    codes = ended(agents)
+    said = "".join(log.with_suffix(f".{number}").read_text() for number in (0, 1))
+    assert codes == [0, 0], said
+    assert mark.exists()
+    assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "done"
+
+
+REFUSED = """
+import sys
+from train.host import launcher
+launcher.end_launcher = lambda: None
+from train import entry
+before = entry.cli.run
+def run(*arguments, **named):
+    code = before(*arguments, **named)
+    print("exit code", code, flush=True)
+    return code
+entry.cli.run = run
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "setting", "said"),
+    [(1, "data.path=/nowhere", "/nowhere"), (0, "seed=-1", "seed=-1 must be")],  # the data opened; settings read
+)
+def test_a_rank_that_is_refused_ends_those_of_the_other_machine(
+    machines, prepared, tmp_path, refused: int, setting: str, said: str
+):
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(REFUSED)
+    arguments = train_overrides(tmp_path / "run", prepared, "backend.join_timeout_s=60")
+    agents = machines.torchrun(script, arguments, env={}, log=log, changes={refused: [setting]})
+    assert ended(agents) == [1, 1]
+    for number in (0, 1):
+        spoken = log.with_suffix(f".{number}").read_text()
+        (line,) = (line for line in spoken.splitlines() if line.startswith("error: "))
+        whose = "" if number == refused else f"rank {refused} on machine{refused} was refused: "
+        assert line.startswith(f"error: {whose}") and said in line, spoken
+        assert "exit code 2" in spoken
+
+
+def ended(agents: list[ForkServerProcess]) -> list[int | None]:
+    """Exit codes."""
+    try:
+        eventually(lambda: not any(agent.is_alive() for agent in agents), HANG_S)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.join()
+    return [agent.exitcode for agent in agents]
