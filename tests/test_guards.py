@@ -152,6 +152,35 @@ def test_a_trn1_without_its_driver_is_no_cpu_unless_that_is_said(driverless, log
     assert "this is a trn1.32xlarge: set instance=trn1.32xlarge to check the ranks" in text
 
 
+def pci(folder, **devices):
+    for name, (vendor, kind) in devices.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "vendor").write_text(f"{vendor}\n")
+        (folder / name / "class").write_text(f"{kind}\n")
+    return folder
+
+
+def test_gpus_are_known_by_the_bus_without_a_driver(tmp_path):
+    bus = pci(tmp_path, a=("0x10de", "0x030200"), b=("0x10de", "0x040300"), c=("0x1234", "0x030000"))
+    assert machine.nvidia_gpus(bus) == ["a"]  # b is a sound card, c another maker's
+    assert machine.nvidia_gpus(tmp_path / "no bus") == []
+
+
+def test_a_gpu_instance_whose_gpu_torch_does_not_see_is_no_cpu_unless_that_is_said(monkeypatch, log):
+    monkeypatch.setattr(machine, "nvidia_gpus", lambda: ["0000:00:1e.0"])
+    monkeypatch.setattr(machine, "instance_type", lambda: "p6-b200.48xlarge")
+    with pytest.raises(InputError, match="this p6-b200.48xlarge has an NVIDIA GPU that PyTorch cannot use: its driver"):
+        open_backend(BackendConfig(), InstanceConfig())
+    assert open_backend(BackendConfig(device="cpu"), InstanceConfig()).device.type == "cpu"
+    assert not log.messages
+    monkeypatch.setattr(machine, "instance_type", lambda: "Standard PC (Q35 + ICH9, 2009)")
+    assert (
+        open_backend(BackendConfig(), InstanceConfig()).device.type == "cpu"
+    )  # a laptop: it costs nothing by the hour
+    (text,) = log.messages
+    assert text.endswith("training on the CPU")
+
+
 def test_on_another_machine_there_is_no_word_of_instances(monkeypatch, log):
     for kind in ("", "p5.48xlarge", "Virtual Machine"):
         monkeypatch.setattr(machine, "instance_type", lambda kind=kind: kind)

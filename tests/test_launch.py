@@ -184,6 +184,20 @@ def test_a_process_never_joins_those_that_its_predecessor_met():
     assert theirs.get("address") == b"a port"
 
 
+def test_ranks_that_train_by_something_else_than_rank_0_are_refused_before_they_join():
+    """One machine of four whose driver has failed, or whose torch is another one."""
+    store = dist.HashStore()
+    devices = ["ddp on cuda, bf16, torch 2.9.1", "ddp on cuda, bf16, torch 2.9.1", "ddp on cpu, fp32, torch 2.9.1"]
+    ranks = [rendezvous.Meeting(Launched(rank, 3), HANG_S, device) for rank, device in enumerate(devices)]
+    for meeting in ranks:
+        meeting.store = store
+    for meeting in ranks:
+        with pytest.raises(rendezvous.Absent):
+            meeting.arrive()
+    with pytest.raises(InputError, match=f"^rank 2 trains by {devices[2]}, but rank 0 by {devices[0]}$"):
+        ranks[0].arrive()
+
+
 def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_refusal():
     store = dist.HashStore()
 
@@ -218,7 +232,8 @@ def test_ranks_on_trainium_join_where_they_have_met(lonely, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(xla.xla_rendezvous, "_store", None)
     backend, stores = object.__new__(xla.XLA), []
-    backend.cfg, backend.world, backend.is_neuron, backend.reduces_on_host = XLAConfig(), World(), True, False
+    backend.cfg, backend.world, backend.precision = XLAConfig(), World(), "bf16"
+    backend.is_neuron, backend.reduces_on_host = True, False
 
     def init(_: str, init_method: str, timeout: object) -> None:
         stores.append(next(xla.xla_rendezvous.pjrt_rendezvous_handler(init_method))[0])

@@ -54,7 +54,7 @@ def attempt(arguments: Sequence[str] | None = None) -> int:
         return train_once(cfg)
 
     def after_refusal(refusal: str) -> None:
-        tell_other_machines(refusal, join_timeout_s)
+        inform_other_machines(refusal, join_timeout_s)
 
     code = cli.run(TrainConfig, begin, parser, arguments=arguments, after_refusal=after_refusal)
     if code == cli.REFUSED or (code == cli.FAILED and not has_begun):
@@ -128,7 +128,7 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
     return cli.STOPPED
 
 
-def tell_other_machines(refusal: str, timeout_s: float) -> None:
+def inform_other_machines(refusal: str, timeout_s: float) -> None:
     """Let ranks elsewhere know that this one is refused; torchrun ends those of this machine."""
     with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was refused
         launch = launched()
@@ -136,7 +136,7 @@ def tell_other_machines(refusal: str, timeout_s: float) -> None:
             return
         from train.backend import rendezvous  # late: torch takes seconds to import
 
-        rendezvous.tell(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", timeout_s)
+        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", timeout_s)
 
 
 def end_launcher_for_good(launch: Launched) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -20,10 +21,13 @@ from train.backend.graphs import Graphs
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
+from train.host import machine
 
 if TYPE_CHECKING:
     from train.backend import Reducer, State
     from train.data.batches.loader import Batch
+
+logger = logging.getLogger("train")
 
 
 class DDP(Base):
@@ -52,7 +56,8 @@ class DDP(Base):
             torch.cuda.set_device(self.device)
         if world.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-            join(names, timeout_s=cfg.timeout_s or DEFAULT_TIMEOUT_S, join_timeout_s=cfg.join_timeout_s)
+            device = f"{self.name} on {self.device.type}, {self.precision}"
+            join(names, device, timeout_s=cfg.timeout_s or DEFAULT_TIMEOUT_S, join_timeout_s=cfg.join_timeout_s)
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
@@ -196,6 +201,7 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
     )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        check_no_idle_gpu(name)
     if name == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -206,6 +212,18 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
         f"start torchrun with --nproc-per-node={count}",
     )
     return torch.device("cuda", local_rank)
+
+
+def check_no_idle_gpu(name: str) -> None:
+    """Before a run chooses the CPU: InputError on a GPU instance of EC2, a warning on other machines with a GPU."""
+    if name == "cpu" and machine.nvidia_gpus():
+        fault = (
+            "has an NVIDIA GPU that PyTorch cannot use: its driver is not loaded, or this PyTorch has no CUDA (python "
+        )
+        fault += "-m train.doctor)"
+        kind = machine.instance_type()
+        check(not machine.is_ec2(kind), f"this {kind} {fault}; set backend.device=cpu to train on the CPU")
+        logger.warning("this machine %s; training on the CPU", fault)
 
 
 def pick_precision(name: str, device: torch.device) -> str:

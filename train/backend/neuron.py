@@ -40,7 +40,8 @@ class Neuron(DDP):
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
         if self.world.is_distributed:  # the ranks meet before anything touches the device
-            join(COLLECTIVES, timeout_s=cfg.timeout_s or 7200, join_timeout_s=cfg.join_timeout_s)
+            device = f"{self.name} on {DEVICE}, {self.precision}"
+            join(COLLECTIVES, device, timeout_s=cfg.timeout_s or 7200, join_timeout_s=cfg.join_timeout_s)
         self.device = torch.device(DEVICE)
         if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)

@@ -4,7 +4,8 @@ runs and nobody learns which rank is missing.
 The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those by
 itself. So rank 0 calls all ranks, under a new number, and a rank answers the newest call with the sign of its process.
 When all have answered, rank 0 writes down whose answers it has read: those processes join, in a part of the store that
-is theirs. A process that finds its predecessor in that roster waits for the next call.
+is theirs. A process that finds its predecessor in that roster waits for the next call. An answer also says on what the
+rank trains: a job whose ranks differ in that is refused before it begins.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
+import train
 from train.cli.console import without_stdout
-from train.config import Failure, InputError
+from train.config import Failure, InputError, check
 from train.host.launched import Launched, launched
 
 logger = logging.getLogger("train")
@@ -31,15 +34,15 @@ POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
 CALLS = "calls"  # the number of the newest call
 REFUSAL = "refusal"  # of a rank; it holds for all later attempts too, since a refusal ends torchrun for good
-NUM_TOLD = "num_told"  # ranks of the machines that know of the refusal
+NUM_INFORMED = "num_informed"  # ranks of the machines that know of the refusal
 Result = TypeVar("Result")
 
 
-def join(names: str, *, timeout_s: float, join_timeout_s: float) -> None:
-    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. Raises as `meet`
-    does.
+def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> None:
+    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. `device` and what
+    is raised are those of `meet`.
     """
-    launch, store = launched(), meet(join_timeout_s)
+    launch, store = launched(), meet(device, join_timeout_s)
     with without_stdout():  # gloo prints how many ranks each has connected
         dist.init_process_group(
             names,
@@ -50,11 +53,12 @@ def join(names: str, *, timeout_s: float, join_timeout_s: float) -> None:
         )
 
 
-def meet(timeout_s: float) -> dist.Store:
+def meet(device: str, timeout_s: float) -> dist.Store:
     """Meet the other ranks. Gives a store that only the processes that have met use. Raises Failure if some do not
-    arrive in time, InputError if one is refused on its machine.
+    arrive in time, InputError if one is refused on its machine, or trains on something else than the others: `device`
+    names backend, device and precision.
     """
-    meeting = Meeting(launched(), timeout_s)
+    meeting = Meeting(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
     try:
         return meeting.attend()
     except Absent as absent:
@@ -65,12 +69,12 @@ def meet(timeout_s: float) -> dist.Store:
         raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
 
 
-def tell(refusal: str, timeout_s: float) -> None:
-    """Tell the other machines that this rank is refused, so that none waits for it. The machine of rank 0 stays until
-    all know, as the store in which they read it ends with it.
+def announce(refusal: str, timeout_s: float) -> None:
+    """Let the other machines know that this rank is refused, so that none waits for it. The machine of rank 0 stays
+    until all know, as the store in which they read it ends with it.
     """
     meeting = Meeting(launched(), timeout_s)
-    # Where the store is out of reach nobody is left to be told.
+    # Where the store is out of reach nobody is left who waits.
     with suppress(Absent, dist.DistError):
         meeting.retry(partial(meeting.refuse, refusal))
 
@@ -86,8 +90,8 @@ class FirstAbsent(Absent):
 class Meeting:
     """The store in which ranks meet. torchrun keeps it, or else rank 0."""
 
-    def __init__(self, launch: Launched, timeout_s: float) -> None:
-        self.launch, self.timeout_s = launch, timeout_s
+    def __init__(self, launch: Launched, timeout_s: float, device: str = "") -> None:
+        self.launch, self.timeout_s, self.device = launch, timeout_s, device
         self.where = f"{launch.master_addr}:{launch.master_port}"
         self.sign = uuid.uuid4().hex  # of this process
         self.call = 0  # the number of the call that this rank has answered
@@ -117,7 +121,7 @@ class Meeting:
         call = self.newest_call(self.store)
         ours = dist.PrefixStore(f"call_{call}", self.store)
         if call != self.call:
-            ours.set(sign_of(self.launch.rank), self.sign)
+            ours.set(sign_of(self.launch.rank), f"{self.sign} {self.device}")
             self.call = call
         if self.launch.rank == 0:
             self.check_all(ours)
@@ -138,11 +142,11 @@ class Meeting:
                 raise
         self.store.compare_set(REFUSAL, "", refusal)
         first_rank = launch.rank - launch.local_rank
-        if self.store.add(f"told_{first_rank}", 1) == 1:  # each machine counts once
-            self.store.add(NUM_TOLD, launch.local_world_size)
-        told = self.store.add(NUM_TOLD, 0)
-        if first_rank == 0 and told < launch.world_size:
-            raise Absent(f"{launch.world_size - told} ranks that do not know of the refusal")
+        if self.store.add(f"informed_{first_rank}", 1) == 1:  # each machine counts once
+            self.store.add(NUM_INFORMED, launch.local_world_size)
+        informed = self.store.add(NUM_INFORMED, 0)
+        if first_rank == 0 and informed < launch.world_size:
+            raise Absent(f"{launch.world_size - informed} ranks that do not know of the refusal")
 
     def newest_call(self, store: dist.Store) -> int:
         if self.launch.rank == 0:
@@ -153,13 +157,16 @@ class Meeting:
         return call
 
     def check_all(self, ours: dist.Store) -> None:
-        """Rank 0: write the roster if all ranks have answered, else raise Absent."""
+        """Rank 0: write the roster if all ranks have answered, else raise Absent. InputError if they differ."""
         signs = [sign_of(rank) for rank in range(self.launch.world_size)]
         absent = [str(rank) for rank, sign in enumerate(signs) if not ours.check([sign])]
         if absent:
             more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
             raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
-        ours.set("roster", " ".join(ours.get(sign).decode() for sign in signs))
+        answers = [ours.get(sign).decode().split(" ", 1) for sign in signs]
+        for rank, (_, device) in enumerate(answers):
+            check(device == self.device, f"rank {rank} trains by {device}, but rank 0 by {self.device}")
+        ours.set("roster", " ".join(sign for sign, _ in answers))
 
     def check_roster(self, ours: dist.Store) -> None:
         if not ours.check(["roster"]):  # if all 512 ranks looked for each other, the store would be too busy

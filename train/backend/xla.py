@@ -75,11 +75,13 @@ class XLA(Base):
     def _join(self) -> None:
         """Meet the other ranks, before anything asks the device runtime for their number: its first answer stays."""
         timeout = timedelta(seconds=self.cfg.timeout_s or (7200 if self.is_neuron else 600))
+        device = f"{self.name} on {xr.device_type()}, {self.precision}"
         if self.reduces_on_host:  # on CPUs each XLA process is a world of its own, so gloo joins them
-            rendezvous.join("gloo", timeout_s=timeout.total_seconds(), join_timeout_s=self.cfg.join_timeout_s)
+            timeout_s, join_timeout_s = timeout.total_seconds(), self.cfg.join_timeout_s
+            rendezvous.join("gloo", device, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
         elif self.world.is_distributed:
             # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
-            xla_rendezvous._store = rendezvous.meet(self.cfg.join_timeout_s)
+            xla_rendezvous._store = rendezvous.meet(device, self.cfg.join_timeout_s)
             dist.init_process_group("xla", init_method="xla://", timeout=timeout)
             with without_stdout():  # gloo prints how many ranks each has connected
                 self.world.group = dist.new_group(backend="gloo", timeout=timeout)

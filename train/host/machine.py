@@ -241,6 +241,21 @@ def neuron_devices() -> list[str]:
     return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
 
 
+def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
+    """PCI addresses of NVIDIA's display and 3D controllers (vendor 10de, class 03), with or without a driver."""
+    gpus = []
+    for device in sorted(bus.glob("*")):
+        vendor, kind = device / "vendor", device / "class"
+        if vendor.is_file() and kind.is_file() and vendor.read_text().strip() == "0x10de":
+            gpus += [device.name] if kind.read_text().startswith("0x03") else []
+    return gpus
+
+
+def is_ec2(kind: str) -> bool:
+    """Whether the name of a machine is that of an EC2 instance, family.size."""
+    return re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+", kind) is not None
+
+
 def instance_type(product: Path = Path("/sys/devices/virtual/dmi/id/product_name")) -> str:
     """EC2's name of this machine ("trn1.32xlarge"); for other machines the maker's name, or an empty text."""
     return product.read_text().strip() if product.is_file() else ""
