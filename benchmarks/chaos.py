@@ -68,18 +68,18 @@ def start(overrides: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     whole = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    found = (json.loads(line) for line in whole if line.endswith("\n"))
-    return [line for line in found if line["kind"] == kind]
+    result = (json.loads(line) for line in whole if line.endswith("\n"))
+    return [line for line in result if line["kind"] == kind]
 
 
 def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
-    found = {}
+    result = {}
     for child in psutil.Process(launcher.pid).children():
         try:
-            found[int(child.environ()["RANK"])] = child
+            result[int(child.environ()["RANK"])] = child
         except (KeyError, psutil.Error):  # no rank, or one that is just ending
             continue
-    return found
+    return result
 
 
 class Chaos:
@@ -91,7 +91,7 @@ class Chaos:
         self.starts = 1
 
     def is_training(self) -> bool:
-        """Whether this life has come to its loop: a fault in the middle of a start would only be another start."""
+        """Whether this attempt has come to its loop: a fault in the middle of a start would only be another start."""
         trained = lines(self.run_dir, "train")
         return bool(trained) and trained[-1]["time_unix_s"] > self.since
 

@@ -133,20 +133,20 @@ class TorchSave:
         """Whatever can be done before the first save, beside the first steps."""
         return done()
 
-    def place(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
         return self.folder / str(number)
 
     def save(self, number: int) -> Future[Any]:
         """Blocks the training; the future is done when the checkpoint is there."""
-        self.place(number).mkdir(parents=True)
-        with (self.place(number) / "state.pt").open("wb") as file:
+        self.path_of(number).mkdir(parents=True)
+        with (self.path_of(number) / "state.pt").open("wb") as file:
             torch.save(self.state.content(), file)
             file.flush()
             os.fsync(file.fileno())
         return done()
 
     def load(self, number: int) -> None:
-        saved = torch.load(self.place(number) / "state.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(self.path_of(number) / "state.pt", map_location="cpu", weights_only=True)
         self.state.model.load_state_dict(saved["model"])
         load_state(self.state.optimizer, saved["optimizer"])
 
@@ -174,7 +174,7 @@ class Ours(TorchSave):
         self.saver.warm()
         return self.saver.warming
 
-    def place(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
         return self.folder / step_name(number)
 
     def save(self, number: int) -> Future[Any]:
@@ -215,7 +215,7 @@ class AsyncSave(TorchSave):
     def save(self, number: int) -> Future[Any]:
         future = dcp.async_save(
             self.state.content(),
-            checkpoint_id=self.place(number),
+            checkpoint_id=self.path_of(number),
             async_checkpointer_type=self.kind,
             async_stager=self.stager,
         )
@@ -224,7 +224,7 @@ class AsyncSave(TorchSave):
 
     def load(self, number: int) -> None:
         content = self.state.content()
-        dcp.load(content, checkpoint_id=self.place(number), no_dist=True)  # into the tensors that are there
+        dcp.load(content, checkpoint_id=self.path_of(number), no_dist=True)  # into the tensors that are there
 
     def close(self) -> None:
         if self.stager is not None:
@@ -342,18 +342,18 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
         return future
 
     alone = [loop.alone_s(alone_s)]
-    found = [loop.go_on(side.prepare)]
+    result = [loop.go_on(side.prepare)]
     for number in range(saves):
         alone.append(loop.alone_s(alone_s))
         side.state.set_mark(number)
-        found.append(loop.go_on(partial(save, number)))
+        result.append(loop.go_on(partial(save, number)))
         if number:
-            shutil.rmtree(side.place(number - 1))
+            shutil.rmtree(side.path_of(number - 1))
     alone.append(loop.alone_s(alone_s))
     side.close()
-    for one, around in zip(found, itertools.pairwise(alone), strict=True):
+    for one, around in zip(result, itertools.pairwise(alone), strict=True):
         one.alone_s = statistics.mean(around)
-    return Round(found[0], found[1:])
+    return Round(result[0], result[1:])
 
 
 def touch_rates() -> tuple[float, float]:
@@ -421,7 +421,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
-    drop_from_cache(side.place(number))
+    drop_from_cache(side.path_of(number))
     began_s = time.monotonic()
     how(number)
     return time.monotonic() - began_s
@@ -448,10 +448,10 @@ class Results:
 
 def spread(values: Iterable[float], digits: int = 3) -> str:
     """Least / **median** / greatest; nothing of nothing."""
-    found = list(values)
-    if not found:
+    result = list(values)
+    if not result:
         return ""
-    least, middle, greatest = (f"{choose(found):.{digits}g}" for choose in (min, statistics.median, max))
+    least, middle, greatest = (f"{choose(result):.{digits}g}" for choose in (min, statistics.median, max))
     return f"**{middle}**" if least == greatest else f"{least} / **{middle}** / {greatest}"
 
 
@@ -459,8 +459,8 @@ def row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def ratio(found: list[Round], base: list[Round], measure: Callable[[Save], float]) -> str:
-    return spread(one.later(measure) / other.later(measure) for one, other in zip(found, base, strict=False))
+def ratio(result: list[Round], base: list[Round], measure: Callable[[Save], float]) -> str:
+    return spread(one.later(measure) / other.later(measure) for one, other in zip(result, base, strict=False))
 
 
 def save_table(rounds: dict[str, list[Round]]) -> str:
@@ -468,19 +468,19 @@ def save_table(rounds: dict[str, list[Round]]) -> str:
     head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step", "memory, of the state's"]
     lines = [row(head), "|---" * len(head) + "|"]
     base = rounds.get("torch.save", [])
-    for name, found in rounds.items():
+    for name, result in rounds.items():
         cells = (
             SIDES[name].label,
-            spread(one.saves[0].stall_s for one in found),
-            spread(one.later(lambda save: save.stall_s) for one in found),
-            ratio(found, base, lambda save: save.stall_s),
-            spread(one.later(lambda save: save.durable_s) for one in found),
-            ratio(found, base, lambda save: save.durable_s),
-            ratio(found, base, lambda save: save.lost_s),
-            spread(one.later(lambda save: save.cpu_s) for one in found),
-            spread(one.later(lambda save: save.share) for one in found),
-            spread((one.later(lambda save: save.slowest) for one in found), 2),
-            spread((one.memory for one in found), 2),
+            spread(one.saves[0].stall_s for one in result),
+            spread(one.later(lambda save: save.stall_s) for one in result),
+            ratio(result, base, lambda save: save.stall_s),
+            spread(one.later(lambda save: save.durable_s) for one in result),
+            ratio(result, base, lambda save: save.durable_s),
+            ratio(result, base, lambda save: save.lost_s),
+            spread(one.later(lambda save: save.cpu_s) for one in result),
+            spread(one.later(lambda save: save.share) for one in result),
+            spread((one.later(lambda save: save.slowest) for one in result), 2),
+            spread((one.memory for one in result), 2),
         )
         lines.append(row(cells))
     return "\n".join(lines)
@@ -521,10 +521,10 @@ def run(options: argparse.Namespace, state: State, folder: Path) -> Results:
         for name in options.sides if number % 2 == 0 else reversed(options.sides):
             side = SIDES[name](state, folder / name)
             shutil.rmtree(side.folder, ignore_errors=True)
-            found, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
-            found.memory = memory / size
-            results.rounds.setdefault(name, []).append(found)
-            print(f"round {number} {name}: {summary(found)}", file=sys.stderr)
+            result, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
+            result.memory = memory / size
+            results.rounds.setdefault(name, []).append(result)
+            print(f"round {number} {name}: {summary(result)}", file=sys.stderr)
             if name not in LOADED:
                 shutil.rmtree(side.folder)
     sides = [SIDES[name](state, folder / name) for name in LOADED if name in options.sides]
@@ -537,16 +537,16 @@ def run(options: argparse.Namespace, state: State, folder: Path) -> Results:
     return results
 
 
-def summary(found: Round) -> str:
-    saves = [f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}" for save in found.saves]
-    return f"{'; '.join(saves)}; memory {found.memory:.2f}"
+def summary(result: Round) -> str:
+    saves = [f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}" for save in result.saves]
+    return f"{'; '.join(saves)}; memory {result.memory:.2f}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--saves", type=int, default=2, help="of each side and round; the first is told apart")
+    parser.add_argument("--saves", type=int, default=2, help="of each side and round; the first is shown apart")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
     parser.add_argument("--alone-s", type=float, default=1.5, help="seconds of the loop alone, before each save")
     parser.add_argument("--folder", type=Path, default=Path(), help="a temporary one is made in it, on its disk")
@@ -558,17 +558,17 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # as under torchrun; and a fork would miss the threads of a pool
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
-        told = heading(options.model, state, Path(name))
+        warnings_seen = heading(options.model, state, Path(name))
         results = run(options, state, Path(name))
     fresh, again = (spread(rates) for rates in zip(*results.touches, strict=True))
     notes = [f"Copies to memory: new {fresh} GB/s, used before {again} GB/s."]
     if "ours" in results.rounds:
-        prepared = [found.prepare for found in results.rounds["ours"]]
+        prepared = [result.prepare for result in results.rounds["ours"]]
         notes.append(
             f"Ours makes its memory beside the first steps: {spread(one.durable_s for one in prepared)} s, in which "
             f"the loop takes {spread(one.share for one in prepared)} of its steps."
         )
-    print("\n\n".join((told, " ".join(notes), save_table(results.rounds), load_table(results))))
+    print("\n\n".join((warnings_seen, " ".join(notes), save_table(results.rounds), load_table(results))))
 
 
 if __name__ == "__main__":

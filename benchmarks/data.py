@@ -100,12 +100,12 @@ def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -
     """What one process measured; None, and why on stderr, if it failed."""
     command = (python, "-m", "benchmarks.peers.measure", kind, name, str(corpus.folder), str(seconds))
     try:
-        found: Result = json.loads(run(*command).splitlines()[-1])
+        result: Result = json.loads(run(*command).splitlines()[-1])
     except subprocess.CalledProcessError as error:
         print(f"{kind} of {name} failed: {error.stderr[-2000:]}", file=sys.stderr)
         return None
-    print(f"{kind} {name}: { {key: value for key, value in found.items() if key != 'versions'} }", file=sys.stderr)
-    return found
+    print(f"{kind} {name}: { {key: value for key, value in result.items() if key != 'versions'} }", file=sys.stderr)
+    return result
 
 
 # ---- loaders -------------------------------------------------------------------------------------------------------
@@ -128,21 +128,21 @@ def measure_loaders(
     for _ in range(options.rounds):
         for kind, (name, reader) in itertools.product(("speed", "memory", "resume"), readers.items()):
             if kind in options.parts and kind in reader.measures:
-                found = measure(pythons[reader.environment], kind, name, corpus, options.seconds)
-                results[name] += [found] if found else []
+                result = measure(pythons[reader.environment], kind, name, corpus, options.seconds)
+                results[name] += [result] if result else []
         for windows in LARGE_WINDOWS if "resume" in options.parts else ():
-            found = measure(sys.executable, "large", str(windows), corpus, 0)
-            results[f"large {windows}"] += [found] if found else []
+            result = measure(sys.executable, "large", str(windows), corpus, 0)
+            results[f"large {windows}"] += [result] if result else []
     return results
 
 
-def bytes_on_disk(place: Path) -> int:
-    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+def bytes_on_disk(folder: Path) -> int:
+    files = [folder] if folder.is_file() else [path for path in folder.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 
 
-def values(found: list[Result], key: str) -> list[Any]:
-    return [one[key] for one in found if one.get(key) is not None]
+def values(result: list[Result], key: str) -> list[Any]:
+    return [one[key] for one in result if one.get(key) is not None]
 
 
 def spread(numbers: list[float], digits: int = 3) -> str:
@@ -167,16 +167,16 @@ def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
     head += (f"resume at {RESUME_AT:.0%}, s", "right batch", "MiB at 10 % → 100 %", "on disk, of the tokens")
     lines = [row(head), "|---" * len(head) + "|"]
     for name, reader in READERS.items():
-        found = results.get(name)
-        if found:
-            size = bytes_on_disk(corpus.place(reader.format)) / bytes_on_disk(corpus.place("flat.bin"))
-            memory = [values(found, key) for key in ("early_mib", "late_mib")]
+        result = results.get(name)
+        if result:
+            size = bytes_on_disk(corpus.path_of(reader.format)) / bytes_on_disk(corpus.path_of("flat.bin"))
+            memory = [values(result, key) for key in ("early_mib", "late_mib")]
             cells = (
-                spread(values(found, "of_limit")),
-                spread(values(found, "import_s"), 2) if reader.load is not nothing else "",
-                spread(values(found, "first_batch_s"), 2),
-                spread(values(found, "resumed_s"), 2),
-                " / ".join(sorted({"yes" if exact else "no" for exact in values(found, "exact")})),
+                spread(values(result, "of_limit")),
+                spread(values(result, "import_s"), 2) if reader.load is not nothing else "",
+                spread(values(result, "first_batch_s"), 2),
+                spread(values(result, "resumed_s"), 2),
+                " / ".join(sorted({"yes" if exact else "no" for exact in values(result, "exact")})),
                 " → ".join(f"{statistics.median(mib):.0f}" for mib in memory if mib),
                 f"{size:.2f}",
             )
@@ -188,10 +188,10 @@ def large_table(results: dict[str, list[Result]]) -> str:
     head = (f"ours, {LARGE_ROWS:,} rows in {LARGE_SHARDS} shards", "fresh start, s", "at 90 %, s", "more, s")
     lines = [row(head), "|---" * len(head) + "|"]
     for windows in LARGE_WINDOWS:
-        found = results.get(f"large {windows}")
-        if found:
+        result = results.get(f"large {windows}")
+        if result:
             label = f"windows of {windows} shards" if windows else "windows that grow to all"
-            cells = (spread(values(found, key), 2) for key in ("fresh_s", "resumed_s", "extra_s"))
+            cells = (spread(values(result, key), 2) for key in ("fresh_s", "resumed_s", "extra_s"))
             lines.append(row((f"full permutation ({label})" if windows == LARGE_SHARDS else label, *cells)))
     return "\n".join(lines)
 
@@ -268,12 +268,12 @@ def shuffle_table(text: Path, epochs: int) -> str:
     tokens = prepared_tokens(text)
     even = [SHUFFLE_SHARD_ROWS] * SHUFFLE_SHARDS
     parts = [len(part) for part in np.array_split(np.arange(len(tokens)), SHUFFLE_SHARDS)]
-    found: dict[int, list[tuple[Shuffle, Shuffle]]] = defaultdict(list)
+    result: dict[int, list[tuple[Shuffle, Shuffle]]] = defaultdict(list)
     for window, epoch in itertools.product(SHUFFLE_WINDOWS, range(epochs)):
         synthetic = shuffle_of(epoch_batches(even, SHUFFLE_BATCH, window, epoch), even, None)
         real = shuffle_of(epoch_batches(parts, TEXT_BATCH, window, epoch), parts, tokens)
-        found[window].append((synthetic, real))
-    full = statistics.mean(real.tokens or 0.0 for _, real in found[SHUFFLE_SHARDS])
+        result[window].append((synthetic, real))
+    full = statistics.mean(real.tokens or 0.0 for _, real in result[SHUFFLE_SHARDS])
     head = (
         f"shards in a window, of {SHUFFLE_SHARDS}",
         f"distinct shards in a batch of {SHUFFLE_BATCH}",
@@ -281,7 +281,7 @@ def shuffle_table(text: Path, epochs: int) -> str:
         f"tokens of a batch of {TEXT_BATCH} against all: chi-square, of a full permutation's",
     )
     lines = [row(head), "|---" * len(head) + "|"]
-    for window, pairs in found.items():
+    for window, pairs in result.items():
         shards = statistics.mean(synthetic.shards for synthetic, _ in pairs)
         places = statistics.mean(synthetic.places for synthetic, _ in pairs)
         ratio = statistics.mean(real.tokens or 0.0 for _, real in pairs) / full
@@ -309,31 +309,31 @@ def s3_server(folder: Path, endpoint: str | None) -> Iterator[tuple[Any, FaultPr
 
 
 def upload(client: Any, bucket: str, corpus: Corpus, name: str) -> None:
-    for path in corpus.place(name).rglob("*"):
+    for path in corpus.path_of(name).rglob("*"):
         if path.is_file():
-            client.upload_file(str(path), bucket, f"{name}/{path.relative_to(corpus.place(name))}")
+            client.upload_file(str(path), bucket, f"{name}/{path.relative_to(corpus.path_of(name))}")
 
 
 def measure_remote(
     python: str, name: str, corpus: Corpus, proxy: FaultProxy, bucket: str, ranks: int, cache: Path
 ) -> Result | None:
     """A node's first epoch from S3; None, and why on stderr, if it failed."""
-    place = {"PLACE": json.dumps({"endpoint": proxy.endpoint, "bucket": bucket})}
+    where = {"PLACE": json.dumps({"endpoint": proxy.endpoint, "bucket": bucket})}
     torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     proxy.set()
     try:
-        output = run(*torchrun, "-m", "benchmarks.peers.remote", name, str(corpus.folder), str(cache), **place)
+        output = run(*torchrun, "-m", "benchmarks.peers.remote", name, str(corpus.folder), str(cache), **where)
     except subprocess.CalledProcessError as error:
         print(f"S3 with {name} failed: {error.stderr[-4000:]}", file=sys.stderr)
         return None
     requests = [request for request in proxy.requests() if request.path.startswith(f"/{bucket}/{name}")]
     data = [request for request in requests if is_data(request.path)]
-    files = [path for path in corpus.place(name).rglob("*") if path.is_file() and is_data(path.name)]
-    found: Result = json.loads(output.splitlines()[-1])
-    found["cpu_s_per_gb"] = found["client_cpu_s"] / sum(path.stat().st_size for path in files) * 1e9
-    found |= {"files": len(files), "per_file": len(data) / len(files), "others": len(requests) - len(data)}
-    print(f"S3 {name}: {found}", file=sys.stderr)
-    return found
+    files = [path for path in corpus.path_of(name).rglob("*") if path.is_file() and is_data(path.name)]
+    result: Result = json.loads(output.splitlines()[-1])
+    result["cpu_s_per_gb"] = result["client_cpu_s"] / sum(path.stat().st_size for path in files) * 1e9
+    result |= {"files": len(files), "per_file": len(data) / len(files), "others": len(requests) - len(data)}
+    print(f"S3 {name}: {result}", file=sys.stderr)
+    return result
 
 
 def is_data(path: str) -> bool:
@@ -354,9 +354,9 @@ def s3_table(corpus: Corpus, pythons: dict[str, str], options: argparse.Namespac
             upload(client, bucket, corpus, name)
         for number, name in itertools.product(range(options.rounds), pythons):
             cache = folder / f"cache-{number}-{name}"
-            found = measure_remote(pythons[name], name, corpus, proxy, bucket, options.ranks, cache)
+            result = measure_remote(pythons[name], name, corpus, proxy, bucket, options.ranks, cache)
             shutil.rmtree(cache, ignore_errors=True)
-            results[name] += [found] if found else []
+            results[name] += [result] if result else []
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
             for item in page.get("Contents", ()):
                 client.delete_object(Bucket=bucket, Key=item["Key"])

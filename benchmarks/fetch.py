@@ -105,12 +105,12 @@ def boto(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
 FETCHERS = {"ours": ours, "connector": connector, "stream": stream, "boto3": boto}
 
 
-def measure(name: str, place: dict[str, Any]) -> Result:
+def measure(name: str, path: dict[str, Any]) -> Result:
     from train.data.shards.format import Shard
 
-    shards = [Shard(**shard) for shard in place["shards"]]
+    shards = [Shard(**shard) for shard in path["shards"]]
     with tempfile.TemporaryDirectory() as folder:
-        fetch = FETCHERS[name](place["endpoint"], shards, Path(folder))
+        fetch = FETCHERS[name](path["endpoint"], shards, Path(folder))
         before = resource.getrusage(resource.RUSAGE_SELF)
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(fetch, [shard.file for shard in shards]))
@@ -148,19 +148,19 @@ def main(arguments: list[str] | None = None) -> None:
         os._exit(0)  # the connector's threads may take long to end
     results: dict[str, list[Result]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder), None) as (client, proxy):
-        place = {"endpoint": proxy.endpoint, "shards": upload(client, options.shards, options.mb * 2**20)}
+        path = {"endpoint": proxy.endpoint, "shards": upload(client, options.shards, options.mb * 2**20)}
         for _, name in itertools.product(range(options.rounds), FETCHERS):
             proxy.set()
             command = (sys.executable, "-m", "benchmarks.fetch", "--measure", name)
-            found = json.loads(run(*command, PLACE=json.dumps(place)).splitlines()[-1])
-            found["gets"] = len(proxy.requests("^GET .*safetensors")) / options.shards
-            print(f"{name}: {found}", file=sys.stderr)
-            results[name].append(found)
+            result = json.loads(run(*command, PLACE=json.dumps(path)).splitlines()[-1])
+            result["gets"] = len(proxy.requests("^GET .*safetensors")) / options.shards
+            print(f"{name}: {result}", file=sys.stderr)
+            results[name].append(result)
     head = ("", "CPU, s/GB", "user", "system", "new memory touched, of the bytes fetched", "GETs for each shard")
     lines = [row(head), "|---" * len(head) + "|"]
-    for name, found in results.items():
+    for name, result in results.items():
         keys = ("both", "user", "system", "pages", "gets")
-        lines.append(row((name, *(spread(values(found, key), 2) for key in keys))))
+        lines.append(row((name, *(spread(values(result, key), 2) for key in keys))))
     print("\n".join(lines))
 
 

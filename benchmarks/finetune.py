@@ -41,7 +41,7 @@ ROOT = Path(__file__).parent.parent
 THEIRS, OURS = ("trainer", "grouped"), ("buckets", "fixed")
 VARIANTS = (*THEIRS, *OURS)
 EVAL_BATCH, TARGET_SHARE = 128, 0.98
-MEASURES = {  # what is told, and whether more (1) or less (-1) of it is better
+MEASURES = {  # what is reported, and whether more (1) or less (-1) of it is better
     "tokens_per_s": ("real tokens/s in training", 1),
     "to_target_s": ("training until the target, s", -1),
     "to_target_all_s": ("the same with the evaluations, s", -1),
@@ -170,8 +170,8 @@ def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
         elif line["kind"] == "eval":
             times = {"eval_s": line["eval_s"], "train_s": train_s, "all_s": line["time_unix_s"] - begun_unix_s}
             evaluations.append({"step": line["step"], "f1": line["f1_macro"], **times})
-    found = {"begun_unix_s": begun_unix_s, "tokens": round(tokens), "slots": round(slots), "step": step}
-    return {**found, "train_s": train_s, "evaluations": evaluations, "shapes": dict(shapes)}
+    result = {"begun_unix_s": begun_unix_s, "tokens": round(tokens), "slots": round(slots), "step": step}
+    return {**result, "train_s": train_s, "evaluations": evaluations, "shapes": dict(shapes)}
 
 
 def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Path, facts: Result) -> Result:
@@ -185,20 +185,20 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
     return {**run_apart(command, log, threads=options.threads), **json.loads(result.read_text())}
 
 
-def measures(found: Result, target: float) -> dict[str, float]:
+def measures(result: Result, target: float) -> dict[str, float]:
     """Of one run."""
-    reached = next(one for one in found["evaluations"] if one["f1"] >= target)
+    reached = next(one for one in result["evaluations"] if one["f1"] >= target)
     return {
-        "tokens_per_s": found["tokens"] / found["train_s"],
+        "tokens_per_s": result["tokens"] / result["train_s"],
         "to_target_s": reached["train_s"],
         "to_target_all_s": reached["all_s"],
-        "final_f1": found["evaluations"][-1]["f1"],
-        "padding_share": 1 - found["tokens"] / found["slots"],
-        "train_shapes": found["shapes"]["train"],
-        "eval_shapes": found["shapes"]["validation"],
-        "eval_s": statistics.median(one["eval_s"] for one in found["evaluations"]),
-        "start_s": found["begun_unix_s"] - found["spawned_unix_s"],
-        **{name: found[name] for name in ("command_s", "cpu_s", "peak_rss_mib")},
+        "final_f1": result["evaluations"][-1]["f1"],
+        "padding_share": 1 - result["tokens"] / result["slots"],
+        "train_shapes": result["shapes"]["train"],
+        "eval_shapes": result["shapes"]["validation"],
+        "eval_s": statistics.median(one["eval_s"] for one in result["evaluations"]),
+        "start_s": result["begun_unix_s"] - result["spawned_unix_s"],
+        **{name: result[name] for name in ("command_s", "cpu_s", "peak_rss_mib")},
     }
 
 
@@ -206,17 +206,20 @@ def compare(rounds: list[dict[str, Result]]) -> Result:
     """Every measure of every variant, and ours against theirs of the same round (above 1: ours is better): least,
     median, greatest. RuntimeError unless all runs learnt from as many tokens and were judged after the same steps.
     """
-    runs = [found for round_ in rounds for found in round_.values()]
-    work = {(found["tokens"], found["step"], *(one["step"] for one in found["evaluations"])) for found in runs}
+    runs = [result for round_ in rounds for result in round_.values()]
+    work = {(result["tokens"], result["step"], *(one["step"] for one in result["evaluations"])) for result in runs}
     if len(work) != 1:
         raise RuntimeError(f"tokens, steps or evaluations of the runs differ: {sorted(work)}")
-    target = TARGET_SHARE * min(found["evaluations"][-1]["f1"] for found in runs)
-    told = [{variant: measures(found, target) for variant, found in round_.items()} for round_ in rounds]
-    values = {variant: {name: spread([one[variant][name] for one in told]) for name in MEASURES} for variant in told[0]}
+    target = TARGET_SHARE * min(result["evaluations"][-1]["f1"] for result in runs)
+    warnings_seen = [{variant: measures(result, target) for variant, result in round_.items()} for round_ in rounds]
+    values = {
+        variant: {name: spread([one[variant][name] for one in warnings_seen]) for name in MEASURES}
+        for variant in warnings_seen[0]
+    }
     against = {}
     for ours, theirs in ((a, b) for a in OURS for b in THEIRS if {a, b} <= set(values)):
         against[f"{ours} against {theirs}"] = {
-            name: spread([(one[ours][name] / one[theirs][name]) ** sense for one in told])
+            name: spread([(one[ours][name] / one[theirs][name]) ** sense for one in warnings_seen])
             for name, (_, sense) in MEASURES.items()
             if sense
         }
@@ -251,8 +254,8 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
         facts = json.loads((folder / "facts.json").read_text())
         for number in range(options.rounds):
             order = options.variants if number % 2 == 0 else options.variants[::-1]
-            found = {variant: run_variant(options, variant, number, folder, facts) for variant in order}
-            rounds.append({variant: found[variant] for variant in options.variants})
+            answer = {variant: run_variant(options, variant, number, folder, facts) for variant in order}
+            rounds.append({variant: answer[variant] for variant in options.variants})
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
     result = compare(rounds)
     counts = f"{facts['rows']['train']:,} texts to learn, {facts['rows']['validation']:,} to judge"

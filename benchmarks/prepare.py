@@ -100,9 +100,9 @@ def library(text: Path, tokenizer: Path, processes: int) -> Timing:
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         parts = [Part(index, processes) for index in range(processes)]
         jobs = [pool.submit(encode_all, str(text), str(tokenizer), part, threads, start_at) for part in parts]
-        found = [job.result() for job in jobs]
-    wall_s = max(end for _, end, _ in found) - min(begin for begin, _, _ in found)
-    return Timing(wall_s, sum(cpu for _, _, cpu in found))
+        answer = [job.result() for job in jobs]
+    wall_s = max(end for _, end, _ in answer) - min(begin for begin, _, _ in answer)
+    return Timing(wall_s, sum(cpu for _, _, cpu in answer))
 
 
 # ---- the comparison -------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def spread(values: list[float], digits: int = 3) -> str:
 
 def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> None:
     cores, size_mb = num_cores(), text.stat().st_size / 1e6
-    found: dict[str, list[Timing]] = {}
+    result: dict[str, list[Timing]] = {}
     for number in range(rounds):
         runs = {f"library, 1 process x {cores} threads": lambda: library(text, tokenizer, 1)}
         if cores > 1:
@@ -124,15 +124,15 @@ def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> None:
             arguments = command(text, output, tokenizer, f"processes={processes}")
             runs[f"prepare, processes={processes}"] = lambda arguments=arguments: timed(arguments)
         for name, measure in runs.items():
-            found.setdefault(name, []).append(measure())
-            print(f"round {number + 1}: {name}: {found[name][-1].wall_s:.1f} s", file=sys.stderr, flush=True)
-    libraries = [timings for name, timings in found.items() if name.startswith("library")]
+            result.setdefault(name, []).append(measure())
+            print(f"round {number + 1}: {name}: {result[name][-1].wall_s:.1f} s", file=sys.stderr, flush=True)
+    libraries = [timings for name, timings in result.items() if name.startswith("library")]
     fastest = [min(timing.wall_s for timing in timings) for timings in zip(*libraries, strict=True)]
     least_cpu = [min(timing.cpu_s for timing in timings) for timings in zip(*libraries, strict=True)]
     print(f"{size_mb:.0f} MB, {cores} cores, least / median / greatest of {rounds} rounds")
-    for name, timings in found.items():
+    for name, timings in result.items():
         print(f"  {name:34} {spread([size_mb / timing.wall_s for timing in timings], 2)} MB/s")
-    for name, timings in found.items():
+    for name, timings in result.items():
         if name.startswith("prepare"):
             wall = [best / timing.wall_s for best, timing in zip(fastest, timings, strict=True)]
             cpu = [best / timing.cpu_s for best, timing in zip(least_cpu, timings, strict=True)]

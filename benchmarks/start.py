@@ -70,7 +70,7 @@ def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None)
     sides = {"ours": (ours, [ROOT]), **{f"ours at {tree}": (ours, [tree]) for tree in trees}}
     if accelerate is not None:
         sides["trainer"] = (trainer, [ROOT, accelerate])
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    answer: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a killed run's loader may still write
         for number in range(rounds + 1):
             for side, (command, folders) in sides.items():
@@ -79,14 +79,14 @@ def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None)
                     f"round {number}, {side}: {clocks[0]:.2f} s, {clocks[1]:.2f} s of CPU", file=sys.stderr, flush=True
                 )
                 if number:  # the first round fills the page cache
-                    found[side].append(clocks)
+                    answer[side].append(clocks)
     result: dict[str, object] = {}
-    for side, clocks_of_side in found.items():
-        for place, clock in enumerate(("wall", "cpu")):
-            result[f"{side}, {clock} s"] = spread([clocks[place] for clocks in clocks_of_side])
-            pairs = zip(clocks_of_side, found["ours"], strict=True)
+    for side, clocks_of_side in answer.items():
+        for folder, clock in enumerate(("wall", "cpu")):
+            result[f"{side}, {clock} s"] = spread([clocks[folder] for clocks in clocks_of_side])
+            pairs = zip(clocks_of_side, answer["ours"], strict=True)
             if side != "ours":
-                result[f"{side} / ours, {clock}"] = spread([other[place] / mine[place] for other, mine in pairs])
+                result[f"{side} / ours, {clock}"] = spread([other[folder] / mine[folder] for other, mine in pairs])
     return result
 
 

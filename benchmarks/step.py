@@ -141,12 +141,12 @@ class Pairs:
     def medians(self, skip: int) -> dict[str, float]:
         """Median seconds of the loop's and the bare steps, and median ratio of the pairs, wall and CPU."""
         pairs = list(zip(self.steps, self.bares, strict=False))[skip:]
-        found = {}
-        for place, name in enumerate(("wall", "cpu")):
-            found[f"step_{name}_s"] = statistics.median(step[place] for step, _ in pairs)
-            found[f"bare_{name}_s"] = statistics.median(bare[place] for _, bare in pairs)
-            found[f"ratio_{name}"] = statistics.median(step[place] / bare[place] for step, bare in pairs)
-        return found
+        result = {}
+        for folder, name in enumerate(("wall", "cpu")):
+            result[f"step_{name}_s"] = statistics.median(step[folder] for step, _ in pairs)
+            result[f"bare_{name}_s"] = statistics.median(bare[folder] for _, bare in pairs)
+            result[f"ratio_{name}"] = statistics.median(step[folder] / bare[folder] for step, bare in pairs)
+        return result
 
 
 def clocks() -> tuple[float, float]:
@@ -271,19 +271,19 @@ def run_trainer(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs
 def compare(shape_name: str, precision: str, rounds: int, steps: int) -> dict[str, Any]:
     """Medians over the rounds: seconds per step, and each loop's ratio to the bare steps between its own."""
     shape = SHAPES[shape_name]
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "trainer": []}
+    answer: dict[str, list[dict[str, float]]] = {"ours": [], "trainer": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "data").mkdir()
         synthetic_data(folder / "data", shape)
         for _ in range(rounds):
-            found["ours"].append(run_ours(folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
-            found["trainer"].append(run_trainer(folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
+            answer["ours"].append(run_ours(folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
+            answer["trainer"].append(run_trainer(folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
     result: dict[str, Any] = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
-    for variant, rows in found.items():
+    for variant, rows in answer.items():
         result[f"{variant}_step_wall_s"] = round(statistics.median(row["step_wall_s"] for row in rows), 4)
     for clock in ("wall", "cpu"):
-        ours, trainer = ([row[f"ratio_{clock}"] for row in found[variant]] for variant in ("ours", "trainer"))
+        ours, trainer = ([row[f"ratio_{clock}"] for row in answer[variant]] for variant in ("ours", "trainer"))
         result[f"ours / bare ({clock})"] = spread(ours)
         result[f"trainer / bare ({clock})"] = spread(trainer)
         result[f"trainer / ours ({clock})"] = spread([b / a for a, b in zip(ours, trainer, strict=True)])
@@ -307,9 +307,9 @@ def saved_mib(forward: Callable[[], torch.Tensor], parameters: set[int]) -> floa
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()
-    found = sum(storages.values()) / 2**20
+    result = sum(storages.values()) / 2**20
     del loss
-    return found
+    return result
 
 
 def activations(shape_name: str, precision: str) -> dict[str, Any]:
@@ -336,11 +336,11 @@ def activations(shape_name: str, precision: str) -> dict[str, Any]:
                     input_ids=inputs["input_ids"], token_type_ids=inputs["token_type_ids"], labels=labels
                 ).loss
 
-        found = {}
+        result = {}
         for label, model, forward in (("ours", ours, our_loss), ("transformers", theirs, their_loss)):
             pointers = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-            found[f"{label}_mib_per_sequence"] = round(saved_mib(forward, pointers) / shape.batch, 1)
-    return {"shape": shape_name, "precision": precision, **found}
+            result[f"{label}_mib_per_sequence"] = round(saved_mib(forward, pointers) / shape.batch, 1)
+    return {"shape": shape_name, "precision": precision, **result}
 
 
 def main() -> None:

@@ -91,8 +91,8 @@ def take_reading() -> Reading:
     import torch_xla.debug.metrics as metrics
 
     def metric(name: str) -> tuple[int, float]:
-        found = metrics.metric_data(name)
-        return (0, 0.0) if found is None else (found[0], found[1])
+        answer = metrics.metric_data(name)
+        return (0, 0.0) if answer is None else (answer[0], answer[1])
 
     graphs, compile_ns = metric("CompileTime")
     return Reading(
@@ -162,8 +162,8 @@ def peak_rss_mib() -> float | None:
     """
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
-    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return int(found[0]) / 1024 if found else None
+    answer = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(answer[0]) / 1024 if answer else None
 
 
 def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
@@ -320,16 +320,16 @@ def run_apart(folder: Path, variant: str, arguments: list[str]) -> dict[str, Any
     )
     if done.returncode:
         raise RuntimeError(f"{variant} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
-def check_same_work(found: dict[str, dict[str, Any]]) -> None:
+def check_same_work(answer: dict[str, dict[str, Any]]) -> None:
     """Raises RuntimeError unless the first step's loss is the same everywhere, and those of our variants always."""
-    firsts = {variant: one["first_loss"] for variant, one in found.items()}
+    firsts = {variant: one["first_loss"] for variant, one in answer.items()}
     if max(firsts.values()) - min(firsts.values()) > SAME_LOSS:
         raise RuntimeError(f"the losses of the first step differ: {firsts}")
-    ours = [one["losses"] for one in found.values() if "losses" in one]
+    ours = [one["losses"] for one in answer.values() if "losses" in one]
     if any(max(losses) - min(losses) > SAME_LOSS for losses in zip(*ours, strict=True)):
         raise RuntimeError(f"the losses of our variants differ: {ours}")
 
@@ -356,11 +356,11 @@ def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
         "omp_threads": os.environ.get("OMP_NUM_THREADS"),
     }
     for variant in options.variants:
-        found = [round_[variant] for round_ in rounds]
-        known = [measure for measure in (*MEASURES, "graphs_afterwards") if found[0][measure] is not None]
-        result[variant] = {measure: spread([one[measure] for one in found]) for measure in known}
-        result[variant]["reads_of_steps"] = found[0]["reads_of_steps"]
-        result[variant]["first_loss"] = found[0]["first_loss"]
+        answer = [round_[variant] for round_ in rounds]
+        known = [measure for measure in (*MEASURES, "graphs_afterwards") if answer[0][measure] is not None]
+        result[variant] = {measure: spread([one[measure] for one in answer]) for measure in known}
+        result[variant]["reads_of_steps"] = answer[0]["reads_of_steps"]
+        result[variant]["first_loss"] = answer[0]["first_loss"]
     for variant in ours(options):
         result[f"naive / {variant}"] = {
             measure: spread([round_["naive"][measure] / round_[variant][measure] for round_ in rounds])
@@ -412,8 +412,8 @@ def main() -> None:
         return
     cfg = config(options.folder, options.variant, options)
     num_steps = options.steps + SKIPPED
-    found = run_naive(options.folder, cfg, num_steps) if options.variant == "naive" else run_ours(cfg, num_steps)
-    print(json.dumps(found))
+    answer = run_naive(options.folder, cfg, num_steps) if options.variant == "naive" else run_ours(cfg, num_steps)
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

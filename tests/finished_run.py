@@ -84,16 +84,16 @@ EVALUATION = {
 
 def lines() -> list[dict[str, Any]]:
     """The evaluation at step 20 is the best by f1_macro, the one at step 30 by loss."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for step, f1, loss in ((10, 0.5, 0.9), (20, 0.75, 0.8), (30, 0.7, 0.7)):
         numbers = {"lr": 0.002, "examples": 8 * step, "epoch": step / 125, "tokens_per_s": 1000.0, "step_s": 0.25}
-        found.append({"kind": "train", "step": step, "loss": loss, **numbers})
+        result.append({"kind": "train", "step": step, "loss": loss, **numbers})
         metrics = {"loss": loss, "accuracy": f1 + 0.06, "f1_macro": f1, "other_accuracy": f1 - 0.09}
-        found.append({"kind": "eval", "step": step, "examples": 8 * step, **metrics, "eval_s": 1.0})
-    found.append({"kind": "fault", "step": 20, "reason": "gpu-17.lan: no such file /home/jane/x", "steps_lost": None})
+        result.append({"kind": "eval", "step": step, "examples": 8 * step, **metrics, "eval_s": 1.0})
+    result.append({"kind": "fault", "step": 20, "reason": "gpu-17.lan: no such file /home/jane/x", "steps_lost": None})
     end = {"train_s": 7200.0, "tokens": 7_200_000, "mfu": None, "cost_usd": 2.68, "world_size": 2, "device": "Trainium"}
-    found.append({"kind": "summary", "step": 30, "steps_total": 30, "reason": "done", **end, "precision": "bf16"})
-    return [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(found)]
+    result.append({"kind": "summary", "step": 30, "steps_total": 30, "reason": "done", **end, "precision": "bf16"})
+    return [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(result)]
 
 
 def write(folder: Path, **config: dict[str, Any]) -> Path:

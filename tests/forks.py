@@ -41,8 +41,8 @@ forks.set_forkserver_preload(HEAVY)  # what is missing is passed over
 
 def run_forked(words: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=env)` gives."""
-    with tempfile.TemporaryDirectory() as place:
-        out, err = Path(place) / "out", Path(place) / "err"
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
         process = start_forked(words, env, out, err)
         process.join()
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
@@ -85,9 +85,9 @@ def become(words: list[str], env: dict[str, str], out: Path, err: Path) -> None:
 def launch(program: str, arguments: list[str], *, ranks: int, restarts: int = 0) -> list[str]:
     """The words of a torchrun on this machine that forks its ranks, of a module or a file."""
     if not program.endswith(".py"):
-        found = importlib.util.find_spec(f"{program}.__main__" if program == "train" else program)
-        assert found is not None and found.origin is not None
-        program = found.origin
+        result = importlib.util.find_spec(f"{program}.__main__" if program == "train" else program)
+        assert result is not None and result.origin is not None
+        program = result.origin
     options = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", f"--master-port={free_port()}"]
     return [TORCHRUN, *options, "--start-method=fork", "--run-path", program, *arguments]
 

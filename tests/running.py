@@ -101,8 +101,8 @@ def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> l
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in a run's metrics.jsonl."""
-    found = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
+    result = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in result if line["kind"] == kind]
 
 
 def eventually(answer: Callable[[], Any], deadline_s: float = 120.0) -> Any:

@@ -428,7 +428,7 @@ def opened_a_device(*_: object, **__: object) -> None:
 
 
 def filled(text: str, places: dict[str, str]) -> str:
-    return re.sub(r"\b(DATA|TEXT|EMPTY|CSV|RUN)\b", lambda found: places[found[0]], text)
+    return re.sub(r"\b(DATA|TEXT|EMPTY|CSV|RUN)\b", lambda result: places[result[0]], text)
 
 
 def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> str | None:

@@ -128,9 +128,9 @@ def test_a_failure_comes_after_the_batches_before_it(shards, num_workers, monkey
         return draw(self, items)
 
     monkeypatch.setattr(MaskedRows, "draw", drawn)
-    found = list(islice(loader_of(shards, num_workers=num_workers), 5))
-    assert [failure_of([batch]) is None for batch in found] == [True] * 4 + [False]
-    assert "Input/output error: 'train-00001.safetensors'" in str(failure_of(found))
+    result = list(islice(loader_of(shards, num_workers=num_workers), 5))
+    assert [failure_of([batch]) is None for batch in result] == [True] * 4 + [False]
+    assert "Input/output error: 'train-00001.safetensors'" in str(failure_of(result))
 
 
 def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shards):
@@ -139,10 +139,10 @@ def test_evaluation_draws_each_sequence_once_and_padding_counts_for_nothing(shar
     for rank in range(3):
         order = EvalOrder(50, 4, rank, 3)
         made = Batches(data, order, batch_size=4, num_workers=0, prefetch=1, pin_memory=False)
-        found = list(made)
-        assert len(found) == len(order)
-        per_rank.append(torch.stack([batch["inputs"]["input_ids"] for batch in found]))
-        labels += sum(batch["count"] for batch in found)
+        result = list(made)
+        assert len(result) == len(order)
+        per_rank.append(torch.stack([batch["inputs"]["input_ids"] for batch in result]))
+        labels += sum(batch["count"] for batch in result)
     together = torch.stack(per_rank, 2).flatten(0, 2)[:50]
     drawn = data.draw(np.arange(50)[None])
     assert torch.equal(together, drawn["inputs"]["input_ids"][0])

@@ -21,12 +21,12 @@ def sampler(*, rank=0, world_size=1, consumed_rows=0, seed=0):
 def steps(world_size, micro, number, first_step=0):
     """Items of each global step, over ranks and micro batches, sorted; each micro batch has one bucket."""
     accumulation = G // world_size // micro
-    found = [[] for _ in range(number)]
+    result = [[] for _ in range(number)]
     for rank in range(world_size):
         order = sampler(rank=rank, world_size=world_size, consumed_rows=first_step * G)
         for index, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
-            found[index // accumulation] += batch.tolist()
-    return [sorted(items) for items in found]
+            result[index // accumulation] += batch.tolist()
+    return [sorted(items) for items in result]
 
 
 @pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (3, 2), (12, 1)])
@@ -66,9 +66,9 @@ def test_epochs_and_seeds_differ_and_a_resume_continues():
 def test_a_bucket_without_a_whole_batch_of_its_own_is_no_step():
     few = np.array([0] * 30 + [1] * 5 + [2] * 20, np.uint8)
     order = BucketSampler(few, seed=0, global_batch_size=10, rank=0, world_size=1)
-    found = [parts_of(batch) for batch in islice(order.micro_batches(10), 5)]
-    assert sorted(bucket for _, bucket in found) == [0, 0, 0, 2, 2]
-    assert all((few[rows % 55] <= bucket).all() for rows, bucket in found)
+    result = [parts_of(batch) for batch in islice(order.micro_batches(10), 5)]
+    assert sorted(bucket for _, bucket in result) == [0, 0, 0, 2, 2]
+    assert all((few[rows % 55] <= bucket).all() for rows, bucket in result)
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (3, 7)])
@@ -76,15 +76,15 @@ def test_evaluation_gives_each_result_once_in_the_order_of_the_data_at_its_own_l
     shares = []
     for rank in range(world_size):
         order = BucketEvalOrder(BUCKETS, batch_size=batch_size, rank=rank, world_size=world_size)
-        found = []
+        result = []
         for batch in order:
             rows, bucket = parts_of(np.array(batch))
             assert len(batch) == batch_size
             real = rows[rows != PADDING]
             assert (BUCKETS[real] == bucket).all()
-            found.append(np.stack([rows, rows * 2], 1))
-        assert len(found) == len(order)
-        shares.append(np.concatenate(found))
+            result.append(np.stack([rows, rows * 2], 1))
+        assert len(result) == len(order)
+        shares.append(np.concatenate(result))
     merged = order.merged(shares)
     assert merged[:, 0].tolist() == list(range(ROWS)) and merged[:, 1].tolist() == list(range(0, 2 * ROWS, 2))
 

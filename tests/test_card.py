@@ -27,8 +27,8 @@ def made(run: Path) -> tuple[dict[str, Any], str]:
 
 def row(body: str, label: str) -> list[str]:
     """The cells of the first row of a table with this label."""
-    found = next(line for line in body.splitlines() if line.startswith(f"| {label} |"))
-    return [cell.strip() for cell in found.strip("|").split("|")][1:]
+    result = next(line for line in body.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in result.strip("|").split("|")][1:]
 
 
 def change(run: Path, name: str, **changes: Any) -> None:
@@ -48,10 +48,10 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path: Path) -> None:
     assert model["name"] == "tweets"
     by_split = {result["dataset"]["split"]: result for result in model["results"]}
     assert by_split["validation"]["dataset"]["name"] == "tweets.csv"
-    found = {(split, metric["name"]): metric for split, result in by_split.items() for metric in result["metrics"]}
-    assert found["validation", "f1_macro"] == {"type": "f1", "name": "f1_macro", "value": 0.75}
-    assert found["other", "accuracy"] == {"type": "accuracy", "name": "accuracy", "value": 0.66}
-    assert ("validation", "eval_s") not in found
+    answer = {(split, metric["name"]): metric for split, result in by_split.items() for metric in result["metrics"]}
+    assert answer["validation", "f1_macro"] == {"type": "f1", "name": "f1_macro", "value": 0.75}
+    assert answer["other", "accuracy"] == {"type": "accuracy", "name": "accuracy", "value": 0.66}
+    assert ("validation", "eval_s") not in answer
 
 
 def test_the_hubs_own_reader_takes_the_card(tmp_path: Path) -> None:
@@ -168,5 +168,5 @@ def test_a_card_needs_no_torch(tmp_path: Path) -> None:
     code = (
         f"{without}; from pathlib import Path; from train.publish.card import card; print(card(Path({str(run)!r}), ''))"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "## Results" in found.stdout
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "## Results" in result.stdout

@@ -62,22 +62,22 @@ def task(make):
 def test_texts_are_cut_and_counted(tokenizer):
     featurizer = ClassifyFeaturizer(tokenizer, seq_len=8)
     rows = {"text": ["ba be", "ba be " * 30, "na"], "label": [0, 1, 2]}
-    found = featurizer.features(rows, [10, 11, 12], split="train")
-    assert found["length"] == [len(ids) for ids in found["input_ids"]]
-    assert found["length"][1] == 8
-    assert found["input_ids"][0] == tokenizer("ba be")["input_ids"]
-    assert found["input_ids"][1][-1] == tokenizer.sep_token_id
-    assert found["second_at"] == found["length"]
-    assert (found["row"], found["label"]) == ([10, 11, 12], [0, 1, 2])
+    result = featurizer.features(rows, [10, 11, 12], split="train")
+    assert result["length"] == [len(ids) for ids in result["input_ids"]]
+    assert result["length"][1] == 8
+    assert result["input_ids"][0] == tokenizer("ba be")["input_ids"]
+    assert result["input_ids"][1][-1] == tokenizer.sep_token_id
+    assert result["second_at"] == result["length"]
+    assert (result["row"], result["label"]) == ([10, 11, 12], [0, 1, 2])
     assert featurizer.notes("train") == {"truncated": 1} and featurizer.notes("validation") == {}
 
 
 def test_of_a_pair_the_longer_text_is_cut_and_the_second_begins_behind_the_separator(tokenizer):
     featurizer = ClassifyFeaturizer(tokenizer, seq_len=24)
-    found = featurizer.features({"text": ["ba", "ba be " * 30], "text_pair": ["no " * 30, "to"]}, [0, 1], split="x")
-    assert found["length"] == [24, 24] and found["label"] == [0, 0]
-    separators = [ids.index(tokenizer.sep_token_id) + 1 for ids in found["input_ids"]]
-    assert found["second_at"] == separators
+    result = featurizer.features({"text": ["ba", "ba be " * 30], "text_pair": ["no " * 30, "to"]}, [0, 1], split="x")
+    assert result["length"] == [24, 24] and result["label"] == [0, 0]
+    separators = [ids.index(tokenizer.sep_token_id) + 1 for ids in result["input_ids"]]
+    assert result["second_at"] == separators
     assert separators[0] < 8 and separators[1] > 16
 
 
@@ -126,9 +126,9 @@ def test_balanced_weights_are_those_of_scikit_learn():
     from sklearn.utils.class_weight import compute_class_weight
 
     counts = np.array([27, 9, 54])
-    found = class_weights(ClassifyConfig(balanced=True), LABELS, counts)
+    result = class_weights(ClassifyConfig(balanced=True), LABELS, counts)
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=np.repeat(np.arange(3), counts))
-    assert found == pytest.approx(wanted)
+    assert result == pytest.approx(wanted)
     assert class_weights(ClassifyConfig(), LABELS, counts) is None
 
 
@@ -179,12 +179,12 @@ TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
 
 def test_metrics_worked_out_by_hand():
     # F1: bad 2*2/(2*2+1+1) = 2/3, fair 2*1/(2*1+1+0) = 2/3, good 2*1/(2*1+0+1) = 2/3
-    found = summary(TRUE, PREDICTED)
-    assert found == pytest.approx({"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3})
-    found = tables(TRUE, PREDICTED, LABELS)
-    assert found["labels"] == LABELS
-    assert found["confusion"] == [[2, 1, 0], [0, 1, 0], [1, 0, 1]]
-    assert found["per_class"]["fair"] == {"precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3), "support": 1}
+    result = summary(TRUE, PREDICTED)
+    assert result == pytest.approx({"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3})
+    result = tables(TRUE, PREDICTED, LABELS)
+    assert result["labels"] == LABELS
+    assert result["confusion"] == [[2, 1, 0], [0, 1, 0], [1, 0, 1]]
+    assert result["per_class"]["fair"] == {"precision": 0.5, "recall": 1.0, "f1": pytest.approx(2 / 3), "support": 1}
 
 
 @pytest.mark.filterwarnings("error")
@@ -193,9 +193,9 @@ def test_classes_that_are_missing_or_never_predicted_give_numbers_without_a_warn
     assert summary(only_one, only_one) == {"accuracy": 1, "f1_macro": 1, "f1_weighted": 1}
     never = summary(np.array([0, 0, 1]), np.array([0, 0, 0]))
     assert never == pytest.approx({"accuracy": 2 / 3, "f1_macro": 0.4, "f1_weighted": 8 / 15})
-    found = tables(only_one, only_one, LABELS)
-    assert found["per_class"]["good"] == {"precision": 0, "recall": 0, "f1": 0, "support": 0}
-    assert found["confusion"] == [[4, 0, 0], [0, 0, 0], [0, 0, 0]]
+    result = tables(only_one, only_one, LABELS)
+    assert result["per_class"]["good"] == {"precision": 0, "recall": 0, "f1": 0, "support": 0}
+    assert result["confusion"] == [[4, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
 def certain(labels, *, wrong=()):
@@ -211,11 +211,11 @@ def test_statistics_are_the_plain_loss_and_the_logits(task):
         for name, tensor in task.eval_data().draw(in_bucket(task, [[0, 1, PADDING]], 2))["inputs"].items()
     }
     with torch.no_grad():
-        found = task.eval_statistics(model, inputs)
+        result = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
-    assert found.shape == (3, 4) and found.dtype == torch.float32
-    torch.testing.assert_close(found[:, 1:], logits)
-    torch.testing.assert_close(found[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none"))
+    assert result.shape == (3, 4) and result.dtype == torch.float32
+    torch.testing.assert_close(result[:, 1:], logits)
+    torch.testing.assert_close(result[:2, 0], F.cross_entropy(logits[:2], inputs["labels"][:2], reduction="none"))
 
 
 def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, tmp_path):
@@ -232,11 +232,11 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     assert lines[0]["prediction"] != lines[0]["label"] and lines[1]["prediction"] == lines[1]["label"]
     assert lines[1]["probabilities"][lines[1]["label"]] == pytest.approx(np.exp(3) / (np.exp(3) + 2))
     assert len((tmp_path / "predictions/other.jsonl").read_text().splitlines()) == 12
-    found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert found["step"] == 7 and found["splits"]["validation"]["labels"] == LABELS
-    assert found["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)
-    assert sum(row["support"] for row in found["splits"]["other"]["per_class"].values()) == 12
-    assert np.trace(found["splits"]["validation"]["confusion"]) == 19
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["step"] == 7 and result["splits"]["validation"]["labels"] == LABELS
+    assert result["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)
+    assert sum(row["support"] for row in result["splits"]["other"]["per_class"].values()) == 12
+    assert np.trace(result["splits"]["validation"]["confusion"]) == 19
 
 
 def test_a_part_of_each_split_can_be_evaluated(make, tmp_path):
@@ -245,8 +245,8 @@ def test_a_part_of_each_split_can_be_evaluated(make, tmp_path):
     labels = task.eval_data().values["labels"]
     assert (labels == make().eval_data().values["labels"][[*range(15), *range(20, 32)]]).all()
     rows = certain(labels, wrong=[14, 15])
-    found = task.eval_metrics(rows)
-    assert (found["accuracy"], found["other_accuracy"]) == (pytest.approx(14 / 15), pytest.approx(11 / 12))
+    result = task.eval_metrics(rows)
+    assert (result["accuracy"], result["other_accuracy"]) == (pytest.approx(14 / 15), pytest.approx(11 / 12))
     task.write_evaluation(rows, LocalFolder(tmp_path), step=1)
     lines = [json.loads(line)["id"] for line in (tmp_path / "predictions/other.jsonl").read_text().splitlines()]
     assert lines == [f"row{i}" for i in range(110, 122)]

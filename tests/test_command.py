@@ -69,8 +69,8 @@ def test_comments_of_settings_are_read_from_the_source():
 
 
 def test_groups_are_those_of_the_configuration_and_have_no_schemas():
-    found = groups("train")
-    assert found["experiment"][0] is None and found["task"] == ("mlm", ["classify", "mlm", "qa"])
+    result = groups("train")
+    assert result["experiment"][0] is None and result["task"] == ("mlm", ["classify", "mlm", "qa"])
     assert list(groups("prepare")) == ["corpus"]
 
 

@@ -21,13 +21,13 @@ def arrow(prepared, tmp_path, capsys):
 
 
 def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
-    found = datasets.load_from_disk(str(arrow))
+    result = datasets.load_from_disk(str(arrow))
     before = read_manifest(prepared)
     for split in ("train", "validation"):
         rows = ShardSet(prepared, before, split).rows(np.arange(before.rows(split)))
-        table = found[split].with_format("numpy")[:]
+        table = result[split].with_format("numpy")[:]
         assert np.array_equal(table["tokens"], rows.tokens) and np.array_equal(table["pivot"], rows.pivot)
-        assert found[split].features["tokens"].feature.dtype == "uint16"
+        assert result[split].features["tokens"].feature.dtype == "uint16"
     code, output = run(capsys, "from-arrow", arrow, tmp_path / "back", "--tokenizer", prepared / "tokenizer")
     assert code == 0, output.err
     after = read_manifest(tmp_path / "back")
@@ -40,10 +40,10 @@ def test_there_and_back_changes_no_sequence(prepared, arrow, tmp_path, capsys):
 def test_to_and_from_s3(prepared, arrow, bucket, tmp_path, capsys):
     flags = ["--endpoint", bucket.service.endpoint, "--path-style", "--region", "us-east-1"]
     flags += ["--cache-dir", tmp_path / "cache"]
-    place = bucket.location("back")
-    code, output = run(capsys, "from-arrow", arrow, place, "--tokenizer", prepared / "tokenizer", *flags)
+    folder = bucket.location("back")
+    code, output = run(capsys, "from-arrow", arrow, folder, "--tokenizer", prepared / "tokenizer", *flags)
     assert code == 0, output.err
-    assert run(capsys, "to-arrow", place, tmp_path / "again", *flags)[0] == 0
+    assert run(capsys, "to-arrow", folder, tmp_path / "again", *flags)[0] == 0
     one, two = (datasets.load_from_disk(str(tmp_path / name)) for name in ("arrow", "again"))
     assert one["train"]["tokens"][:] == two["train"]["tokens"][:]
 

@@ -324,8 +324,8 @@ def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path: Path, s
     path.write_bytes(b"\xff" * 500 + path.read_bytes()[500:])  # nobody could decode that
     for name in ("a", "b", "c", "e"):
         path.with_stem(name).unlink()
-    found = [document.text for index in (12, 13, 14) for document in corpus.documents(Part(index, 16))]
-    assert len(found) > 5 and found == expected[: len(found)]
+    result = [document.text for index in (12, 13, 14) for document in corpus.documents(Part(index, 16))]
+    assert len(result) > 5 and result == expected[: len(result)]
 
 
 def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(
@@ -519,6 +519,6 @@ def again():
     (tmp_path / "a.py").write_text(source.format(*names, pad="word " * 5))
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
     monkeypatch.setattr(corpus_module, "topics", {})
-    found = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
-    assert len(found) == 2 and found[1] == ("new " * 40).strip()  # without the docstring that a.py has
-    assert [part.split()[0] for part in found[0].split("\n\n")] == [*names[:2], "indented", *names[2:5]]
+    result = texts(open_corpus(CorpusConfig(kind="pydocs", name="test")))
+    assert len(result) == 2 and result[1] == ("new " * 40).strip()  # without the docstring that a.py has
+    assert [part.split()[0] for part in result[0].split("\n\n")] == [*names[:2], "indented", *names[2:5]]

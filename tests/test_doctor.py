@@ -635,10 +635,10 @@ def test_a_bucket_of_a_server_that_speaks_s3(s3, monkeypatch):
         boto3.client("s3").create_bucket(Bucket="near")
         where = {"LocationConstraint": "eu-west-1"}
         boto3.client("s3", region_name="eu-west-1").create_bucket(Bucket="far", CreateBucketConfiguration=where)
-        found = {name: checks_s3.bucket(f"s3://{name}", now_s=time.time())["S3"] for name in ("near", "far", "none")}
+        result = {name: checks_s3.bucket(f"s3://{name}", now_s=time.time())["S3"] for name in ("near", "far", "none")}
     finally:
         server.stop()
-    assert states(found) == {"near": "ok", "far": "warn", "none": "bad"}
+    assert states(result) == {"near": "ok", "far": "warn", "none": "bad"}
 
 
 def test_without_boto3_the_bucket_is_red_and_says_what_to_install(laptop, monkeypatch):
@@ -697,12 +697,12 @@ sys.meta_path.insert(0, Blocker())
 def test_the_command_runs_here_without_torch():
     done = doctor("--json", "--ranks-per-machine", "1")
     assert done.stderr == ""
-    found = json.loads(done.stdout)
-    reds = [finding for finding in found["findings"] if finding["state"] == "bad"]
+    result = json.loads(done.stdout)
+    reds = [finding for finding in result["findings"] if finding["state"] == "bad"]
     assert done.returncode == (1 if reds else 0), done.stdout
-    assert found["ok"] == (not reds)
-    assert len(found["findings"]) == len(checks.CHECKS)
-    assert {finding["name"] for finding in found["findings"]} >= {"devices", "packages", "disk", "ranks"}
+    assert result["ok"] == (not reds)
+    assert len(result["findings"]) == len(checks.CHECKS)
+    assert {finding["name"] for finding in result["findings"]} >= {"devices", "packages", "disk", "ranks"}
 
 
 def test_python_dash_m_shows_a_screen_and_a_red_line_is_exit_code_1():

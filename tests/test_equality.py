@@ -39,14 +39,14 @@ def whole(tmp_path_factory, prepared):
     return run_dir
 
 
-def assert_same_run(found, wanted):
-    assert losses(found) == pytest.approx(losses(wanted), rel=TOLERANCE)
-    assert grad_norms(found) == pytest.approx(grad_norms(wanted), rel=20 * TOLERANCE)
+def assert_same_run(result, wanted):
+    assert losses(result) == pytest.approx(losses(wanted), rel=TOLERANCE)
+    assert grad_norms(result) == pytest.approx(grad_norms(wanted), rel=20 * TOLERANCE)
     evaluations = [
-        [line[key] for line in lines(d, "eval") for key in ("loss", "masked_accuracy")] for d in (found, wanted)
+        [line[key] for line in lines(d, "eval") for key in ("loss", "masked_accuracy")] for d in (result, wanted)
     ]
     assert evaluations[0] == pytest.approx(evaluations[1], rel=TOLERANCE)
-    for name, tensor in weights(found).items():
+    for name, tensor in weights(result).items():
         torch.testing.assert_close(tensor, weights(wanted)[name], rtol=1e-3, atol=2e-5)
 
 
@@ -64,8 +64,8 @@ def test_accumulation_is_a_big_batch(whole, prepared, tmp_path, micro):
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 4), (4, 1)])
 def test_several_ranks_are_one(whole, prepared, tmp_path, ranks, micro):
     """2 ranks x 4 = 4 ranks x 1 x accumulation 2 = 1 rank x 8, over gloo."""
-    found = run(train_overrides(tmp_path / "run", prepared, f"micro_batch_size={micro}"), ranks=ranks)
-    assert found.returncode == 0, found.stderr
+    result = run(train_overrides(tmp_path / "run", prepared, f"micro_batch_size={micro}"), ranks=ranks)
+    assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "run", whole)
     assert lines(tmp_path / "run", "summary")[0]["world_size"] == ranks
 
@@ -101,8 +101,8 @@ def test_a_resume_on_another_number_of_ranks_is_the_same_run(whole, prepared, tm
     asked = StopRequest()
     asked.ask("SIGTERM")
     assert loop.run(train_config(tmp_path / "run", prepared), asked)[1] == 1
-    found = run(train_overrides(tmp_path / "run", prepared), ranks=2)
-    assert found.returncode == 0, found.stderr
+    result = run(train_overrides(tmp_path / "run", prepared), ranks=2)
+    assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "run", whole)
 
 

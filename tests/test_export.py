@@ -26,8 +26,8 @@ HEADS = {"classify": AutoModelForSequenceClassification, "qa": AutoModelForQuest
 @pytest.fixture(scope="module", params=["classify", "qa"])
 def finetuned(request, prepared, tmp_path_factory):
     """Kind and run folder of a fine-tuning whose data and cache are gone."""
-    place, kind = tmp_path_factory.mktemp(request.param), request.param
-    data = place / "data"
+    folder, kind = tmp_path_factory.mktemp(request.param), request.param
+    data = folder / "data"
     data.mkdir()
     if kind == "classify":
         rows = [f"{SYLLABLES[i % 20]} {SYLLABLES[i % 7]},{('good', 'bad', 'fair')[i % 3]}" for i in range(60)]
@@ -39,9 +39,9 @@ def finetuned(request, prepared, tmp_path_factory):
             (data / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=12)))
         given = [f"data.path={data}", "data.train=train.json", "data.validation=dev.json", "seq_len=48"]
         given += ["task.stride=8", "task.max_question_tokens=12"]
-    run = tuned(place / "run", prepared / "tokenizer", f"task={kind}", "data=records", *given)
+    run = tuned(folder / "run", prepared / "tokenizer", f"task={kind}", "data=records", *given)
     shutil.rmtree(data)
-    shutil.rmtree(place / "cache")
+    shutil.rmtree(folder / "cache")
     return kind, run
 
 
@@ -70,11 +70,11 @@ def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_p
     assert Path(cfg.pretrained, "model.safetensors").read_bytes() == wanted
     row = ["--text", "ba be"] if finetuned[0] == "classify" else ["--question", "ba ?", "--context", "ba be bo"]
     capsys.readouterr()
-    found = []
+    result = []
     for run in (unexported, finetuned[1]):
         assert predict.main([str(run), *row, "--cache-dir", str(tmp_path / "cache"), *FP32]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1] != ""
+        result.append(capsys.readouterr().out)
+    assert result[0] == result[1] != ""
 
 
 def test_a_step_of_other_data_is_refused(unexported, tmp_path, capsys):
@@ -83,8 +83,8 @@ def test_a_step_of_other_data_is_refused(unexported, tmp_path, capsys):
     content["identity"]["data"] = "other"
     path.write_text(json.dumps(content))
     assert command.main([str(unexported), "export", str(tmp_path / "out")]) == 2
-    found = capsys.readouterr().err
-    assert "step 2 learnt from other data" in found and found.count("\n") == 1
+    result = capsys.readouterr().err
+    assert "step 2 learnt from other data" in result and result.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -95,8 +95,8 @@ def test_a_fine_tuning_in_s3_leaves_its_model_there(finetuned, unexported, bucke
     run, step = S3Folder(bucket.location("run"), bucket.config()), unexported / "checkpoints/step_00000002"
     manifest = Manifest.from_json((step / "manifest.json").read_bytes())
     export_step(step, manifest, read_config(run), tmp_path / "out", run=run)
-    found = (tmp_path / "out/model.safetensors").read_bytes()
-    assert found == (finetuned[1] / "export/model.safetensors").read_bytes()
+    result = (tmp_path / "out/model.safetensors").read_bytes()
+    assert result == (finetuned[1] / "export/model.safetensors").read_bytes()
 
 
 # ---- of a run that goes on -----------------------------------------------------------------------------------------
@@ -108,12 +108,12 @@ def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_pa
     def start(*options):
         loop.run(train_config(run, prepared, *options), StopRequest())
         capsys.readouterr()
-        place = resolved(ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache").pretrained
-        return place, capsys.readouterr().err  # the run has turned on what is logged
+        folder = resolved(ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache").pretrained
+        return folder, capsys.readouterr().err  # the run has turned on what is logged
 
     assert start("max_steps=1") == (f"{run}/export", "")
-    place, errors = start("max_steps=2", "export=false")
-    assert place.startswith(str(tmp_path / "cache/models"))
+    folder, errors = start("max_steps=2", "export=false")
+    assert folder.startswith(str(tmp_path / "cache/models"))
     assert errors.splitlines()[0] == f"{run} has continued since it wrote its export: a checkpoint is taken instead"
     assert start("max_steps=2") == (f"{run}/export", "")
 

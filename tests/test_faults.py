@@ -39,13 +39,13 @@ def start(arguments, *, ranks=1, restarts=0, script=None):
 
 def ranks_of(process):
     """By rank: the Python processes whose environment says RANK, which torchrun has started."""
-    found = {}
+    result = {}
     for child in psutil.Process(process.pid).children():
         try:
-            found[int(child.environ()["RANK"])] = child
+            result[int(child.environ()["RANK"])] = child
         except (KeyError, psutil.Error):
             continue
-    return found
+    return result
 
 
 def steps_logged(run_dir):
@@ -70,8 +70,8 @@ def outcome(run_dir):
 def undisturbed(tmp_path_factory, prepared):
     """Two ranks, sixty steps."""
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    found = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
-    assert found.returncode == 0, found.stderr
+    result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
+    assert result.returncode == 0, result.stderr
     return run_dir
 
 
@@ -125,10 +125,10 @@ def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    found = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
-    assert found.returncode == 0, found.stderr
-    assert "step 60 is damaged (model.pt has sha256" in found.stderr
-    assert "step 55 is damaged (optimizer.pt has sha256" in found.stderr
+    result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert "step 60 is damaged (model.pt has sha256" in result.stderr
+    assert "step 55 is damaged (optimizer.pt has sha256" in result.stderr
     assert_same_weights(run_dir, undisturbed, 60)
     assert len(LocalStore(run_dir / "checkpoints").aside()) == 2
 

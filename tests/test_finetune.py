@@ -110,7 +110,7 @@ def test_an_interrupted_run_continues_bit_for_bit(train, best, tmp_path):
         train(tmp_path / "run", *given, stop=asked)
     assert train(tmp_path / "run", *given) == ("done", 8)
     for kind, key in (("train", "loss"), ("eval", "f1_macro")):
-        values = [[(line["step"], line[key]) for line in lines(place, kind)] for place in (tmp_path / "run", best)]
+        values = [[(line["step"], line[key]) for line in lines(folder, kind)] for folder in (tmp_path / "run", best)]
         assert values[0] == values[1]
     assert (tmp_path / "run" / "evaluation.json").read_bytes() == (best / "evaluation.json").read_bytes()
 

@@ -47,9 +47,9 @@ ASK = ["--text", "the cat", "--device", "cpu", "--precision", "fp32"]
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A folder of transformers: a small classifier."""
-    place = tmp_path_factory.mktemp("model") / "small"
-    BertForSequenceClassification(BertConfig(**SMALL, num_labels=3)).save_pretrained(place)
-    return write_tokenizer(place)
+    folder = tmp_path_factory.mktemp("model") / "small"
+    BertForSequenceClassification(BertConfig(**SMALL, num_labels=3)).save_pretrained(folder)
+    return write_tokenizer(folder)
 
 
 @pytest.fixture

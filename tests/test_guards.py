@@ -81,9 +81,9 @@ def train(monkeypatch, capfd, tmp_path, prepared):
     return call
 
 
-def refusal(found):
+def refusal(result):
     """The one line of a run that was refused."""
-    code, lines = found
+    code, lines = result
     (line,) = (line for line in lines if not line.startswith("starting "))
     assert code == cli.REFUSED and line.startswith("error: ")
     return line
@@ -378,37 +378,37 @@ def rank_of_two(folder):
     from train.backend import xla
 
     backend = xla.XLA(XLAConfig(device="cpu", layers="unrolled", timeout_s=60))
-    found = {"world": [backend.world.rank, backend.world.size, backend.world.sum([1.0, float(backend.world.rank)])]}
+    result = {"world": [backend.world.rank, backend.world.size, backend.world.sum([1.0, float(backend.world.rank)])]}
     backend.seed(7)
-    found["drawn"] = torch.rand(4, device=backend.device).tolist()
-    found["kept"] = backend.rng_state()["xla"]
+    result["drawn"] = torch.rand(4, device=backend.device).tolist()
+    result["kept"] = backend.rng_state()["xla"]
 
     add, dist.all_reduce = dist.all_reduce, lambda *_, **__: Mock()  # sums that reach nobody
-    found["ones"] = failure(backend.check_world)
+    result["ones"] = failure(backend.check_world)
     dist.all_reduce = add
     xla.xm.set_rng_state(101)  # what torch_xla starts from
     xla.xm.set_rng_state = lambda seed: None
-    found["seeds"] = failure(backend.seed, 7)
+    result["seeds"] = failure(backend.seed, 7)
 
     torch.manual_seed(0)
     model = Tied()
     backend.move(model)
     engine = Replica(backend, model, adamw_of(backend, model))
-    found["same"] = failure(engine.check_replicas)
+    result["same"] = failure(engine.check_replicas)
     if backend.world.rank == 1:
         model.norm.bias.data += 0.5
         backend.rng_state = went_on  # else it would wait for rank 0, as it should
     store = LocalStore(Path(folder) / "saved")
     facts = Facts(fence=1, identity={}, settings={}, versions={})
     saver = Saver(CheckpointConfig(), store, engine, backend, facts, may_commit=print, after_commit=print)
-    found["other"] = failure(functools.partial(saver.save, Progress(), {}, metric=None))
+    result["other"] = failure(functools.partial(saver.save, Progress(), {}, metric=None))
     saver.close(waits=True)
     backend.close()
 
     # What happens on Trainium if the runtime does not know of the other ranks: on CPUs it never does.
     xla.xr.device_type, xla.xm.xla_device_hw = lambda: "NEURON", lambda device: "NEURON"
-    found["apart"] = failure(xla.XLA, XLAConfig(device="neuron", timeout_s=60))
-    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+    result["apart"] = failure(xla.XLA, XLAConfig(device="neuron", timeout_s=60))
+    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 def bad_evaluation(*arguments):
@@ -445,18 +445,18 @@ def ranks(folder_of_ranks):
 
 
 def test_two_cpu_ranks_of_xla_know_each_other(ranks):
-    assert [found["world"] for found in ranks] == [[0, 2, [2.0, 1.0]], [1, 2, [2.0, 1.0]]]
+    assert [result["world"] for result in ranks] == [[0, 2, [2.0, 1.0]], [1, 2, [2.0, 1.0]]]
 
 
 def test_ranks_that_the_device_runtime_does_not_join_are_refused(ranks):
-    for found in ranks:
-        assert "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and" in found["apart"]
-        assert "they would train apart" in found["apart"]
+    for result in ranks:
+        assert "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and" in result["apart"]
+        assert "they would train apart" in result["apart"]
 
 
 def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
-    for found in ranks:
-        assert "the process group 2, and ones summed over the ranks give 1" in found["ones"]
+    for result in ranks:
+        assert "the process group 2, and ones summed over the ranks give 1" in result["ones"]
     os.environ.update(launched_as(2, 2))
     monkeypatch.setattr("train.backend.ddp.join", lambda *_: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Mock())
@@ -480,8 +480,8 @@ def test_ranks_with_other_weights_are_refused_by_number():
 
 
 def test_weights_in_which_ranks_differ_are_not_saved(ranks, folder_of_ranks):
-    assert [found["same"] for found in ranks] == ["", ""]
-    first, second = (found["other"] for found in ranks)
+    assert [result["same"] for result in ranks] == ["", ""]
+    first, second = (result["other"] for result in ranks)
     assert "ranks [1] hold other weights than rank 0" in first
     assert second == "rank 1 went on"
     assert not (folder_of_ranks / "saved").exists()
@@ -494,17 +494,17 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     done = run(arguments, ranks=2, module="test_guards", env={"PYTHONPATH": str(ROOT / "tests")})
     assert done.returncode != 0
     exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
-    assert [found["reason"] for found in exits] == ["refused: validation.bin is short"] * 2, done.stderr
+    assert [result["reason"] for result in exits] == ["refused: validation.bin is short"] * 2, done.stderr
     assert len(lines(tmp_path / "run", "train")) == 1 and not lines(tmp_path / "run", "eval")
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 
 @pytest.mark.parametrize("place", ["launched", "device", "group", "ones"])
-def test_every_count_of_ranks_must_agree(place):
+def test_every_count_of_ranks_must_agree(folder):
     counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
     guards.check_world(**counts)
     with pytest.raises(RuntimeError, match="they would train apart"):
-        guards.check_world(**{**counts, place: 1})
+        guards.check_world(**{**counts, folder: 1})
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
@@ -677,12 +677,12 @@ def test_only_a_float_mask_of_four_dimensions_passes_and_it_hides_the_same(kind,
         assert MASK_SHAPES in str(error.value) and type(watched).__name__ in str(error.value)
         with pytest.raises(InputError, match=seen):
             watched(IDS, mask)  # by its place
-    found = watched(input_ids=IDS, attention_mask=additive).last_hidden_state
+    result = watched(input_ids=IDS, attention_mask=additive).last_hidden_state
     wanted = plain(input_ids=IDS, attention_mask=looks).last_hidden_state
     # A weight of exp(-1e4) is 0 in float32, as behind transformers' own mask: only the order of sums may differ.
-    torch.testing.assert_close(found[looks.bool()], wanted[looks.bool()], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result[looks.bool()], wanted[looks.bool()], rtol=1e-5, atol=1e-6)
     square = additive.expand(2, 1, 5, 5)
-    torch.testing.assert_close(watched(input_ids=IDS, attention_mask=square).last_hidden_state, found)
+    torch.testing.assert_close(watched(input_ids=IDS, attention_mask=square).last_hidden_state, result)
     whole = plain(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(watched(input_ids=IDS).last_hidden_state, whole)
     torch.testing.assert_close(watched(input_ids=IDS, attention_mask=None).last_hidden_state, whole)
@@ -830,9 +830,9 @@ def test_a_healthy_run_goes_through_every_guard_and_a_dead_variable_is_in_its_lo
     monkeypatch.setenv("BUCKET_CAP_MB", "1")
     code, err = train(*XLA, "max_steps=2")
     assert code == cli.DONE
-    told = "BUCKET_CAP_MB=1 is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"
-    assert told in err
-    assert f"WARNING {told}" in (tmp_path / "run/log/rank_0000.txt").read_text()
+    warnings_seen = "BUCKET_CAP_MB=1 is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"
+    assert warnings_seen in err
+    assert f"WARNING {warnings_seen}" in (tmp_path / "run/log/rank_0000.txt").read_text()
     assert not lines(tmp_path / "run", "fault")
 
 

@@ -89,11 +89,11 @@ def test_padding_is_not_seen_in_bf16(architecture, way):
     if way == "weights":
         model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-        found = model(ids, real, segments)
+        result = model(ids, real, segments)
         other = model(torch.where(real.bool(), ids, 9), real, segments)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, other)
-    assert (found - exact).abs().max() < 0.3 * exact.abs().max()
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, other)
+    assert (result - exact).abs().max() < 0.3 * exact.abs().max()
 
 
 def outcome(model, inputs):
@@ -104,11 +104,11 @@ def outcome(model, inputs):
     return logits.detach().cpu(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found, wanted, tolerance):
-    torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=tolerance)
-    assert found[1].keys() == wanted[1].keys() and len(wanted[1]) > 10
+def assert_same(result, wanted, tolerance):
+    torch.testing.assert_close(result[0], wanted[0], rtol=tolerance, atol=tolerance)
+    assert result[1].keys() == wanted[1].keys() and len(wanted[1]) > 10
     for name, gradient in wanted[1].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=tolerance, atol=tolerance * gradient.abs().max())
+        torch.testing.assert_close(result[1][name], gradient, rtol=tolerance, atol=tolerance * gradient.abs().max())
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert"])
@@ -143,8 +143,8 @@ def graphs_of(model, batches, context):
     import torch_xla.debug.metrics as metrics
 
     def compiled():
-        found = metrics.metric_data("CompileTime")
-        return 0 if found is None else found[0]
+        result = metrics.metric_data("CompileTime")
+        return 0 if result is None else result[0]
 
     outcomes, counts = [], []
     for inputs in batches:
@@ -189,10 +189,10 @@ def test_batches_with_and_without_padding_are_one_graph(architecture, is_looped,
     if is_looped:
         assert model.loop_layers(lambda layer, depth: scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
     context = partial(torch.autocast, "xla", torch.bfloat16, enabled=precision == "autocast")
-    found, counts = graphs_of(model, batches, context)
+    result, counts = graphs_of(model, batches, context)
     assert counts[0] > 0 and counts[1] == 0
     tolerance = 1e-4 if precision == "fp32" else 0.1
-    for (logits, gradients), (exact, exact_gradients) in zip(found, wanted, strict=True):
+    for (logits, gradients), (exact, exact_gradients) in zip(result, wanted, strict=True):
         torch.testing.assert_close(logits.float(), exact, rtol=tolerance, atol=tolerance * exact.abs().max())
         for name, gradient in exact_gradients.items():
             atol = tolerance * max(gradient.abs().max(), 1e-3)
@@ -224,8 +224,8 @@ def test_all_parameters_are_learnt_and_the_head_is_what_is_not_the_encoder(archi
     outcome(model, batch())
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
     encoder = {id(parameter) for parameter in model.network.base_model.parameters()}
-    found = {id(parameter) for parameter in model.head_parameters()}
-    assert found == {id(parameter) for parameter in model.parameters()} - encoder and len(found) >= 2
+    result = {id(parameter) for parameter in model.head_parameters()}
+    assert result == {id(parameter) for parameter in model.parameters()} - encoder and len(result) >= 2
 
 
 def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_folder, caplog):

@@ -25,7 +25,7 @@ REFUSED = {"sort", "topk", "custom-call", "while", "conditional", "dynamic-slice
 
 def refused(text):
     """The instructions of graphs that Trainium's compiler has no way, or no fast way, for."""
-    found = []
+    result = []
     for line in text.splitlines():
         match = INSTRUCTION.search(line)
         if not match:
@@ -40,8 +40,8 @@ def refused(text):
             or (name in ("reduce", "reduce-window") and kind.startswith("("))  # of two tensors at once
             or (name in ("scatter", "dot") and kind.startswith(("s", "u")))  # of whole numbers
         ):
-            found.append(line.strip())
-    return found
+            result.append(line.strip())
+    return result
 
 
 def graph(*tensors):
@@ -65,8 +65,8 @@ def plain(hidden, positions):
 
 def test_what_is_refused_is_found():
     scores = torch.randn(2, 9).to(torch_xla.device())
-    found = refused(graph(*picked(plain)))
-    assert len(found) == 2 and " gather(" in found[0] and " scatter(" in found[1]
+    result = refused(graph(*picked(plain)))
+    assert len(result) == 2 and " gather(" in result[0] and " scatter(" in result[1]
     assert " sort(" in refused(graph(*scores.topk(3)))[0]
     assert " reduce(" in refused(graph(scores.argmax(-1)))[0]
     assert refused("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")

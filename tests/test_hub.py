@@ -108,8 +108,8 @@ def test_a_pushed_model_loads_by_its_id(the_hub: FakeHub, finished: Path, capsys
         (AutoModelForSequenceClassification.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source))
         for source in (TO, finished / "export")
     ]
-    found = [model(**tokenizer("good bad good", return_tensors="pt")).logits for model, tokenizer in loaded]
-    assert torch.equal(*found)
+    result = [model(**tokenizer("good bad good", return_tensors="pt")).logits for model, tokenizer in loaded]
+    assert torch.equal(*result)
     assert huggingface_hub.ModelCard.load(TO).data.model_name == "demo"
     assert any("/resolve/" in request.path for request in the_hub.requests)
 
@@ -188,9 +188,9 @@ def test_a_run_in_s3_is_pushed_from_another_machine(
     bucket.put("demo/checkpoints/step_1/weights.pt", b"large")
     flags = ["--endpoint", bucket.service.endpoint, "--region", bucket.config().region, "--path-style"]
     assert hub_command.main([bucket.location("demo"), "--to", TO, *flags]) == 0
-    found = pushed(the_hub)
-    assert found["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
-    assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(found) and len(found) == 7
+    result = pushed(the_hub)
+    assert result["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
+    assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(result) and len(result) == 7
     assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]  # the copy is gone
 
 

@@ -89,9 +89,9 @@ def test_a_hub_that_answers_is_used_and_one_that_does_not_is_given_up(
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
         if status is not None:
             hub.faults["/"] = status
-        found = hub_access.silence()
-        assert hub_access.silence() == found and len(hub.requests) == 1
-    assert found is None if expected is None else re.search(expected, str(found))
+        result = hub_access.silence()
+        assert hub_access.silence() == result and len(hub.requests) == 1
+    assert result is None if expected is None else re.search(expected, str(result))
 
 
 def test_what_is_on_this_machine_asks_nobody(nobody_there: None, prepared: Path, tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ TWO |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 
 def test_what_torchrun_says_is_read_in_one_go():
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    found = launched({**TWO, **torchrun})
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (1, 2, 1, 2)
-    assert (found.torchrun, found.restart_count, found.uses_agent_store) == (["x", "head", "29500"], 3, True)
-    assert found.is_distributed and found.is_under_torchrun and found.is_one_machine
+    result = launched({**TWO, **torchrun})
+    assert (result.rank, result.world_size, result.local_rank, result.local_world_size) == (1, 2, 1, 2)
+    assert (result.torchrun, result.restart_count, result.uses_agent_store) == (["x", "head", "29500"], 3, True)
+    assert result.is_distributed and result.is_under_torchrun and result.is_one_machine
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_what_torchrun_says_is_read_in_one_go():
     ],
 )
 def test_without_a_launcher_it_is_one_process(environ: dict[str, str]):
-    found = launched(environ)
-    assert (found.rank, found.world_size, found.is_distributed, found.is_under_torchrun) == (0, 1, False, False)
+    result = launched(environ)
+    assert (result.rank, result.world_size, result.is_distributed, result.is_under_torchrun) == (0, 1, False, False)
 
 
 @pytest.mark.parametrize(
@@ -369,9 +369,9 @@ def test_no_rank_outlives_a_torchrun_that_is_killed_while_they_start(tmp_path, p
         torchrun.kill()
         torchrun.wait()
         eventually(lambda family=family: not any(map(runs, family)), HANG_S)
-    found = run(train_overrides(run_dir, prepared), ranks=2)
-    assert found.returncode == 0, found.stderr
-    assert "[Gloo]" not in found.stdout + found.stderr
+    result = run(train_overrides(run_dir, prepared), ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert "[Gloo]" not in result.stdout + result.stderr
 
 
 # ---- what ends for good ----------------------------------------------------------------------------------------------
@@ -437,11 +437,11 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
     (tmp_path / "script.py").write_text(script or "")
     program = str(tmp_path / "script.py") if script else "train"
     words = launch(program, train_overrides(tmp_path / "run", prepared, more), ranks=2, restarts=3)
-    found = run_forked(words, os.environ)
-    assert found.returncode == 1
-    spoken = [line for line in found.stderr.splitlines() if line.startswith(said)]
-    assert len(spoken) == 1 or (spoken and script == LOST), found.stderr  # if it is lost, both may come to say so
-    assert "not started again" not in found.stderr
+    result = run_forked(words, os.environ)
+    assert result.returncode == 1
+    spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
+    assert len(spoken) == 1 or (spoken and script == LOST), result.stderr  # if it is lost, both may come to say so
+    assert "not started again" not in result.stderr
 
 
 # ---- a console that fails --------------------------------------------------------------------------------------------
@@ -460,8 +460,8 @@ sys.exit(75)
 def test_what_is_printed_changes_no_exit_code(tmp_path: Path, kind: str):
     read, write = os.pipe()
     os.close(read)
-    place = "/dev/full" if kind == "full" else str(tmp_path / "out")
-    redirection = {"closed pipe": "2>&1", "closed": ">&- 2>&-"}.get(kind, f">{place} 2>&1")
+    folder = "/dev/full" if kind == "full" else str(tmp_path / "out")
+    redirection = {"closed pipe": "2>&1", "closed": ">&- 2>&-"}.get(kind, f">{folder} 2>&1")
     words = ["sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, SPEAKS]
     assert subprocess.run(words, cwd=ROOT, stdout=write, check=False).returncode == 75
     os.close(write)
@@ -506,10 +506,10 @@ import sys
 from pathlib import Path
 from train import evaluation
 before = evaluation.measure
-def measure(life, *more, **named):
-    for path in Path(life.cfg.data.path).glob("validation-*"):
+def measure(attempt, *more, **named):
+    for path in Path(attempt.cfg.data.path).glob("validation-*"):
         path.unlink()
-    return before(life, *more, **named)
+    return before(attempt, *more, **named)
 evaluation.measure = measure
 from train.__main__ import main
 sys.exit(main())
@@ -520,7 +520,7 @@ def test_a_run_with_loader_processes_ends_after_an_unexpected_error(tmp_path, pr
     """A process of its own: forks leave without what Python does at exit."""
     data = shutil.copytree(prepared, tmp_path / "data")
     words = train_overrides(tmp_path / "run", data, "data.num_workers=1")
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", LOSES_DATA, *words],
         cwd=ROOT,
         timeout=HANG_S,
@@ -528,5 +528,5 @@ def test_a_run_with_loader_processes_ends_after_an_unexpected_error(tmp_path, pr
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 1
-    assert "FileNotFoundError" in found.stderr and "step 3/6" in found.stderr
+    assert result.returncode == 1
+    assert "FileNotFoundError" in result.stderr and "step 3/6" in result.stderr

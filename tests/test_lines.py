@@ -23,15 +23,15 @@ def files_may_hold(num_bytes):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What the log is told. It does not go to pytest's own files, which may not grow either."""
-    found = []
+def logged(monkeypatch):
+    """What is logged. It does not go to pytest's own files, which may not grow either."""
+    result = []
     for level in ("warning", "error"):
-        monkeypatch.setattr(module.logger, level, lambda text, *values: found.append(text % values))
-    return found
+        monkeypatch.setattr(module.logger, level, lambda text, *values: result.append(text % values))
+    return result
 
 
-def test_what_is_refused_comes_later_in_order(tmp_path, told):
+def test_what_is_refused_comes_later_in_order(tmp_path, logged):
     path = tmp_path / "lines"
     file = LineFile(path)
     file.write("first")
@@ -42,10 +42,10 @@ def test_what_is_refused_comes_later_in_order(tmp_path, told):
     file.write("fourth")
     file.close()
     assert path.read_text().split() == ["first", "second", "third", "fourth"]
-    assert told == [f"{path}: File too large; its lines wait in memory"]
+    assert logged == [f"{path}: File too large; its lines wait in memory"]
 
 
-def test_a_line_that_never_got_through_leaves_nothing(tmp_path, told):
+def test_a_line_that_never_got_through_leaves_nothing(tmp_path, logged):
     path = tmp_path / "lines"
     file = LineFile(path)
     file.write("first")
@@ -53,7 +53,7 @@ def test_a_line_that_never_got_through_leaves_nothing(tmp_path, told):
         file.write("second")
         file.close()
     assert path.read_text() == "first\n"
-    assert told[-1] == f"{path}: 1 lines could not be written"
+    assert logged[-1] == f"{path}: 1 lines could not be written"
     again = LineFile(path)
     again.write("second")
     again.close()

@@ -70,14 +70,14 @@ def long_text(num_chars: int) -> str:
 
 def lines_as_before(line: str) -> list[str]:
     """The same as `short_lines` of one line, said as plainly as can be, in quadratic time."""
-    found = []
+    result = []
     while line:
         head = line if len(line.encode()) <= MAX_LINE_BYTES else line[: MAX_LINE_BYTES // 4]
         if len(head) < len(line):
             head = head.rpartition(" ")[0] or head
-        found.append(head)
+        result.append(head)
         line = line[len(head) :].lstrip()
-    return found
+    return result
 
 
 def test_ordinary_text_gives_the_same_shards_as_ever(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def test_metrics_have_the_fields_that_outside_tools_read(finished):
 
 
 def test_the_run_folder_is_as_the_readme_draws_it(finished):
-    found = {path.name for path in finished.iterdir()}
+    result = {path.name for path in finished.iterdir()}
     files = {"config.yaml", "environment.json", "metrics.jsonl", "outcome.json"}
-    assert found == files | {"checkpoints", "tensorboard", "log", "export", "lease"}
+    assert result == files | {"checkpoints", "tensorboard", "log", "export", "lease"}
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["plan"]["total_steps"] == 6
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0]
@@ -135,16 +135,16 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
     shard.write_bytes(content)
-    found = run(train_overrides(tmp_path / "run", data), ranks=2)
-    assert found.returncode != 0
-    assert found.stderr.count("has sha256") == 1
-    assert f'File "{ROOT / "train"}' not in found.stderr  # no stack trace of ours; torchrun prints its own
+    result = run(train_overrides(tmp_path / "run", data), ranks=2)
+    assert result.returncode != 0
+    assert result.stderr.count("has sha256") == 1
+    assert f'File "{ROOT / "train"}' not in result.stderr  # no stack trace of ours; torchrun prints its own
 
 
 def test_only_rank_0_speaks(tmp_path, prepared):
-    found = run(train_overrides(tmp_path / "run", prepared, "export=false"), ranks=2)
-    assert found.returncode == 0, found.stderr
-    assert found.stderr.count("step 6/6") == 1
+    result = run(train_overrides(tmp_path / "run", prepared, "export=false"), ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("step 6/6") == 1
     assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
     refused = run(train_overrides(tmp_path / "run", prepared, "seed=5"), ranks=2)
     assert refused.stderr.count("error: ") == 1

@@ -148,14 +148,14 @@ def test_the_environment_of_one_machine():
 
 
 def test_several_machines_meet_at_the_first_by_another_port_than_torchruns():
-    found = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, nodes=2)
-    assert found["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
+    result = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, nodes=2)
+    assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
     assert machine.ROOT_COMM_PORT not in (29500, 62182)  # torchrun's and torch_xla's own
-    assert (found["FI_PROVIDER"], found["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
-    assert found["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] == "512"
-    assert found.keys() >= wanted({}).keys()
+    assert (result["FI_PROVIDER"], result["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
+    assert result["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] == "512"
+    assert result.keys() >= wanted({}).keys()
     one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
-    assert one["NEURON_RT_ROOT_COMM_ID"] == found["NEURON_RT_ROOT_COMM_ID"]
+    assert one["NEURON_RT_ROOT_COMM_ID"] == result["NEURON_RT_ROOT_COMM_ID"]
     assert not {"FI_PROVIDER", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"} & one.keys()
 
 
@@ -200,8 +200,8 @@ def test_several_machines_do_not_meet_at_localhost(environ):
 
 
 def test_stochastic_rounding_is_on_only_when_asked_for_and_has_a_seed():
-    found = wanted({}, stochastic_rounding=True)
-    assert (found["NEURON_RT_STOCHASTIC_ROUNDING_EN"], found["NEURON_RT_STOCHASTIC_ROUNDING_SEED"]) == ("1", "0")
+    result = wanted({}, stochastic_rounding=True)
+    assert (result["NEURON_RT_STOCHASTIC_ROUNDING_EN"], result["NEURON_RT_STOCHASTIC_ROUNDING_SEED"]) == ("1", "0")
     assert "NEURON_RT_STOCHASTIC_ROUNDING_SEED" not in wanted({})
 
 
@@ -222,8 +222,8 @@ def test_what_the_user_set_is_not_set_again():
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "5",
         "MASTER_ADDR": "head",
     }
-    found = wanted(user, nodes=2, stochastic_rounding=True)
-    assert not user.keys() & found.keys()
+    result = wanted(user, nodes=2, stochastic_rounding=True)
+    assert not user.keys() & result.keys()
 
 
 def test_an_environment_made_twice_is_the_same_and_keeps_the_users_flags():
@@ -317,11 +317,11 @@ def test_an_nvme_disk_of_the_machine_is_told_from_a_volume_and_a_raid_of_them_co
     device("md0", slaves=["nvme1n1", "nvme2n1"])
     device("md1", slaves=["nvme1n1", "nvme0n1"])
     lines = []
-    for number, (name, place) in enumerate([("nvme0n1", "root"), ("nvme1n1", "one"), ("md0", "ra id"), ("md1", "mix")]):
-        (tmp_path / place).mkdir()
-        where = str(tmp_path / place).replace(" ", "\\040")
+    for number, (name, path) in enumerate([("nvme0n1", "root"), ("nvme1n1", "one"), ("md0", "ra id"), ("md1", "mix")]):
+        (tmp_path / path).mkdir()
+        where = str(tmp_path / path).replace(" ", "\\040")
         lines.append(f"{number} 1 0:1 / {where} rw,relatime shared:1 - ext4 /dev/{name} rw")
     lines.append("9 1 0:1 / /proc rw - proc proc rw")
     (tmp_path / "mountinfo").write_text("\n".join(lines))
-    found = machine.instance_stores(mountinfo=tmp_path / "mountinfo", sys_block=tmp_path / "block")
-    assert found == [tmp_path / "one", tmp_path / "ra id"]
+    result = machine.instance_stores(mountinfo=tmp_path / "mountinfo", sys_block=tmp_path / "block")
+    assert result == [tmp_path / "one", tmp_path / "ra id"]

@@ -23,9 +23,9 @@ def masker(**changes):
 
 @pytest.fixture(scope="module")
 def tokens():
-    found = np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)  # as the shards hold them
-    found[:, 0], found[:, 20], found[:, -1] = 2, 3, 3
-    return found
+    result = np.random.default_rng(0).integers(5, V, (B, S)).astype(np.uint16)  # as the shards hold them
+    result[:, 0], result[:, 20], result[:, -1] = 2, 3, 3
+    return result
 
 
 def draw(tokens, epoch=0, first_row=0, **changes):
@@ -36,19 +36,19 @@ def draw(tokens, epoch=0, first_row=0, **changes):
 @pytest.mark.parametrize("word_start", [None, WORD_START], ids=["tokens", "words"])
 @pytest.mark.parametrize("max_ngram", [1, 3])
 def test_labels_are_the_hidden_tokens_and_everything_else_is_untouched(tokens, word_start, max_ngram):
-    found = draw(tokens, word_start=word_start, max_ngram=max_ngram)
-    used = found.labels != IGNORE_INDEX
-    assert found.input_ids.shape == tokens.shape
-    assert found.positions.shape == found.labels.shape == (B, 12)
+    result = draw(tokens, word_start=word_start, max_ngram=max_ngram)
+    used = result.labels != IGNORE_INDEX
+    assert result.input_ids.shape == tokens.shape
+    assert result.positions.shape == result.labels.shape == (B, 12)
     lines, _ = np.nonzero(used)
-    assert (tokens[lines, found.positions[used]] == found.labels[used]).all()
-    restored = found.input_ids.copy()
-    restored[lines, found.positions[used]] = found.labels[used]
+    assert (tokens[lines, result.positions[used]] == result.labels[used]).all()
+    restored = result.input_ids.copy()
+    restored[lines, result.positions[used]] = result.labels[used]
     assert (restored == tokens).all()
-    for positions, in_use in zip(found.positions, used, strict=True):
+    for positions, in_use in zip(result.positions, used, strict=True):
         assert (np.diff(positions[in_use]) > 0).all()
-    assert not np.isin(found.positions[used], [0, 20, S - 1]).any()  # those of special tokens
-    put_in = found.input_ids[lines, found.positions[used]]
+    assert not np.isin(result.positions[used], [0, 20, S - 1]).any()  # those of special tokens
+    put_in = result.input_ids[lines, result.positions[used]]
     assert set(put_in[put_in < 5]) == {4}
     if word_start is None:
         assert (used.sum(1) == round(0.15 * (S - 3))).all()
@@ -57,11 +57,11 @@ def test_labels_are_the_hidden_tokens_and_everything_else_is_untouched(tokens, w
 
 
 def test_of_the_hidden_tokens_80_percent_are_masked_10_replaced_10_kept(tokens):
-    found = draw(np.concatenate([tokens] * 8))
+    result = draw(np.concatenate([tokens] * 8))
     original = np.concatenate([tokens] * 8)
-    number = (found.labels != IGNORE_INDEX).sum()
-    masked = (found.input_ids == 4).sum() / number
-    kept = 1 - (found.input_ids != original).sum() / number
+    number = (result.labels != IGNORE_INDEX).sum()
+    masked = (result.input_ids == 4).sum() / number
+    kept = 1 - (result.input_ids != original).sum() / number
     # 36,000 draws: three standard deviations are 0.006 and 0.005.
     assert masked == pytest.approx(0.8, abs=0.007)
     assert kept == pytest.approx(0.1, abs=0.006)
@@ -69,9 +69,9 @@ def test_of_the_hidden_tokens_80_percent_are_masked_10_replaced_10_kept(tokens):
 
 def neighbours(tokens, **changes):
     """Share of the hidden tokens before which the token is hidden too."""
-    found = draw(tokens, max_predictions=60, **changes)
-    is_used = found.labels != IGNORE_INDEX
-    positions = np.where(is_used, found.positions, -9 * np.arange(1, 61))
+    result = draw(tokens, max_predictions=60, **changes)
+    is_used = result.labels != IGNORE_INDEX
+    positions = np.where(is_used, result.positions, -9 * np.arange(1, 61))
     return (np.diff(positions) == 1).sum() / is_used.sum()
 
 
@@ -86,9 +86,9 @@ def test_run_lengths_follow_one_over_n():
 
 
 def test_whole_words_are_hidden_whole(tokens):
-    found = draw(tokens, word_start=WORD_START)
+    result = draw(tokens, word_start=WORD_START)
     number = 0
-    for row, positions, labels in zip(tokens, found.positions, found.labels, strict=True):
+    for row, positions, labels in zip(tokens, result.positions, result.labels, strict=True):
         hidden = set(positions[labels != IGNORE_INDEX].tolist())
         for position in hidden:
             after = position + 1
@@ -110,8 +110,8 @@ def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(
 
 
 def test_every_position_is_equally_likely(tokens):
-    found = draw(np.concatenate([tokens] * 8))
-    counts = np.bincount(found.positions[found.labels != IGNORE_INDEX], minlength=S)
+    result = draw(np.concatenate([tokens] * 8))
+    counts = np.bincount(result.positions[result.labels != IGNORE_INDEX], minlength=S)
     maskable = np.delete(counts, [0, 20, S - 1])
     assert maskable.std() / maskable.mean() < 0.07  # 590 draws each: 0.04 by chance
 

@@ -43,14 +43,14 @@ def batch(rows=3):
 def test_logits_are_those_of_transformers_at_the_positions_asked_for(architecture, tmp_path):
     model = build(architecture)
     ids, segments, positions = batch()
-    found = model(ids, segments, positions)
+    result = model(ids, segments, positions)
     model.export(tmp_path)
     plain = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     inputs = {"token_type_ids": segments} if model.has_segments else {}
     whole = plain(input_ids=ids, **inputs).logits
-    assert found.shape == (3, P, V)
+    assert result.shape == (3, P, V)
     wanted = whole.gather(1, positions[..., None].expand(-1, -1, V))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # the same sums in another order
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)  # the same sums in another order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -44,8 +44,8 @@ def recorded(name: str) -> list[bytes]:
 
 def parse(name: str, *, num_devices: int = 2, run_tag: str | None = "run_a") -> list[Reading]:
     parser = Parser(num_devices, run_tag, Notes())
-    found = [parser.parse(line) for line in recorded(name)]
-    return [reading for reading in found if reading is not None]
+    result = [parser.parse(line) for line in recorded(name)]
+    return [reading for reading in result if reading is not None]
 
 
 def gathered(*readings: Reading) -> Sample:
@@ -219,11 +219,11 @@ def opened(kind: str = "neuron", *, num_devices: int = 2) -> monitor.Monitor:
 def fields_with(watch: monitor.Monitor, name: str) -> dict[str, float]:
     """Those of the first sample that has the one named."""
 
-    def found() -> dict[str, float] | None:
+    def known_fields() -> dict[str, float] | None:
         fields = watch.read().fields(peak_flops_per_s=95e12)
         return fields if name in fields else None
 
-    fields: dict[str, float] = eventually(found)
+    fields: dict[str, float] = eventually(known_fields)
     return fields
 
 
@@ -361,13 +361,13 @@ def test_cpu_readings_see_the_work_and_memory_of_this_process_and_its_children()
     try:
         eventually(lambda: psutil.Process(child.pid).memory_info().rss > 200e6)
         with opened("cpu", num_devices=1) as watch:
-            found = [fields_with(watch, "device_utilisation") for _ in range(5)]
+            result = [fields_with(watch, "device_utilisation") for _ in range(5)]
         own = psutil.Process().memory_info().rss
-        assert found[-1]["device_memory_bytes"] > own / 2
+        assert result[-1]["device_memory_bytes"] > own / 2
         assert {os.getpid(), child.pid} <= {process.pid for process in monitor.Cpu(1, 1.0).processes()}
-        assert 0 < max(fields["device_utilisation"] for fields in found) <= 1
-        assert all("hardware_mfu" not in fields and "device_errors" not in fields for fields in found)
-        assert psutil.virtual_memory().total >= found[-1]["host_memory_bytes"] > 200e6
+        assert 0 < max(fields["device_utilisation"] for fields in result) <= 1
+        assert all("hardware_mfu" not in fields and "device_errors" not in fields for fields in result)
+        assert psutil.virtual_memory().total >= result[-1]["host_memory_bytes"] > 200e6
     finally:
         child.kill()
         child.wait()
@@ -480,13 +480,13 @@ def test_nvml_errors_and_heat_are_alarms(gpus: FakeNvml) -> None:
     with opened("nvidia", num_devices=2) as watch:
         fields_with(watch, "device_utilisation")
         gpus.devices[1].update(ecc=2, reasons=0x44)
-        found = eventually(watch.alarms)
+        result = eventually(watch.alarms)
         gpus.devices[1].update(reasons=0x4)
         fields_with(watch, "device_utilisation")
         gpus.devices[1].update(reasons=0x20, ecc=3)
         again = eventually(watch.alarms)
     host = platform.node()
-    assert found == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: slowed down by its temperature"]
+    assert result == [f"{host}: GPU 1: uncorrected memory errors: 2", f"{host}: GPU 1: slowed down by its temperature"]
     assert again == [f"{host}: GPU 1: uncorrected memory errors: 1"]
 
 
@@ -515,8 +515,8 @@ def test_what_a_device_does_not_support_is_noted_once_and_left_out(gpus: FakeNvm
         ("0,7,1", [0]),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(gpus: FakeNvml, names: str | None, found: list[int]) -> None:
-    assert monitor.visible(names) == found
+def test_visible_devices_are_read_as_cuda_reads_them(gpus: FakeNvml, names: str | None, result: list[int]) -> None:
+    assert monitor.visible(names) == result
 
 
 def test_the_real_binding_has_every_name_that_is_used() -> None:

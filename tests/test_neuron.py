@@ -45,9 +45,9 @@ def pretend(put, versions):
 @pytest.fixture
 def versions(monkeypatch):
     """On such a machine; gives the versions of its packages."""
-    found = {"torch": "2.14.0", "torch-neuronx": VERSION}
-    monkeypatch.setitem(sys.modules, "torch_neuronx", pretend(monkeypatch.setattr, found))
-    return found
+    result = {"torch": "2.14.0", "torch-neuronx": VERSION}
+    monkeypatch.setitem(sys.modules, "torch_neuronx", pretend(monkeypatch.setattr, result))
+    return result
 
 
 NEURON = ["backend=neuron", "backend.device=auto"]
@@ -83,15 +83,15 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
     opened, real = {}, loop.open_monitor
     monkeypatch.setattr(loop, "open_monitor", lambda kind, **rest: opened.update(rest) or real(kind, **rest))
     monkeypatch.setenv("NEURON_PROCESS_TAG", "run_a")
-    found = train(tmp_path / "run", prepared, *NEURON)
+    result = train(tmp_path / "run", prepared, *NEURON)
     assert opened["run_tag"] == "run_a"  # else it would count the devices of another run as well
-    assert losses(found) == losses(by_ddp) and losses(found)[-1] < losses(found)[0]
+    assert losses(result) == losses(by_ddp) and losses(result)[-1] < losses(result)[0]
     for name, tensor in weights(by_ddp).items():
-        assert torch.equal(weights(found)[name], tensor), name
-    (summary,) = lines(found, "summary")
+        assert torch.equal(weights(result)[name], tensor), name
+    (summary,) = lines(result, "summary")
     assert summary["backend"] == "neuron"
-    assert not lines(found, "fault")
-    log = (found / "log/rank_0000.txt").read_text()
+    assert not lines(result, "fault")
+    log = (result / "log/rank_0000.txt").read_text()
     assert log.count("no-neuron-monitor is neither on PATH nor in") == log.count("training continues") == 1
 
 
@@ -191,8 +191,8 @@ def test_random_numbers_of_the_device_are_saved_and_put_back(device, tmp_path):
     wanted = torch.rand(4), torch.rand(4, generator=generator)
     backend.seed(4)
     backend.set_rng_state(load(tmp_path / "state.pt"))
-    found = torch.rand(4), torch.rand(4, generator=generator)
-    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    result = torch.rand(4), torch.rand(4, generator=generator)
+    assert torch.equal(result[0], wanted[0]) and torch.equal(result[1], wanted[1])
 
 
 def test_the_device_of_each_rank_draws_other_numbers(device):

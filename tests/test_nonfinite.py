@@ -98,7 +98,7 @@ def compiled():
 
 def check_skips(way, value):
     """Among steps by finite multiples of the loss those by `value`."""
-    clean, found = Run(way), Run(way)
+    clean, result = Run(way), Run(way)
     wanted = []
     for scale in (1.0, 0.5, 2.0):
         assert math.isfinite(clean.step(scale, 1.0))
@@ -114,30 +114,30 @@ def check_skips(way, value):
         (value, 1, (3, 2)),
         (2.0, 2, (3, 0)),
     ):
-        norm = float(found.step(scale, 1.0))
+        norm = float(result.step(scale, 1.0))
         assert math.isfinite(norm) == (scale in (1.0, 0.5, 2.0)) and math.isnan(norm) == math.isnan(scale)
-        assert same(found.everything(), wanted[expected])
-        assert found.backend.skips.counts() == counts
-        assert found.gradients_are_cleared()
+        assert same(result.everything(), wanted[expected])
+        assert result.backend.skips.counts() == counts
+        assert result.gradients_are_cleared()
     assert compiled() == num_graphs
-    found.step(value, 1.0)
-    found.backend.skips.reset_streak()
-    assert found.backend.skips.counts() == (4, 0)
-    found.step(value, 1.0)
-    assert found.backend.skips.counts() == (5, 1)
+    result.step(value, 1.0)
+    result.backend.skips.reset_streak()
+    assert result.backend.skips.counts() == (4, 0)
+    result.step(value, 1.0)
+    assert result.backend.skips.counts() == (5, 1)
     assert compiled() == num_graphs
 
 
 def check_finite_steps_are_those_without_the_choice(way):
     """Bit for bit, also as XLA compiles it."""
-    found, wanted = Run(way), Run(way)
+    result, wanted = Run(way), Run(way)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nonfinite, "undo_unless", lambda *_: None)
         for scale in (1.0, 0.5, 2.0):
             wanted.step(scale, 1.0)
     for scale in (1.0, 0.5, 2.0):
-        found.step(scale, 1.0)
-    assert same(found.everything(), wanted.everything())
+        result.step(scale, 1.0)
+    assert same(result.everything(), wanted.everything())
 
 
 HUGE = 1e30  # finite gradients, whose squares are not: a norm of inf
@@ -158,7 +158,7 @@ def test_finite_steps_on_xla_are_those_without_the_choice(way):
 def test_finite_steps_decided_on_the_device_are_those_decided_on_the_host(on_host, on_device):
     runs = [Run(on_host), Run(on_device)]
     for scale in (1.0, 0.5, 2.0):
-        first, second = (found.step(scale, 1.0) for found in runs)
+        first, second = (result.step(scale, 1.0) for result in runs)
         assert torch.equal(first, second)
     assert same(runs[0].everything(), runs[1].everything())
 
@@ -185,10 +185,10 @@ def test_deciding_on_the_device_copies_no_weights_and_no_moments(on_host, on_dev
     """It allocates what a step decided on the host does."""
     names = []
     for way, scale in ((on_host, 1.0), (on_device, value)):
-        found = Run(way)
-        found.step(1.0)
+        result = Run(way)
+        result.step(1.0)
         with Allocations() as seen:
-            found.step(scale)
+            result.step(scale)
         names.append(sorted(seen.names))
     assert names[0] == names[1] and not any("clone" in name for name in names[1])
     assert ("aten::_foreach_sqrt" in names[0]) == ("lamb" in on_host)
@@ -196,31 +196,31 @@ def test_deciding_on_the_device_copies_no_weights_and_no_moments(on_host, on_dev
 
 @pytest.mark.parametrize("way", ["cuda", "cuda, lamb"])
 def test_deciding_on_the_device_does_not_wait_for_it(way, monkeypatch):
-    found = Run(way)
+    result = Run(way)
 
     def waits(*_):
         raise AssertionError("the host reads a value")
 
     for name in ("__bool__", "__float__", "__int__", "item", "tolist", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, waits)
-    found.step(1.0)
-    found.step(math.nan)
+    result.step(1.0)
+    result.step(math.nan)
     monkeypatch.undo()
-    assert found.backend.skips.counts() == (1, 1)
+    assert result.backend.skips.counts() == (1, 1)
 
 
 def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_instead():
     way = "xla"
-    found = Run(way)
-    found.step(math.nan)
-    found.step(HUGE)
+    result = Run(way)
+    result.step(math.nan)
+    result.step(HUGE)
     with pytest.raises(RuntimeError, match="the first step changed no weights"):
         nothing = Run(way)
         nothing.optimizer.param_groups[0]["weight_decay"] = 0.0
         nothing.step(math.nan)
         nothing.step(0.0)
-    found.step(1.0)
-    assert found.backend.skips.counts() == (2, 0)
+    result.step(1.0)
+    assert result.backend.skips.counts() == (2, 0)
 
 
 # ---- other processes -----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_inst
 
 def rank_of_two(folder):
     """Only rank 1 has a bad loss, and only in the first of two micro batches."""
-    rank, found = int(os.environ["RANK"]), {}
+    rank, result = int(os.environ["RANK"]), {}
     for way in ("xla", "cpu", "cuda", "cuda, lamb"):  # XLA's device is to be open at the first backward pass
         begun = Run(way)
         begun.step(1.0, 1.0)
@@ -238,12 +238,12 @@ def rank_of_two(folder):
         begun.step(1.0, 1.0)
         went_on = not same(before, begun.everything())
         Replica(begun.backend, begun.model, begun.optimizer).check_replicas()
-        found[way] = [kept, counts, went_on, begun.backend.skips.counts(), compiled() - num_graphs]
+        result[way] = [kept, counts, went_on, begun.backend.skips.counts(), compiled() - num_graphs]
         backend = begun.backend
         dist.init_process_group = lambda *_, **__: None  # the others share the group of the first
     del begun
     backend.close()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
 
 
 def all_of_xla():
@@ -260,8 +260,8 @@ def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):
     done = run(["ranks", str(tmp_path)], ranks=2, module="test_nonfinite", env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        for way, found in json.loads((tmp_path / f"{rank}.json").read_text()).items():
-            assert found == [True, [1, 1], True, [1, 0], 0], (rank, way)
+        for way, result in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert result == [True, [1, 1], True, [1, 0], 0], (rank, way)
 
 
 def test_without_functionalization_as_on_neuron_it_is_the_same():

@@ -16,11 +16,11 @@ def rates(total=100, warmup=10, **settings):
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "constant"])
 def test_schedules_rise_to_the_peak_in_the_warmup_and_never_rest_at_zero(schedule):
-    found = rates(schedule=schedule, power=2.0)
-    assert found[0] == pytest.approx(0.1)
-    assert found[9] == found[10] == max(found) == 1.0
-    assert min(found) > 0
-    assert found[10:] == sorted(found[10:], reverse=True)
+    result = rates(schedule=schedule, power=2.0)
+    assert result[0] == pytest.approx(0.1)
+    assert result[9] == result[10] == max(result) == 1.0
+    assert min(result) > 0
+    assert result[10:] == sorted(result[10:], reverse=True)
 
 
 def test_schedules_fall_as_their_names_say():
@@ -104,11 +104,11 @@ def encoder_and_head(kind="fused"):
 
 def rates_of(optimizer, parameters):
     """{rate: number of parameters}"""
-    found, wanted = {}, {id(parameter) for parameter in parameters}
+    result, wanted = {}, {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
         rate = round(float(group["lr"]), 7)
-        found[rate] = found.get(rate, 0) + len({id(parameter) for parameter in group["params"]} & wanted)
-    return found
+        result[rate] = result.get(rate, 0) + len({id(parameter) for parameter in group["params"]} & wanted)
+    return result
 
 
 @pytest.mark.parametrize("kind", IMPLEMENTATIONS)

@@ -27,65 +27,65 @@ BERT = ModelConfig(architecture="bert", max_positions=64, hidden_size=8, num_lay
 @pytest.fixture(scope="module")
 def labelled(texts, tokenizer_folder, tmp_path_factory):
     """A run on CSV with a dialect and column names of its own, and the rows that it was evaluated on."""
-    place = tmp_path_factory.mktemp("labelled")
+    path = tmp_path_factory.mktemp("labelled")
     lines = [(f"row{i}", f'{LABELS[i % 3]} "{text}"', LABELS[i % 3]) for i, text in enumerate(texts[:60])]
     for name, part in {"train": lines[:40], "dev": lines[40:]}.items():
-        with (place / f"{name}.csv").open("w", newline="") as file:
+        with (path / f"{name}.csv").open("w", newline="") as file:
             writer = csv.writer(file, quoting=csv.QUOTE_ALL, doublequote=False, escapechar="\\")
             writer.writerows([("name", "body", "stars"), *part])
     columns = ["data.columns.id=name", "data.columns.text=body", "data.columns.label=stars", r"data.escape='\\'"]
-    given = ["task=classify", "data=records", "seq_len=64", "data.lengths=[16,32]", f"data.path={place}"]
+    given = ["task=classify", "data=records", "seq_len=64", "data.lengths=[16,32]", f"data.path={path}"]
     files = ["data.train=train.csv", "data.validation=dev.csv"]
-    run = tuned(place / "run", tokenizer_folder, *given, *columns, *files)
-    return run, place / "dev.csv"
+    run = tuned(path / "run", tokenizer_folder, *given, *columns, *files)
+    return run, path / "dev.csv"
 
 
 @pytest.fixture(scope="module")
 def answering(texts, tokenizer_folder, tmp_path_factory):
     """A run on questions of which every third has no answer, and those it was evaluated on."""
-    place = tmp_path_factory.mktemp("answering")
+    path = tmp_path_factory.mktemp("answering")
     for name, seed, count in (("train", 0, 16), ("dev", 1, 14)):
-        (place / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=count, v2=True)))
+        (path / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=count, v2=True)))
     task = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "task.unanswerable=true", "seq_len=48"]
-    files = ["data=records", f"data.path={place}", "data.train=train.json", "data.validation=dev.json"]
-    run = tuned(place / "run", tokenizer_folder, *task, *files, "data.lengths=[16]")
-    return run, place / "dev.json"
+    files = ["data=records", f"data.path={path}", "data.train=train.json", "data.validation=dev.json"]
+    run = tuned(path / "run", tokenizer_folder, *task, *files, "data.lengths=[16]")
+    return run, path / "dev.json"
 
 
 @pytest.fixture(scope="module")
 def folder(tokenizer_folder, tmp_path_factory):
     """A model of transformers that no run of ours made."""
-    place = tmp_path_factory.mktemp("folder")
+    path = tmp_path_factory.mktemp("folder")
     torch.manual_seed(0)
-    build_classifier(BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(place)
-    shutil.copytree(tokenizer_folder, place, dirs_exist_ok=True)
-    return place
+    build_classifier(BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(path)
+    shutil.copytree(tokenizer_folder, path, dirs_exist_ok=True)
+    return path
 
 
 def lines_of(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def same_answers(found, run):
+def same_answers(result, run):
     wanted = json.loads((run / "predictions/validation.json").read_text())
-    return {line["id"]: line["answer"] for line in found} == wanted
+    return {line["id"]: line["answer"] for line in result} == wanted
 
 
 def refused(capsys, *arguments):
     """The line that says what is wrong. (The runs of the fixtures have turned on what is logged.)"""
     assert predict.main([str(argument) for argument in arguments]) == cli.REFUSED
-    found = capsys.readouterr()
-    assert not found.out
-    (line,) = [line for line in found.err.splitlines() if "random weights" not in line]
+    result = capsys.readouterr()
+    assert not result.out
+    (line,) = [line for line in result.err.splitlines() if "random weights" not in line]
     return line.removeprefix("error: ")
 
 
 # ---- the same as in the run's evaluation ---------------------------------------------------------------------------
 
 
-def check_same_labels(found, wanted):
-    assert [line["id"] for line in found] == [line["id"] for line in wanted]
-    for one, other in zip(found, wanted, strict=True):
+def check_same_labels(result, wanted):
+    assert [line["id"] for line in result] == [line["id"] for line in wanted]
+    for one, other in zip(result, wanted, strict=True):
         assert (one["prediction"], one["label"]) == (other["prediction"], other["label"])
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
 
@@ -95,8 +95,10 @@ def test_labels_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert predict.main([str(run), "--input", str(dev), "--output", str(out), "--batch-size", "7", *FP32]) == 0
     check_same_labels(lines_of(out), lines_of(run / "predictions/validation.jsonl"))
-    found = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
-    said = f"accuracy {found['accuracy']:.4f}, f1_macro {found['f1_macro']:.4f}, f1_weighted {found['f1_weighted']:.4f}"
+    result = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
+    said = (
+        f"accuracy {result['accuracy']:.4f}, f1_macro {result['f1_macro']:.4f}, f1_weighted {result['f1_weighted']:.4f}"
+    )
     assert capsys.readouterr().out == f"{said} of the 20 rows with a label that the model knows (of 20)\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
@@ -115,10 +117,10 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     out = tmp_path / "out.jsonl"
     as_evaluated = ["--null-threshold=0", "--batch-size=3", *FP32]
     assert predict.main([str(run), "--input", str(dev), "--output", str(out), *as_evaluated]) == 0
-    found = lines_of(out)
-    assert same_answers(found, run)
-    assert [line["id"] for line in found] == [f"q{number}" for number in range(14)]
-    for line, wanted in zip(found, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True):
+    result = lines_of(out)
+    assert same_answers(result, run)
+    assert [line["id"] for line in result] == [f"q{number}" for number in range(14)]
+    for line, wanted in zip(result, lines_of(run / "predictions/validation_nbest.jsonl"), strict=True):
         assert [one["text"] for one in line["n_best"]] == [one["text"] for one in wanted["answers"]]
         scores = {one["text"]: one["score"] for one in reversed(line["n_best"])}
         assert line["score"] == pytest.approx(scores[line["answer"]], abs=1e-6)
@@ -140,8 +142,8 @@ def test_the_threshold_decides_whether_there_is_an_answer(answering, capsys):
     run, dev = answering
     for threshold, has_answer in (("-1e9", False), ("1e9", True)):
         assert predict.main([str(run), "--input", str(dev), f"--null-threshold={threshold}", *FP32]) == 0
-        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert {bool(line["answer"]) for line in found} == {has_answer}
+        result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {bool(line["answer"]) for line in result} == {has_answer}
 
 
 def test_without_an_evaluation_a_threshold_has_to_be_given(answering, tmp_path, capsys):
@@ -162,9 +164,9 @@ def test_one_text_goes_to_standard_output(labelled, capsys):
         row = next(csv.DictReader(file, escapechar="\\", doublequote=False))
     assert predict.main([str(run), "--text", row["body"], *FP32]) == 0
     wanted = lines_of(run / "predictions/validation.jsonl")[0]
-    found = capsys.readouterr()
-    line = json.loads(found.out)
-    assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0" and not found.err
+    result = capsys.readouterr()
+    line = json.loads(result.out)
+    assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0" and not result.err
     assert line["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-5)
 
 
@@ -174,11 +176,11 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--text-column", "body", "--id-column", "key", *FP32]
     assert predict.main([str(folder), "--input", str(tmp_path / "new.jsonl"), *flags]) == 0
-    found = capsys.readouterr()
-    lines = [json.loads(line) for line in found.out.splitlines()]
+    result = capsys.readouterr()
+    lines = [json.loads(line) for line in result.out.splitlines()]
     assert [line["id"] for line in lines] == ["9", "8", "7", "6"]
     assert [line["label"] for line in lines] == ["bad", "fair", None, None]
-    assert "of the 2 rows with a label that the model knows (of 4)" in found.err
+    assert "of the 2 rows with a label that the model knows (of 4)" in result.err
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     theirs = pipeline("text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None)
     for line, row in zip(lines, rows, strict=True):
@@ -208,11 +210,11 @@ def test_csv_out_has_a_column_for_each_label(labelled, tmp_path):
     run, dev = labelled
     assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "out.csv"), *FP32]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
+        result = list(csv.DictReader(file))
     wanted = lines_of(run / "predictions/validation.jsonl")
-    assert list(found[0]) == ["id", "label", "prediction", "probability_bad", "probability_fair", "probability_good"]
-    assert [(row["id"], row["prediction"]) for row in found] == [(line["id"], line["prediction"]) for line in wanted]
-    assert float(found[3]["probability_fair"]) == pytest.approx(wanted[3]["probabilities"]["fair"], abs=1e-5)
+    assert list(result[0]) == ["id", "label", "prediction", "probability_bad", "probability_fair", "probability_good"]
+    assert [(row["id"], row["prediction"]) for row in result] == [(line["id"], line["prediction"]) for line in wanted]
+    assert float(result[3]["probability_fair"]) == pytest.approx(wanted[3]["probabilities"]["fair"], abs=1e-5)
 
 
 def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
@@ -225,8 +227,8 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
     flags = ["--endpoint", s3.endpoint, "--region", s3.region, "--path-style", "--cache-dir", str(tmp_path)]
     given = [bucket.location("runs/qa"), "--input", bucket.location("new/dev.json"), *flags, *FP32]
     assert predict.main(given) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert same_answers(found, run)
+    result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert same_answers(result, run)
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

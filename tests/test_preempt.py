@@ -240,8 +240,8 @@ def test_without_a_token_nothing_is_asked(imds, stop, warnings):
     with watching(stop):
         eventually(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
         assert imds.seen() == []
-        (told,) = warnings()
-        assert imds.endpoint in told and "refused with status 403" in told
+        (warnings_seen,) = warnings()
+        assert imds.endpoint in warnings_seen and "refused with status 403" in warnings_seen
         imds.status = None
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)
@@ -254,8 +254,8 @@ def test_a_service_that_fails_is_told_once_and_asked_again(imds, stop, warnings)
         imds.status = 500
         before = len(imds.seen(SPOT))
         eventually(lambda: len(imds.seen(SPOT)) >= before + 5)
-        (told,) = warnings()
-        assert "spot/instance-action is answered with status 500" in told
+        (warnings_seen,) = warnings()
+        assert "spot/instance-action is answered with status 500" in warnings_seen
         imds.status = None
         more_rounds(imds)
         assert len(warnings()) == 1
@@ -268,8 +268,8 @@ def test_a_service_that_hangs_is_told_once_and_asked_again(imds, stop, warnings,
     imds.hang()
     with watching(stop):
         eventually(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
-        (told,) = warnings()
-        assert "no token within 0.1 s" in told and "HttpPutResponseHopLimit" in told
+        (warnings_seen,) = warnings()
+        assert "no token within 0.1 s" in warnings_seen and "HttpPutResponseHopLimit" in warnings_seen
         monkeypatch.setattr(notices, "TIMEOUT_S", 10.0)
         imds.answering.set()
         imds.say(SPOT, SPOT_NOTICE)

@@ -142,10 +142,10 @@ def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_giv
         ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
         packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), number, np.dtype(np.uint16))
         rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
-        found = ShardSet(prepared, manifest, split).rows(np.arange(manifest.rows(split)))
+        result = ShardSet(prepared, manifest, split).rows(np.arange(manifest.rows(split)))
         assert len(rows) > 20
         for name in ("tokens", "pivot", "same_document"):
-            np.testing.assert_array_equal(getattr(found, name), getattr(rows, name))
+            np.testing.assert_array_equal(getattr(result, name), getattr(rows, name))
 
 
 def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):
@@ -159,10 +159,10 @@ def test_of_a_large_corpus_the_tokenizer_reads_stretches_from_all_over(tmp_path)
     (tmp_path / "text.txt").write_text("\n\n".join(texts))
     cfg = prepare_config(tmp_path / "out", tmp_path / "text.txt", "tokenizer.train_bytes=60000")
     corpus = open_corpus(cfg.corpus)
-    found = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
-    assert 200 < len(found) < 600 and len(set(found)) == len(found)
-    assert np.histogram(found, 10, (0, 5000))[0].min() >= 20
-    assert found == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
+    result = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
+    assert 200 < len(result) < 600 and len(set(result)) == len(result)
+    assert np.histogram(result, 10, (0, 5000))[0].min() >= 20
+    assert result == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
 
 
 def test_a_pretrained_tokenizer_that_was_saved_with_truncation_and_padding_reads_whole_documents(

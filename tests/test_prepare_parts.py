@@ -295,8 +295,8 @@ def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
         children = []
         while len(children) < 2:  # multiprocessing has one more, which tracks resources
             assert parent.poll() is None and time.monotonic() < deadline
-            found = psutil.Process(parent.pid).children()
-            children = [child for child in found if "spawn_main" in " ".join(child.cmdline())]
+            result = psutil.Process(parent.pid).children()
+            children = [child for child in result if "spawn_main" in " ".join(child.cmdline())]
             time.sleep(0.05)
     finally:
         parent.kill()
@@ -311,9 +311,9 @@ def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
 
 def in_bucket(bucket, prefix):
     """What a run reads, of a preparation in S3."""
-    found = {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in bucket.keys(f"{prefix}/")}
-    others = [name for name in found if not name.startswith(("source.json", "tokenizer/tokenizer_config"))]
-    return {name: found[name] for name in sorted(others)}
+    result = {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in bucket.keys(f"{prefix}/")}
+    others = [name for name in result if not name.startswith(("source.json", "tokenizer/tokenizer_config"))]
+    return {name: result[name] for name in sorted(others)}
 
 
 @pytest.fixture(scope="module")

@@ -73,10 +73,10 @@ def v2(make):
 # ---- contexts to windows -------------------------------------------------------------------------------------------
 
 
-def text_at(found, window, context):
+def text_at(result, window, context):
     """What start and end of a window say, read back through its offsets."""
-    first, offsets = found["context_first"][window], np.array(found["offsets"][window]).reshape(-1, 2)
-    start, end = found["start"][window] - first, found["end"][window] - first
+    first, offsets = result["context_first"][window], np.array(result["offsets"][window]).reshape(-1, 2)
+    start, end = result["start"][window] - first, result["end"][window] - first
     return context[offsets[start, 0] : offsets[end, 1]].strip()
 
 
@@ -87,33 +87,33 @@ def test_windows_cover_the_context_overlap_by_the_stride_and_find_the_answer(tok
     begin = context.index(" ", len(context) // 2) + 1
     answer = context[begin : context.index(" ", begin)].strip(".")
     rows = {"question": ["ba be ?"], "context": [context], "answers": [{"text": [answer], "answer_start": [begin]}]}
-    found = featurizer(used).features(rows, [7], split="x")
-    windows = len(found["row"])
-    assert windows > 3 and set(found["row"]) == {7}
-    assert all(len(ids) == length <= SEQ_LEN for ids, length in zip(found["input_ids"], found["length"], strict=True))
-    spans = [np.array(offsets).reshape(-1, 2) for offsets in found["offsets"]]
+    result = featurizer(used).features(rows, [7], split="x")
+    windows = len(result["row"])
+    assert windows > 3 and set(result["row"]) == {7}
+    assert all(len(ids) == length <= SEQ_LEN for ids, length in zip(result["input_ids"], result["length"], strict=True))
+    spans = [np.array(offsets).reshape(-1, 2) for offsets in result["offsets"]]
     for window, offsets in enumerate(spans):
-        assert len(offsets) == found["context_end"][window] - found["context_first"][window]
-        assert found["input_ids"][window][0] == used.cls_token_id
-        assert found["input_ids"][window][found["context_first"][window] - 1] == used.sep_token_id
-        assert found["input_ids"][window][found["context_end"][window]] == used.sep_token_id
+        assert len(offsets) == result["context_end"][window] - result["context_first"][window]
+        assert result["input_ids"][window][0] == used.cls_token_id
+        assert result["input_ids"][window][result["context_first"][window] - 1] == used.sep_token_id
+        assert result["input_ids"][window][result["context_end"][window]] == used.sep_token_id
     for before, after in pairwise(spans):
         assert (before[-8:] == after[:8]).all()
     assert spans[0][0, 0] == 0 and spans[-1][-1, 1] == len(context)
-    holding = [window for window in range(windows) if found["end"][window]]
+    holding = [window for window in range(windows) if result["end"][window]]
     assert holding and len(holding) < windows
-    assert {text_at(found, window, context) for window in holding} == {answer}
-    assert {found["start"][window] for window in range(windows) if window not in holding} == {0}
+    assert {text_at(result, window, context) for window in holding} == {answer}
+    assert {result["start"][window] for window in range(windows) if window not in holding} == {0}
     # RoBERTa has one segment, the others begin the second one behind the question.
-    second = found["context_first"] if kind == "albert" else found["length"]
-    assert found["second_at"] == second
+    second = result["context_first"] if kind == "albert" else result["length"]
+    assert result["second_at"] == second
 
 
 def test_a_short_context_is_one_window_and_an_empty_one_has_no_places(tokenizer):
     rows = {"question": ["ba", "ba"], "context": ["be na", ""]}
-    found = featurizer(tokenizer).features(rows, [0, 1], split="x")
-    assert found["row"] == [0, 1] and found["start"] == found["end"] == [0, 0]
-    assert found["context_end"][1] == found["context_first"][1] and found["offsets"][1] == []
+    result = featurizer(tokenizer).features(rows, [0, 1], split="x")
+    assert result["row"] == [0, 1] and result["start"] == result["end"] == [0, 0]
+    assert result["context_end"][1] == result["context_first"][1] and result["offsets"][1] == []
 
 
 def test_questions_are_stripped_on_the_left_and_cut():
@@ -218,15 +218,15 @@ def test_statistics_hold_the_best_places_of_the_context():
     logits = torch.randn(2, 10, 2)
     names = ("start", "end", "context_first", "context_end")
     inputs = {name: torch.tensor(value) for name, value in zip(names, [[4, 0], [5, 0], [3, 7], [8, 9]], strict=True)}
-    found = statistics(logits, inputs, k=4)
-    assert found.shape == (2, 18)
+    result = statistics(logits, inputs, k=4)
+    assert result.shape == (2, 18)
     wanted = (F.cross_entropy(logits[0, :, 0], torch.tensor(4)) + F.cross_entropy(logits[0, :, 1], torch.tensor(5))) / 2
-    torch.testing.assert_close(found[0, 0], wanted)
-    torch.testing.assert_close(found[:, 1], logits[:, 0].sum(-1))
+    torch.testing.assert_close(result[0, 0], wanted)
+    torch.testing.assert_close(result[:, 1], logits[:, 0].sum(-1))
     best = logits[0, 3:8, 0].topk(4)
-    torch.testing.assert_close(found[0, 2:6], best.values)
-    assert (found[0, 6:10] == best.indices + 3).all()
-    assert (found[1, 4:6] == LOWEST).all() and (found[1, 2:4] > LOWEST).all()  # two tokens only
+    torch.testing.assert_close(result[0, 2:6], best.values)
+    assert (result[0, 6:10] == best.indices + 3).all()
+    assert (result[1, 4:6] == LOWEST).all() and (result[1, 2:4] > LOWEST).all()  # two tokens only
     assert losses_of(
         logits, inputs | {"start": torch.full((2,), IGNORE_INDEX), "end": torch.full((2,), IGNORE_INDEX)}
     ).tolist() == [0, 0]
@@ -251,10 +251,10 @@ def knowing(task, *, deny=()):
 def test_a_model_that_knows_gets_everything_right(task, tmp_path):
     rows, owners = knowing(task)
     assert task.eval_rows == len(owners) > 9  # windows
-    found = task.eval_metrics(rows)
-    assert tuple(found) == task.metrics == ("loss", "exact_match", "f1")
-    assert found["exact_match"] == found["f1"] == 100
-    assert found["loss"] == pytest.approx(rows[:, 0].mean())
+    result = task.eval_metrics(rows)
+    assert tuple(result) == task.metrics == ("loss", "exact_match", "f1")
+    assert result["exact_match"] == result["f1"] == 100
+    assert result["loss"] == pytest.approx(rows[:, 0].mean())
     task.write_evaluation(rows, LocalFolder(tmp_path), step=3)
     given = json.loads((tmp_path / "predictions/validation.json").read_text())
     examples = task.tables.examples("validation")
@@ -289,9 +289,9 @@ def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
 
 def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     rows, _ = knowing(v2)
-    found = v2.eval_metrics(rows)
-    assert tuple(found) == v2.metrics
-    assert found["f1"] == found["exact_match"] == found["has_answer_f1"] == found["no_answer_f1"] == 100
+    result = v2.eval_metrics(rows)
+    assert tuple(result) == v2.metrics
+    assert result["f1"] == result["exact_match"] == result["has_answer_f1"] == result["no_answer_f1"] == 100
     v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
     given = json.loads((tmp_path / "predictions/validation.json").read_text())
     assert {name for name, text in given.items() if not text} == {"q0", "q3", "q6", "q9"}
@@ -305,9 +305,9 @@ def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(v2
     """A model that is right, but for a bias to "no answer" that a threshold could take away."""
     rows, _ = knowing(v2)
     rows[:, 1] += 3 * SURE  # the score of [CLS]
-    found = v2.eval_metrics(rows)
-    assert found["best_f1"] == found["best_exact_match"] == found["no_answer_f1"] == 100
-    assert found["f1"] == found["exact_match"] == pytest.approx(100 * 4 / 12) and found["has_answer_f1"] == 0
+    result = v2.eval_metrics(rows)
+    assert result["best_f1"] == result["best_exact_match"] == result["no_answer_f1"] == 100
+    assert result["f1"] == result["exact_match"] == pytest.approx(100 * 4 / 12) and result["has_answer_f1"] == 0
     v2.write_evaluation(rows, LocalFolder(tmp_path), step=1)
     assert not any(json.loads((tmp_path / "predictions/validation.json").read_text()).values())
     split = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
@@ -316,8 +316,8 @@ def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(v2
 
 def test_v2_with_a_threshold_of_its_own(make, tmp_path):
     never = make("task.unanswerable=true", "task.null_threshold=1000", validation="dev2")
-    found = never.eval_metrics(knowing(never)[0])
-    assert found["no_answer_f1"] == 0 and found["has_answer_f1"] == 100 and found["best_f1"] == 100
+    result = never.eval_metrics(knowing(never)[0])
+    assert result["no_answer_f1"] == 0 and result["has_answer_f1"] == 100 and result["best_f1"] == 100
     never.write_evaluation(knowing(never)[0], LocalFolder(tmp_path), step=1)
     assert all(json.loads((tmp_path / "predictions/validation.json").read_text()).values())
 
@@ -327,8 +327,8 @@ def test_part_of_the_data_ends_with_a_whole_question(make, task, tmp_path):
     inside = next(i for i in range(1, len(owners)) if owners[i] == owners[i - 1] != owners[0])
     part = make(f"eval_examples={inside}")
     assert part.eval_rows == np.searchsorted(owners, owners[inside]) < inside
-    found = part.eval_metrics(knowing(part)[0])
-    assert found["exact_match"] == 100
+    result = part.eval_metrics(knowing(part)[0])
+    assert result["exact_match"] == 100
     part.write_evaluation(knowing(part)[0], LocalFolder(tmp_path), step=1)
     assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == owners[inside]
     windows = Dataset.from_dict({"row": [0, 0, 0, 1, 1, 2]})

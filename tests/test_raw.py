@@ -295,8 +295,8 @@ def test_json_lines_with_objects_in_them(folder):
         "int), not a str",
         "half",
     ]
-    for number, (place, reason) in enumerate(zip(raw.dropped["train"].bad_examples, reasons, strict=True)):
-        assert f"a.json:{81 + 2 * number}: " in place and reason in place
+    for number, (where, reason) in enumerate(zip(raw.dropped["train"].bad_examples, reasons, strict=True)):
+        assert f"a.json:{81 + 2 * number}: " in where and reason in where
     with pytest.raises(InputError, match=r"a\.json: one JSON list"):
         read(put(folder, "a.json", "[{}]"))
 
@@ -445,8 +445,8 @@ def test_data_in_s3(folder, bucket):
     assert {name: rows.to_dict() for name, rows in splits("set/train.csv").items()} == {
         name: rows.to_dict() for name, rows in here.items()
     }
-    found = splits("set", train="*.csv", validation="dev-?.jsonl")
-    assert len(found["train"]) == 40 and found["validation"]["text"][:] == ["a"]
+    result = splits("set", train="*.csv", validation="dev-?.jsonl")
+    assert len(result["train"]) == 40 and result["validation"]["text"][:] == ["a"]
     assert sum(map(len, splits("saved").values())) == 40
     with pytest.raises(InputError, match=r"set/nowhere\.csv: there is no such file"):
         splits("set/nowhere.csv")

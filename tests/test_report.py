@@ -603,15 +603,15 @@ def in_s3(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 def test_a_run_in_s3_is_reported_here(
     bucket: Bucket, in_s3: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place, *flags = in_s3("albert")
+    folder, *flags = in_s3("albert")
     before = bucket.keys()
-    assert report_command.main([f"{place}/", *flags]) == 0
+    assert report_command.main([f"{folder}/", *flags]) == 0
     html = tmp_path / "here/albert-report/report.html"
     assert f"report: {html}" in capsys.readouterr().out
-    assert f"from {place}" in shown(html.read_text())
+    assert f"from {folder}" in shown(html.read_text())
     assert bucket.keys() == before
     local = write_run(tmp_path / "three", whole_run())
-    assert report_command.main([place, in_s3("two")[0], str(local), *flags]) == 0
+    assert report_command.main([folder, in_s3("two")[0], str(local), *flags]) == 0
     words = shown((tmp_path / "here/report/report.html").read_text())
     assert all(name in words for name in ("albert", "two", "three"))
 
@@ -619,11 +619,11 @@ def test_a_run_in_s3_is_reported_here(
 def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(
     bucket: Bucket, in_s3: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place, *flags = in_s3("bad", data="[1]")
-    assert f"error: {place}/data.json is damaged: expected a mapping" in refused(capsys, place, *flags)
+    folder, *flags = in_s3("bad", data="[1]")
+    assert f"error: {folder}/data.json is damaged: expected a mapping" in refused(capsys, folder, *flags)
     nothing = bucket.location("nothing")
     assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in refused(capsys, nothing, *flags)
-    assert "is not a folder in S3" in refused(capsys, f"{place}/../../x", *flags)
+    assert "is not a folder in S3" in refused(capsys, f"{folder}/../../x", *flags)
     assert "there is no bucket nowhere" in refused(capsys, "s3://nowhere/run", *flags)
     assert list(Path.cwd().iterdir()) == []
 

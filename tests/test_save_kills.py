@@ -122,11 +122,11 @@ def whole_steps(folder):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """The stages of a first save and of one that also removes a step, and what kills of that leave."""
-    place = tmp_path_factory.mktemp("kills")
-    folder, seen = place / "checkpoints", []
+    path = tmp_path_factory.mktemp("kills")
+    folder, seen = path / "checkpoints", []
     for step in (OLDER, LAST, NEXT):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            stages = Stages(folder, place / str(step), monkeypatch)
+            stages = Stages(folder, path / str(step), monkeypatch)
             save(folder, step)
             stages.copy()
             stages.is_off = True
@@ -188,13 +188,13 @@ class Disk:
         elif event == "os.rename":
             moved = self.below(path)
             self.unsafe -= moved
-            self.unsafe |= {Path(detail) / place.relative_to(path) for place in moved}
+            self.unsafe |= {Path(detail) / where.relative_to(path) for where in moved}
             self.unsafe |= {path.parent, Path(detail).parent}
         elif event != "open" or detail & os.O_CREAT:
             self.unsafe.add(path.parent)
 
     def below(self, folder):
-        return {place for place in self.unsafe if place == folder or folder in place.parents}
+        return {where for where in self.unsafe if where == folder or folder in where.parents}
 
 
 def at_risk(disk, event, path, detail):

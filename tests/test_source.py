@@ -35,22 +35,22 @@ def write_tokenizer(folder, *, words=WORDS, **changes):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """What transformers' from_pretrained reads, of a small BERT."""
-    place = tmp_path_factory.mktemp("folder")
+    path = tmp_path_factory.mktemp("folder")
     cfg = ModelConfig(architecture="bert", hidden_size=8, num_layers=1, num_heads=2, intermediate_size=8)
-    build_masked_lm(cfg, vocab_size=10, pad_id=0, seq_len=16).export(place)
-    return write_tokenizer(place)
+    build_masked_lm(cfg, vocab_size=10, pad_id=0, seq_len=16).export(path)
+    return write_tokenizer(path)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, prepared):
     """A pretraining that has ended, with an export and a checkpoint."""
-    place = tmp_path_factory.mktemp("run") / "run"
-    loop.run(train_config(place, prepared, "max_steps=1"), StopRequest())
-    return place
+    path = tmp_path_factory.mktemp("run") / "run"
+    loop.run(train_config(path, prepared, "max_steps=1"), StopRequest())
+    return path
 
 
-def from_run(place, **changes):
-    return ModelConfig(**{"init_from": str(place), **changes})
+def from_run(path, **changes):
+    return ModelConfig(**{"init_from": str(path), **changes})
 
 
 # ---- places --------------------------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def test_a_run_without_an_export_gives_its_checkpoint(run, tmp_path, monkeypatch
         monkeypatch.setenv(name, value)  # the export is no rank, and waits for nobody
     cfg = resolved(from_run(copy), LOCAL, tmp_path / "cache")
     assert cfg.pretrained == cfg.tokenizer and cfg.pretrained.startswith(str(tmp_path / "cache/models/"))
-    found, wanted = (AutoModelForMaskedLM.from_pretrained(place) for place in (cfg.pretrained, run / "export"))
-    assert all(tensor.equal(wanted.state_dict()[name]) for name, tensor in found.state_dict().items())
+    result, wanted = (AutoModelForMaskedLM.from_pretrained(where) for where in (cfg.pretrained, run / "export"))
+    assert all(tensor.equal(wanted.state_dict()[name]) for name, tensor in result.state_dict().items())
     assert len(task_tokenizer(cfg)) == 120
     (copy / "checkpoints/step_00000001/model.pt").unlink()
     assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg  # it is there: nothing is exported again
@@ -165,11 +165,11 @@ def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda place: CanineTokenizer().save_pretrained(place), "is a slow one .CanineTokenizer, pure Python."),
-        (lambda place: write_tokenizer(place, sep_token=None), "has no sep_token"),
-        (lambda place: write_tokenizer(place, pad_token=None), "has no pad_token"),
-        (lambda place: None, "cannot be loaded"),
-        (lambda place: (place / "tokenizer.json").write_text("{"), "cannot be loaded"),
+        (lambda path: CanineTokenizer().save_pretrained(path), "is a slow one .CanineTokenizer, pure Python."),
+        (lambda path: write_tokenizer(path, sep_token=None), "has no sep_token"),
+        (lambda path: write_tokenizer(path, pad_token=None), "has no pad_token"),
+        (lambda path: None, "cannot be loaded"),
+        (lambda path: (path / "tokenizer.json").write_text("{"), "cannot be loaded"),
     ],
     ids=["slow", "no sep", "no pad", "empty folder", "damaged"],
 )

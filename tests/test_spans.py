@@ -68,16 +68,16 @@ def test_answers_score_as_officially():
     rng = random.Random(0)
     pairs = [(random_text(rng), [random_text(rng) for _ in range(rng.randint(1, 4))]) for _ in range(900)]
     pairs = [(given, right) for given, right in pairs if all(map(normalised, [given, *right]))]
-    found = evaluate(as_readings([given for given, _ in pairs]), [right for _, right in pairs])
-    assert found == pytest.approx(oracle(pairs), abs=1e-3)
-    assert len(pairs) > 250 and 0 < found["exact_match"] < found["f1"] < 100
+    result = evaluate(as_readings([given for given, _ in pairs]), [right for _, right in pairs])
+    assert result == pytest.approx(oracle(pairs), abs=1e-3)
+    assert len(pairs) > 250 and 0 < result["exact_match"] < result["f1"] < 100
 
 
 def test_in_v2_empty_ones_too():
     rng = random.Random(1)
     pairs = [(random_text(rng), [random_text(rng)]) for _ in range(500)]
-    found = [score(given, right, v2=True) for given, right in pairs]
-    assert 100 * np.mean(found, axis=0) == pytest.approx([*oracle(pairs).values()], abs=1e-3)
+    result = [score(given, right, v2=True) for given, right in pairs]
+    assert 100 * np.mean(result, axis=0) == pytest.approx([*oracle(pairs).values()], abs=1e-3)
 
 
 def test_in_v2_nothing_agrees_with_nothing_only():
@@ -167,9 +167,9 @@ def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():
 
 def test_no_span_ends_before_it_starts():
     backwards = window([0, 0, 0, 0, 9], [9, 0, 0, 0, 0], k=1)
-    found = read([backwards], CONTEXT, n_best=3, max_answer_tokens=5)
-    assert (found.spans, found.best, found.answer(None), found.null_odds) == ([], "", "", float("inf"))
-    assert found.n_best(v2=False) == [{"text": "", "probability": 1.0, "score": 0.0, "begin": 0}]
+    result = read([backwards], CONTEXT, n_best=3, max_answer_tokens=5)
+    assert (result.spans, result.best, result.answer(None), result.null_odds) == ([], "", "", float("inf"))
+    assert result.n_best(v2=False) == [{"text": "", "probability": 1.0, "score": 0.0, "begin": 0}]
 
 
 def test_places_outside_of_the_context_are_no_answers():
@@ -182,16 +182,16 @@ def test_of_several_windows_the_best_counts_and_a_span_counts_once():
         window([0, 3, 0, 0, 0], [0, 3, 0, 0, 0], null=2.0),
         window([0, 4, 0, 0, 5], [0, 4, 0, 0, 1], null=1.5),
     )
-    found = read([first, second], CONTEXT, n_best=20, max_answer_tokens=1)
-    assert [(span.text, span.score) for span in found.spans[:2]] == [("red", 8.0), ("home", 6.0)]
-    assert len({(span.text, span.begin) for span in found.spans}) == len(found.spans)
-    assert found.null_score == 1.5  # of the window that doubts least, as in the official recipe
-    assert found.null_odds == -6.5
+    result = read([first, second], CONTEXT, n_best=20, max_answer_tokens=1)
+    assert [(span.text, span.score) for span in result.spans[:2]] == [("red", 8.0), ("home", 6.0)]
+    assert len({(span.text, span.begin) for span in result.spans}) == len(result.spans)
+    assert result.null_score == 1.5  # of the window that doubts least, as in the official recipe
+    assert result.null_odds == -6.5
 
 
 def test_n_best_are_sorted_and_their_probabilities_add_up():
-    found = read([window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)], CONTEXT, n_best=2, max_answer_tokens=2)
-    plain, v2 = found.n_best(v2=False), found.n_best(v2=True)
+    result = read([window([0, 3, 0, 0, 0], [0, 3, 1, 0, 0], null=5.0)], CONTEXT, n_best=2, max_answer_tokens=2)
+    plain, v2 = result.n_best(v2=False), result.n_best(v2=True)
     assert [one["text"] for one in plain] == ["red", "red fox"]
     assert plain[0]["probability"] == pytest.approx(1 / (1 + np.exp(-2)))
     assert [one["text"] for one in v2] == ["red", "", "red fox"]
@@ -199,8 +199,8 @@ def test_n_best_are_sorted_and_their_probabilities_add_up():
 
 
 def test_no_answer_is_given_above_the_threshold_only():
-    found = reading("fox", 0.5)
-    assert (found.answer(None), found.answer(0.5), found.answer(0.4)) == ("fox", "fox", "")
+    result = reading("fox", 0.5)
+    assert (result.answer(None), result.answer(0.5), result.answer(0.4)) == ("fox", "fox", "")
 
 
 def test_spans_of_unicode_are_cut_by_characters():

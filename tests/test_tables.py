@@ -61,8 +61,8 @@ class Words:
         self.before()
         self.calls.append((split, len(indices)))
         ids = self.tokenizer(rows["text"], truncation=True, max_length=self.settings["seq_len"])["input_ids"]
-        self.cut[split] = self.cut.get(split, 0) + sum(len(found) == SEQ_LEN for found in ids)
-        lengths = [len(found) for found in ids]
+        self.cut[split] = self.cut.get(split, 0) + sum(len(result) == SEQ_LEN for result in ids)
+        lengths = [len(result) for result in ids]
         return {"input_ids": ids, "length": lengths, "second_at": lengths, "row": indices, "label": rows["label"]}
 
     def notes(self, split):
@@ -332,10 +332,10 @@ class Ranks:
         self.answers.put((rank, len(words.calls), *answer))
 
     def wait(self, count):
-        found = sorted(self.answers.get(timeout=60) for _ in range(count))
+        result = sorted(self.answers.get(timeout=60) for _ in range(count))
         for process in self.processes:
             process.join()
-        return found
+        return result
 
 
 @pytest.fixture
@@ -412,8 +412,8 @@ def from_saved(cfg, tmp_path, **changes):
 
 def test_what_was_saved_is_used_without_the_raw_data(cfg, raw, saved, tmp_path):
     raw.unlink()
-    found = open_tables(from_saved(cfg, tmp_path), words := Words())
-    assert (found.id, found.facts, found.folder) == (saved.id, saved.facts, tmp_path / "saved") and words.calls == []
+    result = open_tables(from_saved(cfg, tmp_path), words := Words())
+    assert (result.id, result.facts, result.folder) == (saved.id, saved.facts, tmp_path / "saved") and words.calls == []
     plain = datasets.load_from_disk(str(tmp_path / "saved" / "train"))
     assert plain[7] == saved.features("train")[7]
 
@@ -496,21 +496,21 @@ def test_damaged_saved_data_is_refused(cfg, saved, tmp_path):
 
 
 def test_prepared_data_goes_to_s3_and_comes_back(cfg, bucket, tmp_path):
-    place = bucket.location("prepared/tweets")
-    made = open_tables(replace(with_data(cfg, save_to=place), s3=bucket.config()), Words())
+    where = bucket.location("prepared/tweets")
+    made = open_tables(replace(with_data(cfg, save_to=where), s3=bucket.config()), Words())
     assert bucket.keys("prepared/tweets/tables.json")
-    there = replace(with_data(cfg, path=place, cache_dir=str(tmp_path / "other")), s3=bucket.config())
-    found = open_tables(there, Words())
-    assert found.facts == made.facts and found.folder.is_relative_to(tmp_path / "other")
-    assert found.features("train")[:] == made.features("train")[:]
+    there = replace(with_data(cfg, path=where, cache_dir=str(tmp_path / "other")), s3=bucket.config())
+    result = open_tables(there, Words())
+    assert result.facts == made.facts and result.folder.is_relative_to(tmp_path / "other")
+    assert result.features("train")[:] == made.features("train")[:]
     key = f"prepared/tweets/train/{ARROW}"
     content = bucket.get(key)
     bucket.put(key, content[:-1] + b"x")
-    assert open_tables(there, Words()) == found  # from the cache
-    shutil.rmtree(found.folder)
+    assert open_tables(there, Words()) == result  # from the cache
+    shutil.rmtree(result.folder)
     with pytest.raises(InputError, match=f"{key} is damaged: its sha256"):
         open_tables(there, Words())
-    assert not found.folder.exists()
+    assert not result.folder.exists()
 
 
 # ---- figures -------------------------------------------------------------------------------------------------------

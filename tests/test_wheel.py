@@ -34,8 +34,8 @@ def test_it_runs_from_another_folder(installed, tmp_path):
     code = f"import sys; sys.path.insert(0, {str(installed)!r}); import train; print(train.__file__); "
     code += "from train.cli import compose as cli; from train.config import TrainConfig; "
     code += "print(cli.load_config(TrainConfig, ['experiment=demo']).max_steps)"
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    origin, steps = found.stdout.split()
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    origin, steps = result.stdout.split()
     assert origin.startswith(str(installed))
     assert int(steps) > 0

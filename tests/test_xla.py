@@ -27,13 +27,13 @@ def losses(run_dir):
     return [line["loss"] for line in lines(run_dir, "train")]
 
 
-def assert_same_curve(found, wanted, *, start=0):
+def assert_same_curve(result, wanted, *, start=0):
     for key, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
         values = [
-            [line[key] for line in lines(run_dir, "train") if line["step"] > start] for run_dir in (found, wanted)
+            [line[key] for line in lines(run_dir, "train") if line["step"] > start] for run_dir in (result, wanted)
         ]
         assert values[0] == pytest.approx(values[1], rel=tolerance)
-    values = [[line["loss"] for line in lines(run_dir, "eval") if line["step"] > start] for run_dir in (found, wanted)]
+    values = [[line["loss"] for line in lines(run_dir, "eval") if line["step"] > start] for run_dir in (result, wanted)]
     assert values[0] == pytest.approx(values[1], rel=LOSS)
 
 
@@ -96,8 +96,8 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
         "export=false",
     )
     for steps in (12, 40):
-        found = run([*arguments, f"max_steps={steps}"], env=env)
-        assert found.returncode == 0, found.stderr
+        result = run([*arguments, f"max_steps={steps}"], env=env)
+        assert result.returncode == 0, result.stderr
     first, second = lines(tmp_path / "run", "summary")
     assert (first["graphs"], second["graphs"]) == (expected, expected)
     assert (first["step"], second["step"]) == (12, 40)
@@ -116,8 +116,8 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     ids=lambda options: " ".join(options),
 )
 def test_without_functionalization_the_numbers_are_the_same(ddp, prepared, tmp_path, options):
-    found = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
-    assert found.returncode == 0, found.stderr
+    result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
+    assert result.returncode == 0, result.stderr
     if "bf16" in options[-1]:
         assert losses(tmp_path / "run") == pytest.approx(losses(ddp), rel=2**-8)
     else:
@@ -125,8 +125,8 @@ def test_without_functionalization_the_numbers_are_the_same(ddp, prepared, tmp_p
 
 
 def test_lamb_without_functionalization_is_lamb(with_lamb, prepared, tmp_path):
-    found = run(train_overrides(tmp_path / "run", prepared, *XLA, "optim=lamb"), env=FUNCTIONALIZATION_OFF)
-    assert found.returncode == 0, found.stderr
+    result = run(train_overrides(tmp_path / "run", prepared, *XLA, "optim=lamb"), env=FUNCTIONALIZATION_OFF)
+    assert result.returncode == 0, result.stderr
     assert_same_curve(tmp_path / "run", with_lamb)
 
 
@@ -139,8 +139,8 @@ def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
 
 @pytest.mark.parametrize("micro", [4, 2])
 def test_two_ranks_are_one_with_the_double_batch(ddp, prepared, tmp_path, micro):
-    found = run(train_overrides(tmp_path / "run", prepared, *XLA, f"micro_batch_size={micro}"), ranks=2)
-    assert found.returncode == 0, found.stderr
+    result = run(train_overrides(tmp_path / "run", prepared, *XLA, f"micro_batch_size={micro}"), ranks=2)
+    assert result.returncode == 0, result.stderr
     assert_same_curve(tmp_path / "run", ddp)
     summary = lines(tmp_path / "run", "summary")[0]
     assert (summary["world_size"], summary["graphs"]) == (2, 3)  # backward, update, evaluation
@@ -275,8 +275,8 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path):
 
     def update(self, *args):
         norm = original(self, *args)
-        found = metrics.metric_data("TransferFromDeviceTime")
-        reads.append((0 if found is None else found[0], metrics.counter_value("aten::_local_scalar_dense") or 0))
+        result = metrics.metric_data("TransferFromDeviceTime")
+        reads.append((0 if result is None else result[0], metrics.counter_value("aten::_local_scalar_dense") or 0))
         return norm
 
     Backend.update = update
@@ -349,13 +349,13 @@ def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
     wanted, wanted_grads = outcome()
     encoder, layer, depth = shared_layer(model)
     run_shared_layer_by(encoder, scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
-    found, found_grads = outcome()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    result, found_grads = outcome()
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     assert len(found_grads) == len(wanted_grads) > 10
     for a, b in zip(found_grads, wanted_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     ids[1, 4:] = 3  # hidden: what stands there must not matter elsewhere
-    torch.testing.assert_close(outcome()[0][1, :4], found[1, :4], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outcome()[0][1, :4], result[1, :4], rtol=1e-6, atol=1e-6)
 
 
 def test_the_export_is_the_trained_model(xla):
@@ -445,6 +445,6 @@ def test_a_count_that_is_read_every_step_stays_on_the_host():
     from train.optim import build_optimizer
 
     weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
-    for options, place in (({"foreach": False}, "cpu"), ({"capturable": True}, "meta")):
+    for options, folder in (({"foreach": False}, "cpu"), ({"capturable": True}, "meta")):
         optimizer = build_optimizer(OptimConfig(), [weight], adamw=options)
-        assert optimizer.state[weight]["step"].device.type == place
+        assert optimizer.state[weight]["step"].device.type == folder

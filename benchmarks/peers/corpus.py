@@ -32,13 +32,13 @@ class Corpus:
         """Of an epoch."""
         return self.rows // self.batch
 
-    def place(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Where a format is kept."""
         return self.folder / name
 
     def flat(self) -> np.memmap:
         """[rows, seq_len] uint16, in one file."""
-        return np.memmap(self.place("flat.bin"), np.uint16, "r", shape=(self.rows, self.seq_len))
+        return np.memmap(self.path_of("flat.bin"), np.uint16, "r", shape=(self.rows, self.seq_len))
 
     def shard(self, number: int) -> np.ndarray:
         """[shard_rows, seq_len] uint16."""
@@ -49,7 +49,7 @@ def write_corpus(corpus: Corpus) -> None:
     corpus.folder.mkdir(parents=True, exist_ok=True)
     frequency = 1 / np.arange(1, VOCAB_SIZE - FIRST_ID + 1)
     bounds = np.cumsum(frequency / frequency.sum())
-    with corpus.place("flat.bin").open("wb") as file:
+    with corpus.path_of("flat.bin").open("wb") as file:
         for shard in range(corpus.shards):
             drawn = np.random.default_rng(shard).random((corpus.shard_rows, corpus.seq_len), np.float32)
             rows = FIRST_ID + np.searchsorted(bounds, drawn).clip(max=len(bounds) - 1)
@@ -57,7 +57,7 @@ def write_corpus(corpus: Corpus) -> None:
             rows[:, 0], rows[:, 1] = FIRST_ID + number // DIGITS, FIRST_ID + number % DIGITS
             file.write(rows.astype(np.uint16).tobytes())
     fields = {name: value for name, value in asdict(corpus).items() if name != "folder"}
-    corpus.place("corpus.json").write_text(json.dumps(fields))
+    corpus.path_of("corpus.json").write_text(json.dumps(fields))
 
 
 def read_corpus(folder: Path) -> Corpus:

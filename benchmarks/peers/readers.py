@@ -57,11 +57,11 @@ def by_shard(corpus: Corpus) -> Iterator[Tensor]:
 
 
 def shard_files(corpus: Corpus) -> list[Any]:
-    return [corpus.place("shards") / f"{number:05d}.bin" for number in range(corpus.shards)]
+    return [corpus.path_of("shards") / f"{number:05d}.bin" for number in range(corpus.shards)]
 
 
 def write_by_shard(corpus: Corpus) -> None:
-    corpus.place("shards").mkdir()
+    corpus.path_of("shards").mkdir()
     for number, path in enumerate(shard_files(corpus)):
         path.write_bytes(corpus.shard(number).tobytes())
 
@@ -113,8 +113,8 @@ def ours(
     from train.data.shards.format import ShardSet, read_manifest
     from train.data.shards.order import ShardSampler
 
-    manifest = read_manifest(corpus.place("ours"))
-    shards = ShardSet(corpus.place("ours"), manifest, "train")
+    manifest = read_manifest(corpus.path_of("ours"))
+    shards = ShardSet(corpus.path_of("ours"), manifest, "train")
     masker = Masker(
         seed=0,
         mask_rate=0.15,
@@ -151,7 +151,7 @@ def write_ours(corpus: Corpus) -> None:
     from train.data.text.packing import Rows as PackedRows
     from train.storage.folders import LocalFolder, sha256_bytes
 
-    folder = LocalFolder(corpus.place("ours"))
+    folder = LocalFolder(corpus.path_of("ours"))
     pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)
     same_document = np.ones(corpus.shard_rows, np.uint8)
     shards = [
@@ -183,13 +183,13 @@ def write_hf(corpus: Corpus) -> None:
 
     flat = pa.array(np.asarray(corpus.flat()).ravel())
     table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(flat, corpus.seq_len)})
-    datasets.Dataset(table).save_to_disk(corpus.place("hf"), num_shards=corpus.shards)
+    datasets.Dataset(table).save_to_disk(corpus.path_of("hf"), num_shards=corpus.shards)
 
 
 def hf(corpus: Corpus, form: str) -> Any:
     import datasets
 
-    return datasets.load_from_disk(corpus.place("hf")).with_format(form)
+    return datasets.load_from_disk(corpus.path_of("hf")).with_format(form)
 
 
 def hf_torch(corpus: Corpus) -> DataLoader[Any]:
@@ -245,25 +245,25 @@ def write_litdata(corpus: Corpus) -> None:
     litdata.optimize(
         FlatRows(corpus),
         list(range(corpus.shards)),
-        str(corpus.place("litdata")),
+        str(corpus.path_of("litdata")),
         num_workers=1,
         chunk_size=corpus.shard_rows * corpus.seq_len,
         item_loader=litdata.TokensLoader(block_size=corpus.seq_len),
     )
 
 
-def litdata_loader(corpus: Corpus, place: str, **options: Any) -> Any:
+def litdata_loader(corpus: Corpus, folder: str, **options: Any) -> Any:
     import litdata
 
     items = litdata.TokensLoader(block_size=corpus.seq_len)
-    data = litdata.StreamingDataset(place, item_loader=items, shuffle=True, **options)
+    data = litdata.StreamingDataset(folder, item_loader=items, shuffle=True, **options)
     return litdata.StreamingDataLoader(
         data, batch_size=corpus.batch, collate_fn=lambda rows: torch.stack(rows).long(), drop_last=True
     )
 
 
 def read_litdata(corpus: Corpus) -> Any:
-    return litdata_loader(corpus, str(corpus.place("litdata")))
+    return litdata_loader(corpus, str(corpus.path_of("litdata")))
 
 
 # ---- mosaicml-streaming --------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def streaming() -> Any:
 def write_mds(corpus: Corpus) -> None:
     columns = {"tokens": f"ndarray:uint16:{corpus.seq_len}"}
     size_limit = corpus.shard_rows * (2 * corpus.seq_len + 4) + 2**16  # a shard of ours
-    with streaming().MDSWriter(out=str(corpus.place("mds")), columns=columns, size_limit=size_limit) as writer:
+    with streaming().MDSWriter(out=str(corpus.path_of("mds")), columns=columns, size_limit=size_limit) as writer:
         for row in corpus.flat():
             writer.write({"tokens": np.asarray(row)})
 
@@ -303,7 +303,7 @@ def mds_loader(corpus: Corpus, **places: str) -> Any:
 
 
 def mds(corpus: Corpus) -> Any:
-    return mds_loader(corpus, local=str(corpus.place("mds")))
+    return mds_loader(corpus, local=str(corpus.path_of("mds")))
 
 
 # ---- the table of them ---------------------------------------------------------------------------------------------

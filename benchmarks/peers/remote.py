@@ -46,14 +46,14 @@ Build = Callable[[Corpus, Place, Path], AbstractContextManager[Iterator[Tensor]]
 
 
 @contextmanager
-def ours(corpus: Corpus, place: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
+def ours(corpus: Corpus, folder: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
     from train.config import S3Config, ShardsConfig
     from train.data.batches.loader import Batches
     from train.data.shards.order import ShardSampler
     from train.data.shards.prepared import PreparedData
 
-    cfg = ShardsConfig(path=place.location("ours"), cache_dir=str(cache))
-    data = PreparedData(cfg, S3Config(endpoint=place.endpoint, region=REGION, path_style=True))
+    cfg = ShardsConfig(path=folder.location("ours"), cache_dir=str(cache))
+    data = PreparedData(cfg, S3Config(endpoint=folder.endpoint, region=REGION, path_style=True))
     sampler = ShardSampler(
         [shard.rows for shard in data.manifest.splits["train"]],
         seed=0,
@@ -76,19 +76,19 @@ def ours(corpus: Corpus, place: Place, cache: Path) -> Iterator[Iterator[Tensor]
 
 
 @contextmanager
-def litdata(corpus: Corpus, place: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
+def litdata(corpus: Corpus, folder: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
     from litdata.streaming import downloader
 
-    if place.endpoint.startswith("http:"):  # which no setting of its own lets its client take
+    if folder.endpoint.startswith("http:"):  # which no setting of its own lets its client take
         downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
-    options = {"endpoint_url": place.endpoint, "region_name": REGION}
-    yield again(litdata_loader(corpus, place.location("litdata"), cache_dir=str(cache), storage_options=options))
+    options = {"endpoint_url": folder.endpoint, "region_name": REGION}
+    yield again(litdata_loader(corpus, folder.location("litdata"), cache_dir=str(cache), storage_options=options))
 
 
 @contextmanager
-def mds(corpus: Corpus, place: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
-    os.environ["S3_ENDPOINT_URL"] = place.endpoint
-    yield again(mds_loader(corpus, local=str(cache), remote=place.location("mds")))
+def mds(corpus: Corpus, folder: Place, cache: Path) -> Iterator[Iterator[Tensor]]:
+    os.environ["S3_ENDPOINT_URL"] = folder.endpoint
+    yield again(mds_loader(corpus, local=str(cache), remote=folder.location("mds")))
 
 
 def again(loader: Any) -> Iterator[Tensor]:
@@ -116,14 +116,14 @@ def cpu_s(who: int) -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(name: str, corpus: Corpus, place: Place, cache: Path) -> dict[str, Any]:
+def measure(name: str, corpus: Corpus, folder: Place, cache: Path) -> dict[str, Any]:
     """Of all ranks: CPU seconds added up, the longest of other times."""
     load, build = LOADERS[name]
     load()
     batches_of_rank = corpus.batches // dist.get_world_size() - 1  # peers leave out some at the end
     dist.barrier()
     own, children, start = cpu_s(resource.RUSAGE_SELF), cpu_s(resource.RUSAGE_CHILDREN), time.perf_counter()
-    with build(corpus, place, cache) as batches:
+    with build(corpus, folder, cache) as batches:
         next(batches)
         first_batch_s = time.perf_counter() - start
         read(batches, batches_of_rank - 1)
@@ -151,9 +151,9 @@ def main() -> None:
     name, folder, cache = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = measure(name, read_corpus(Path(folder)), Place(**json.loads(os.environ["PLACE"])), Path(cache))
+    result = measure(name, read_corpus(Path(folder)), Place(**json.loads(os.environ["PLACE"])), Path(cache))
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)  # some loaders leave threads behind
 

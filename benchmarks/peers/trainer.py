@@ -51,7 +51,7 @@ class Meter:
 
     def result(self) -> dict[str, Any]:
         names = ("begun_unix_s", "tokens", "slots", "step", "train_s", "evaluations")
-        shapes = {split: len(found) for split, found in self.shapes.items()}
+        shapes = {split: len(answer) for split, answer in self.shapes.items()}
         return {**{name: getattr(self, name) for name in names}, "shapes": shapes}
 
 
@@ -70,9 +70,9 @@ def metered(trainer: type, meter: Meter) -> Any:
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             with meter.aside():
                 began_s = time.perf_counter()
-                found = super().evaluate(*args, **kwargs)
-                meter.evaluated(found["eval_f1_macro"], time.perf_counter() - began_s)
-            return found
+                answer = super().evaluate(*args, **kwargs)
+                meter.evaluated(answer["eval_f1_macro"], time.perf_counter() - began_s)
+            return answer
 
         def log(self, *args: Any, **kwargs: Any) -> None:
             with meter.aside():
@@ -141,7 +141,7 @@ def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
         train_dataset=load_from_disk(str(folder / "tokens" / "train")),
         eval_dataset=load_from_disk(str(folder / "tokens" / "validation")),
         processing_class=tokenizer,
-        compute_metrics=lambda found: scores.summary(found.label_ids, found.predictions.argmax(-1)),
+        compute_metrics=lambda answer: scores.summary(answer.label_ids, answer.predictions.argmax(-1)),
         callbacks=[Clock()],
     )
     decayed = {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}

@@ -87,9 +87,9 @@ class FakeHub:
 
     def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
         """Of a process that is to meet this Hub instead of the real one, with no caches but those in `home`."""
-        found = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        result = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        return {**found, **proxies, **({} if token is None else {"HF_TOKEN": token})}
+        return {**result, **proxies, **({} if token is None else {"HF_TOKEN": token})}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -185,8 +185,8 @@ def validate_yaml(handler: Handler, body: bytes) -> Answer:
     """The card's head: YAML, and results that say of what and on what they are."""
     content = json.loads(body)["content"]
     try:
-        found = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else {}
-        for model in found.get("model-index", ()):
+        values = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else {}
+        for model in values.get("model-index", ()):
             for result in model["results"]:
                 assert (
                     model["name"] and result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]
