@@ -65,14 +65,15 @@ bench: setup
 bench-smoke: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@$(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --activations
+	@$(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo
+	@$(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3
 	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo
 	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000
 	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
-	@$(BIN)/python -m benchmarks.chaos --steps 200 --every-s 6
+	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
 	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
 
 clean:
