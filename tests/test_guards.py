@@ -18,8 +18,8 @@ from running import ROOT, lines, run, train_config, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from train import entry as program
 from train import loop
+from train import entry as program
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
 from train.backend.graphs import GraphBudget
@@ -222,6 +222,7 @@ def launched_as(world, local):
 def test_numbers_of_ranks_that_hang_are_refused_before_any_group(train, no_group, monkeypatch, tmp_path, launch):
     instance, world, local, said = LAUNCHES[launch]
     os.environ.update(launched_as(world, local))
+    monkeypatch.setattr(program, "INFORM_S", 0.5)  # the second machine never comes
     assert said in refusal(train(f"instance={instance}", "backend.device=auto"))
     assert not (tmp_path / "run").exists()
 
@@ -458,7 +459,7 @@ def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
     for result in ranks:
         assert "the process group 2, and ones summed over the ranks give 1" in result["ones"]
     os.environ.update(launched_as(2, 2))
-    monkeypatch.setattr("train.backend.ddp.join", lambda *_: None)
+    monkeypatch.setattr("train.backend.ddp.join", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Mock())
     with pytest.raises(RuntimeError, match="1 ranks answered, but WORLD_SIZE is 2"):
         open_ddp()
@@ -499,12 +500,12 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
 
-@pytest.mark.parametrize("place", ["launched", "device", "group", "ones"])
-def test_every_count_of_ranks_must_agree(folder):
+@pytest.mark.parametrize("count", ["launched", "device", "group", "ones"])
+def test_every_count_of_ranks_must_agree(count):
     counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
     guards.check_world(**counts)
     with pytest.raises(RuntimeError, match="they would train apart"):
-        guards.check_world(**{**counts, folder: 1})
+        guards.check_world(**{**counts, count: 1})
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------

@@ -504,7 +504,7 @@ def test_what_a_device_does_not_support_is_noted_once_and_left_out(gpus: FakeNvm
 
 
 @pytest.mark.parametrize(
-    ("names", "found"),
+    ("names", "result"),
     [
         (None, [0, 1, 2]),
         ("", []),

@@ -148,7 +148,8 @@ def test_the_rank_that_is_least_advanced_is_blamed(start: Start, run_dir: Path, 
     ranks = start(
         "dog.joined()\ndog.phase('data', step=7)\ndog.phase('step', step=7)\nhang()",
         f"dog.joined()\ntime.sleep(0.2)\n{behind}\n{how}",
-        start_s=0.5,
+        step_s=2.0,
+        start_s=2.0,
     )
     assert codes(ranks) == [1, -signal.SIGKILL if "19" in how else 1]
     for reason in (outcome(run_dir)["reason"], exit_record(run_dir, 0)["reason"], exit_record(run_dir, 1)["reason"]):

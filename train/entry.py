@@ -15,7 +15,6 @@ from train.attempt.preempt import StoppedEarly, StopRequest
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
-from train.config.backend import DEFAULT_TIMEOUT_S
 from train.host.garbage import search_rarely
 from train.host.launched import Launched, launched
 from train.host.launcher import end_launcher, leave_it_to_the_first
@@ -24,6 +23,7 @@ from train.run_folder.outcome import Over, check_restart, is_restart, may_go_on
 from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
+INFORM_S = 60.0  # the first machine, if it is refused, stays for machines that come later by up to this
 QUIET_S = 1.0  # if importing torch and opening the data take longer, a line says that the run has begun
 
 USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
@@ -46,17 +46,13 @@ def attempt(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
     )
     has_begun = False  # an error before that would come again at every restart
-    join_timeout_s = DEFAULT_TIMEOUT_S
 
     def begin(cfg: TrainConfig) -> int:
-        nonlocal has_begun, join_timeout_s
-        has_begun, join_timeout_s = True, cfg.backend.join_timeout_s
+        nonlocal has_begun
+        has_begun = True
         return train_once(cfg)
 
-    def after_refusal(refusal: str) -> None:
-        inform_other_machines(refusal, join_timeout_s)
-
-    code = cli.run(TrainConfig, begin, parser, arguments=arguments, after_refusal=after_refusal)
+    code = cli.run(TrainConfig, begin, parser, arguments=arguments, after_refusal=inform_other_machines)
     if code == cli.REFUSED or (code == cli.FAILED and not has_begun):
         end_launcher()
     return code
@@ -128,7 +124,7 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
     return cli.STOPPED
 
 
-def inform_other_machines(refusal: str, timeout_s: float) -> None:
+def inform_other_machines(refusal: str) -> None:
     """Let ranks elsewhere know that this one is refused; torchrun ends those of this machine."""
     with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was refused
         launch = launched()
@@ -136,7 +132,7 @@ def inform_other_machines(refusal: str, timeout_s: float) -> None:
             return
         from train.backend import rendezvous  # late: torch takes seconds to import
 
-        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", timeout_s)
+        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", INFORM_S)
 
 
 def end_launcher_for_good(launch: Launched) -> None:

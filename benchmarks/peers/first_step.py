@@ -46,7 +46,7 @@ def main(rows: str, tokenizer_folder: str) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    data = [{"input_ids": row} for row in np.load(rows).tolist()]
+    data = [{"input_ids": row} for row in np.load(rows, allow_pickle=False).tolist()]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     Trainer(model, arguments, train_dataset=data, data_collator=collator, callbacks=[Announce()]).train()
 
