@@ -18,8 +18,8 @@ from running import ROOT, lines, run, train_config, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from train import loop
 from train import entry as program
+from train import loop
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
 from train.backend.graphs import GraphBudget
