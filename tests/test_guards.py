@@ -169,7 +169,7 @@ def test_gpus_are_known_by_the_bus_without_a_driver(tmp_path):
 def test_a_gpu_instance_whose_gpu_torch_does_not_see_is_no_cpu_unless_that_is_said(monkeypatch, log):
     monkeypatch.setattr(machine, "nvidia_gpus", lambda: ["0000:00:1e.0"])
     monkeypatch.setattr(machine, "instance_type", lambda: "p6-b200.48xlarge")
-    with pytest.raises(InputError, match="this p6-b200.48xlarge has an NVIDIA GPU that PyTorch cannot use: its driver"):
+    with pytest.raises(InputError, match="this p6-b200.48xlarge has an NVIDIA GPU that PyTorch cannot use: no driver"):
         open_backend(BackendConfig(), InstanceConfig())
     assert open_backend(BackendConfig(device="cpu"), InstanceConfig()).device.type == "cpu"
     assert not log.messages

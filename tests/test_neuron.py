@@ -126,7 +126,7 @@ def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     opened = []
-    monkeypatch.setattr(neuron, "join", lambda names, **_: opened.append(names))
+    monkeypatch.setattr(neuron, "join", lambda names, *_, **__: opened.append(names))
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
     with pytest.raises(RuntimeError, match="the process group 2, and ones summed over the ranks give 1"):

@@ -177,7 +177,7 @@ def test_a_full_disk_is_named_and_its_space_given_back(large, monkeypatch, tmp_p
 
     monkeypatch.setattr(download.Part, "write", refuse)
     with pytest.raises(Unreachable, match=f"large.safetensors: cannot be written to {tmp_path}: No space left on"):
-        large(attempt_s=0.5, deadline_s=0.5)
+        large(attempt_s=3.0, deadline_s=3.0)
     assert not list(tmp_path.glob(".large*"))
 
 

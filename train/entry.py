@@ -130,8 +130,11 @@ def inform_other_machines(refusal: str) -> None:
         launch = launched()
         if launch.is_one_machine:
             return
-        from train.backend import rendezvous  # late: torch takes seconds to import
-
+        try:
+            from train.backend import rendezvous  # late: torch takes seconds to import
+        except ImportError as error:
+            logger.warning("the other machines do not learn of it: %s", error)
+            return
         rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", INFORM_S)
 
 

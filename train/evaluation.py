@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
     """Run an evaluation and record it. Gives its score, lower being better: see config.BestConfig. If a rank is asked
-    to stop meanwhile, the evaluation ends after a batch or two, None is returned and the next attempt owes it.
+    to stop meanwhile, the evaluation ends after a batch or two; None is returned, and the run owes it.
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
     measured = measure(attempt, backend, engine, votes, is_first=recorder.is_first_evaluation)
-    recorder.progress.owes_evaluation = votes.counted.stops > 0
+    recorder.progress.owes_evaluation = votes.counted.stops > 0 and measured is None
     if measured is None:
         return None
     metrics, rows = measured
@@ -66,6 +66,7 @@ def measure(
     batch_size = cfg.eval_batch_size or plan.micro_batch_size
     order = eval_order(task, engine, batch_size=batch_size, collects=cfg.collect_graphs)
     statistics = []  # left on the device until the end, so that it never waits for the host
+    num_done = 0
     engine.model.eval()
     try:
         for batch in agreed(eval_batches(attempt, backend, order, batch_size), votes):
@@ -74,9 +75,10 @@ def measure(
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
             if own is not None:
                 statistics.append(own)
+            num_done += 1
     finally:
         engine.model.train()
-    if votes.counted.stops:
+    if num_done < len(order):  # all ranks have equally many
         return None
     rows = torch.cat(backend.read(statistics)).numpy() if statistics else None
     shares = backend.world.gather((engine.data_rank, rows))

@@ -135,7 +135,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
         training = Training(attempt, backend, engine, supply, batches, Votes(world, attempt.stop), recorder, recovery)
         reason = train(training)
         recovery.finish()
-        if recorder.steps_done:  # a finished run that is started again has nothing to add
+        if recorder.has_measured:  # a finished run that is started again has nothing to add
             recorder.summary(reason, {**task.facts, **recovery.facts()})
     watch.phase("export", is_start=True)  # the others wait for rank 0
     if cfg.export and reason in ENDS:
@@ -192,9 +192,10 @@ def train(t: Training) -> str:
     """
     cfg, plan, watch = t.attempt.cfg, t.attempt.plan, t.attempt.watch
     if t.progress.owes_evaluation:
-        t.evaluate()
+        score = t.evaluate()
         if t.progress.owes_evaluation:  # the checkpoint of this step knows it
             return who_asked(t.attempt, t.votes)
+        t.recovery.save(score, is_last=t.is_over)
     micro_batches = [] if t.is_over else t.first_batches()
     while not t.is_over:
         t.votes.raise_failure()

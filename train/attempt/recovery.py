@@ -251,9 +251,7 @@ class Recovery:
         or are damaged, the best checkpoint among the others is taken.
         """
         progress, manifests = self.recorder.progress, self._manifests()
-        # An evaluation that the attempt before owed came after its save: no checkpoint knows of it.
-        known = progress.best_step if progress.best_metric == self.cfg.best.metric else None
-        while (step := known if known in manifests else best(manifests)) is not None:
+        while (step := best(manifests)) is not None:
             if step != progress.best_step:
                 text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
                 logger.warning(text, progress.best_step, step)

@@ -217,12 +217,12 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
 def check_no_idle_gpu(name: str) -> None:
     """Before a run chooses the CPU: InputError on a GPU instance of EC2, a warning on other machines with a GPU."""
     if name == "cpu" and machine.nvidia_gpus():
-        fault = (
-            "has an NVIDIA GPU that PyTorch cannot use: its driver is not loaded, or this PyTorch has no CUDA (python "
-        )
-        fault += "-m train.doctor)"
+        fault = "has an NVIDIA GPU that PyTorch cannot use: no driver is loaded, or this PyTorch has no CUDA"
         kind = machine.instance_type()
-        check(not machine.is_ec2(kind), f"this {kind} {fault}; set backend.device=cpu to train on the CPU")
+        check(
+            not machine.is_ec2(kind),
+            f"this {kind} {fault}; see python -m train.doctor, or set backend.device=cpu to train on the CPU",
+        )
         logger.warning("this machine %s; training on the CPU", fault)
 
 

@@ -32,6 +32,7 @@ logger = logging.getLogger("train")
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
+MOST_TEXT = 100_000  # characters of a value
 CALLS = "calls"  # the number of the newest call
 REFUSAL = "refusal"  # of a rank; it holds for all later attempts too, since a refusal ends torchrun for good
 NUM_INFORMED = "num_informed"  # ranks of the machines that know of the refusal
@@ -39,10 +40,11 @@ Result = TypeVar("Result")
 
 
 def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> None:
-    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. `device` and what
-    is raised are those of `meet`.
+    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. See `meet` for
+    `device` and for what is raised.
     """
     launch, store = launched(), meet(device, join_timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
     with without_stdout():  # gloo prints how many ranks each has connected
         dist.init_process_group(
             names,
@@ -117,11 +119,11 @@ class Meeting:
         if self.store is None:
             self.store = self.connect()
         if self.store.check([REFUSAL]):
-            raise InputError(self.store.get(REFUSAL).decode())
+            raise InputError(text_of(self.store, REFUSAL))
         call = self.newest_call(self.store)
         ours = dist.PrefixStore(f"call_{call}", self.store)
         if call != self.call:
-            ours.set(sign_of(self.launch.rank), f"{self.sign} {self.device}")
+            ours.set(sign_of(self.launch.rank), "\n".join((self.sign, socket.gethostname(), self.device)))
             self.call = call
         if self.launch.rank == 0:
             self.check_all(ours)
@@ -163,15 +165,17 @@ class Meeting:
         if absent:
             more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
             raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
-        answers = [ours.get(sign).decode().split(" ", 1) for sign in signs]
-        for rank, (_, device) in enumerate(answers):
-            check(device == self.device, f"rank {rank} trains by {device}, but rank 0 by {self.device}")
-        ours.set("roster", " ".join(sign for sign, _ in answers))
+        answers = [text_of(ours, sign).partition("\n") for sign in signs]
+        for rank, (_, _, rest) in enumerate(answers):
+            host, _, device = rest.partition("\n")
+            fault = f"rank {rank} on {host} trains by {device}, but rank 0 by {self.device}"
+            check(device == self.device, f"{fault}; run python -m train.doctor there")
+        ours.set("roster", " ".join(sign for sign, _, _ in answers))
 
     def check_roster(self, ours: dist.Store) -> None:
         if not ours.check(["roster"]):  # if all 512 ranks looked for each other, the store would be too busy
             raise Absent("another rank")
-        if self.sign not in ours.get("roster").decode().split():
+        if self.sign not in text_of(ours, "roster").split():
             raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
 
     def connect(self) -> dist.Store:
@@ -206,6 +210,11 @@ class Meeting:
             logger.warning(text, *values)
         elif self.launch.local_rank == 0 and isinstance(absent, FirstAbsent):
             logger.error(text, *values)  # the terminal shows errors of every rank
+
+
+def text_of(store: dist.Store, key: str) -> str:
+    """A value that another process wrote, which may be any process."""
+    return store.get(key).decode(errors="replace")[:MOST_TEXT]
 
 
 def sign_of(rank: int) -> str:

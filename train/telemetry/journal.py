@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -19,8 +20,9 @@ class Journal:
         self.folder = folder
         before = list(read_lines(folder.metrics))
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
-        costs = [line["cost_usd"] for line in before if isinstance(line.get("cost_usd"), float)]
-        self.cost_before_usd: float = costs[-1] if costs else 0.0  # of the earlier attempts
+        costs = (line.get("cost_usd") for line in reversed(before))
+        known = (cost for cost in costs if type(cost) in (int, float) and 0 <= cost < math.inf)
+        self.cost_before_usd: float = next(known, 0.0)  # of the earlier attempts, up to their last line
         self.file = LineFile(folder.metrics)
         self.board = Board(folder.tensorboard, first_step=first_step) if tensorboard else None
 

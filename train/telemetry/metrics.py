@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import platform
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.config import Plan, TrainConfig
+from train.host import machine
 from train.run_folder.folder import RunFolder
 from train.telemetry.console import Console
 from train.telemetry.journal import Journal
@@ -87,6 +89,11 @@ class Recorder:
         # Ranks that see the same rows count them once between them.
         self.share = self.engine.data_size / self.world.size
         self.stragglers = Stragglers(self.cfg.straggler, self.world.share(platform.node()))
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether this attempt has taken a step or evaluated."""
+        return self.steps_done > 0 or not self.is_first_evaluation
 
     @property
     def is_first(self) -> bool:
@@ -230,8 +237,6 @@ class Recorder:
         mfu = self.mfu(window.flops / window.busy_s)
         if mfu is not None:
             line["mfu"] = mfu
-        if (cost_usd := self.cost_usd()) is not None:
-            line["cost_usd"] = cost_usd
         if window.tokens < window.slots:
             line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
@@ -295,7 +300,7 @@ class Recorder:
                 "tokens": tokens,
                 "tokens_per_s": tokens / self.train_s if self.train_s else None,
                 "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
-                "cost_usd": self.cost_usd(),
+                "cost_usd": None,  # unless it is known, as in any line
                 "goodput": self.goodput(),
                 "productive_s": self.progress.productive_s,
                 "skipped_steps": self.progress.skipped,
@@ -315,8 +320,10 @@ class Recorder:
         price, journal = self.cfg.instance.usd_per_hour, self.journal
         if price is None or journal is None:
             return None
-        return journal.cost_before_usd + price * self.world.num_machines * self.folder.clock.attempt_s() / 3600
+        attempt_s = max(machine.age_s(os.getpid()), self.folder.clock.attempt_s())
+        return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         if self.journal is not None:
-            self.journal.write(kind, values)
+            cost_usd = self.cost_usd()
+            self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd})
