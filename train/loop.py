@@ -195,7 +195,8 @@ def train(t: Training) -> str:
         score = t.evaluate()
         if t.progress.owes_evaluation:  # the checkpoint of this step knows it
             return who_asked(t.attempt, t.votes)
-        t.recovery.save(score, is_last=t.is_over)
+        if t.is_over:  # there is no later checkpoint that could know of it
+            t.recovery.save(score, is_last=True)
     micro_batches = [] if t.is_over else t.first_batches()
     while not t.is_over:
         t.votes.raise_failure()
