@@ -104,7 +104,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     whole = [f"data.max_train_examples={rows // options.batch * options.batch or rows}"]  # batches
     cfg = cli.load_config(TrainConfig, [*words, *whole, f"data.save_to={folder / 'data'}"])
     task: Any = build_task(cfg)
-    plan = make_plan(cfg, world_size=1, rows=task.train_rows)
+    plan = make_plan(cfg, world_size=1, rows=task.train_rows, seq_len=task.seq_len)
     torch.manual_seed(0)
     task.export(task.build_model(), folder / "start")
     tokenizer = AutoTokenizer.from_pretrained(folder / "start", trust_remote_code=False)

@@ -77,7 +77,7 @@ def test_a_table_or_list_that_is_none_is_one_line(override):
 def test_every_experiment_composes():
     for name in options("experiment"):
         cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])
-        assert make_plan(cfg, world_size=8, rows=10**6).total_steps > 0
+        assert make_plan(cfg, world_size=8, rows=10**6, seq_len=cfg.seq_len).total_steps > 0
 
 
 def test_every_corpus_composes():
@@ -120,13 +120,24 @@ def test_configuration_is_read_without_torch():
 
 
 def plan(*overrides, world_size=1, rows=1000):
-    return make_plan(load(*overrides), world_size=world_size, rows=rows)
+    return make_plan(load(*overrides), world_size=world_size, rows=rows, seq_len=512)
 
 
 def test_accumulation_follows_from_the_batch_sizes():
     sizes = plan("global_batch_size=96", "micro_batch_size=4", world_size=8)
     assert (sizes.accumulation, sizes.micro_batch_size) == (3, 4)
     assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "micro_batch", "expected"),
+    [(2048, 32, 4), (2048, 6, 3), (2048, 5, 1), (100, 8, 1), ("null", 32, 32), (10**6, 32, 32)],
+)
+def test_a_micro_batch_is_split_into_equal_parts_that_the_instance_takes(tokens, micro_batch: int, expected: int):
+    batch = [f"global_batch_size={4 * micro_batch}", f"micro_batch_size={micro_batch}"]
+    sizes = plan(*batch, f"instance.micro_batch_tokens={tokens}", world_size=2)
+    assert (sizes.micro_batch_size, sizes.accumulation) == (expected, 2 * micro_batch // expected)
+    assert (sizes.global_batch_size, sizes.lr) == (4 * micro_batch, plan(*batch, world_size=2).lr)
 
 
 def test_with_a_fixed_number_of_examples_doubling_the_nodes_halves_the_steps():

@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +23,7 @@ from train import entry as program
 from train import loop
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
-from train.backend.graphs import GraphBudget
+from train.backend.graphs import Compilers, GraphBudget
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Facts, Saver
 from train.checkpoints.store_disk import LocalStore
@@ -356,6 +357,45 @@ def test_the_device_of_xla_is_what_was_asked_for_or_refused(monkeypatch, device,
     else:
         with pytest.raises(InputError, match=kind):
             xla_environment.choose_device(device)
+
+
+# ---- compilers -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_learn_through_the_store_that_another_one_compiles():
+    store, is_compiling = dist.HashStore(), True
+    other, waits = Compilers(lambda: is_compiling, store), Compilers(lambda: False, store)
+    assert not Compilers().are_busy()
+    assert not waits.are_busy()
+    assert other.are_busy() and waits.are_busy()
+    assert not waits.are_busy()  # no sign since
+    assert other.are_busy() and waits.are_busy()
+    is_compiling = False
+    assert not other.are_busy() and not waits.are_busy()
+
+
+def test_another_thread_sees_that_a_graph_is_being_compiled():
+    from train.backend import xla
+
+    backend = xla.XLA(XLAConfig(device="cpu"))
+    value = torch.rand(64, 64, device=backend.device)
+    xla.torch_xla.sync()
+    for number in range(200):
+        value = torch.sin(value * (2 + number)) @ value
+    assert not backend.is_compiling()
+    seen, ended = [], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.001):
+            seen.append(backend.is_compiling())
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    xla.torch_xla.sync()
+    ended.set()
+    looks.join()
+    assert True in seen
+    assert not backend.is_compiling()
 
 
 # ---- several ranks -------------------------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from forks import free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
+import train
 from train import entry as attempt
 from train import loop
 from train.attempt.preempt import StoppedEarly, StopRequest
@@ -184,6 +186,37 @@ def test_a_process_never_joins_those_that_its_predecessor_met():
     assert theirs.get("address") == b"a port"
 
 
+def test_a_rank_that_dies_once_it_has_met_the_others_is_not_waited_for_longer_than_one_that_never_came(lonely):
+    lonely(0)
+    os.environ["WORLD_SIZE"] = "2"
+    port = int(os.environ["MASTER_PORT"])
+    device = f"ddp on cpu, torch {torch.__version__}, baretrain {train.__version__}"
+    other = rendezvous.Meeting(Launched(1, 2, master_addr="127.0.0.1", master_port=port), HANG_S, device)
+    meets = threading.Thread(target=other.attend)
+    meets.start()
+    with pytest.raises(RuntimeError, match="timeout after 1500ms"):
+        join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=1.5)
+    meets.join(HANG_S)
+
+
+LATE = """
+import sys, time
+from train.backend.rendezvous import join
+from train.ranks import World
+join("gloo", "ddp on cpu", timeout_s=60, join_timeout_s=1)
+if World().rank:
+    time.sleep(2)
+World().meet()
+"""
+
+
+def test_a_collective_has_its_own_timeout_once_all_have_joined(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    done = run_forked(launch(str(script), [], ranks=2), {**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+
+
 def test_ranks_that_train_by_something_else_than_rank_0_are_refused_before_they_join():
     """One machine of four whose driver has failed, or whose torch is another one."""
     store = dist.HashStore()
@@ -232,7 +265,7 @@ def test_ranks_on_trainium_join_where_they_have_met(lonely, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(xla.xla_rendezvous, "_store", None)
     backend, stores = object.__new__(xla.XLA), []
-    backend.cfg, backend.world, backend.precision = XLAConfig(), World(), "bf16"
+    backend.cfg, backend.world, backend.precision = XLAConfig(timeout_s=HANG_S), World(), "bf16"
     backend.is_neuron, backend.reduces_on_host = True, False
 
     def init(_: str, init_method: str, timeout: object) -> None:

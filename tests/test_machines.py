@@ -88,6 +88,43 @@ def disturbed(
     assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "done"
 
 
+# The second machine has no compiled graphs, and its rank compiles one more in the fourth step: that takes 9 s.
+COMPILES = """
+import os, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+graph = Path(os.environ["CACHES"], rank, "neuronxcc-2", "MODULE_1", "model.done")
+os.environ["NEURON_COMPILE_CACHE_URL"] = str(graph.parents[2])
+if rank == "0":
+    graph.parent.mkdir(parents=True)
+    graph.touch()
+from train.backend.xla import XLA
+update, is_compiling, steps, ends_s = XLA.update, XLA.is_compiling, [], 0.0
+
+def compile(self, *arguments):
+    global ends_s
+    steps.append(None)
+    if rank == "1" and len(steps) == 4:
+        ends_s = time.monotonic() + 9
+        time.sleep(9)
+    return update(self, *arguments)
+
+XLA.update, XLA.is_compiling = compile, lambda self: time.monotonic() < ends_s or is_compiling(self)
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_path):
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(COMPILES)
+    arguments = train_overrides(tmp_path / "run", prepared, "backend=xla", "watchdog.step_s=3")
+    agents = machines.torchrun(script, arguments, env={"CACHES": str(tmp_path / "caches")}, log=log)
+    codes, said = ended(agents), log.with_suffix(".0").read_text()
+    assert codes == [0, 0], said
+    assert "caches of the machines differ: machine1 has 0, machine0 has 1 compiled graphs" in said
+
+
 REFUSED = """
 import sys
 from train.host import launcher

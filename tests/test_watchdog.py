@@ -172,6 +172,24 @@ def test_a_rank_may_wait_for_one_that_has_time_left(start: Start, run_dir: Path,
     assert not any((run_dir / "log").iterdir())
 
 
+COMPILES = """dog.phase('step', step=7)
+ends_s = time.monotonic() + 3
+dog.compiles = lambda: time.monotonic() < ends_s"""
+
+
+def test_a_graph_that_appears_late_is_compiled_to_its_end(start: Start, run_dir: Path):
+    """Whatever the phase: it was killed, and after the restart again."""
+    late = f"{COMPILES}\ntime.sleep(3)\ndog.phase('step', step=8)"
+    assert codes(start(late)) == [0]
+    assert codes(start(f"{late}\nhang()")) == [1]  # the next step has its own limit again
+    assert "'step' of step 8 for " in outcome(run_dir)["reason"]
+
+
+def test_a_compiler_that_hangs_is_ended_like_a_start(start: Start, run_dir: Path):
+    assert codes(start("dog.phase('step', step=7)\ndog.compiles = lambda: True\nhang()", start_s=1.5)) == [1]
+    assert "(watchdog.start_s=1.5)" in outcome(run_dir)["reason"]
+
+
 def test_a_rank_that_never_came_is_said(start: Start, run_dir: Path):
     assert codes(start("dog.phase('join')\nhang()", local=2)) == [1]
     assert "; local rank 1 has not started;" in exit_record(run_dir, 0)["reason"]

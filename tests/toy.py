@@ -68,7 +68,7 @@ class ToyTask:
     """See `train.tasks.Task`."""
 
     shard_rows, train_rows, eval_rows, buckets = (ROWS,), ROWS, EVAL_ROWS, None
-    metrics, data_id = ("loss", "error"), "toy"
+    metrics, data_id, seq_len = ("loss", "error"), "toy", 2
 
     def __init__(self, toy: Toy) -> None:
         self.toy = toy

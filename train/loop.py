@@ -58,7 +58,8 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
 
             check_push(cfg)
         task = build_task(cfg)
-        plan = make_plan(cfg, world_size=data_size(cfg.parallel, launched().world_size), rows=task.train_rows)
+        num_shares = data_size(cfg.parallel, launched().world_size)
+        plan = make_plan(cfg, world_size=num_shares, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id)
     search_as_usual()  # all is imported
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop)) as attempt:
@@ -72,7 +73,7 @@ def open_and_fit(attempt: Attempt) -> tuple[str, int]:
     attempt.watch.phase("join", is_start=True)
     with attempt.stop.nothing_to_save():
         backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
-    world = backend.world
+    world, attempt.watch.compiles = backend.world, backend.compilers.are_busy
     # If rank 0 did not own the run folder, it would not have joined.
     attempt.joined(*world.share((attempt.folder.previous, attempt.owner))[0])
     refused: Exception | None = None
@@ -209,7 +210,7 @@ def train(t: Training) -> str:
         t.recovery.report()
         t.votes.cast(failure or t.recovery.failure)
         seq_len = micro_batches[0]["inputs"]["input_ids"].shape[-1]
-        watch.phase("step", step=progress.step, is_start=recorder.is_first or recorder.is_new(seq_len))
+        watch.phase("step", step=progress.step, is_start=recorder.is_first)
         lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
         grad_norm = t.engine.step(micro_batches, lr)
         watch.phase("agree", step=progress.step, is_start=recorder.is_first)

@@ -60,6 +60,7 @@ class Job:
     added: dict[str, str]
     cache: str
     plan: Plan
+    split_tokens: int | None  # the most that a micro batch may have, if its length is not known here
     work: Path  # a folder of this machine: results of the tool, run folder of the short run
 
 
@@ -122,7 +123,8 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
-    plan = make_plan(cfg, world_size=world, rows=2**62)  # the data is not opened here: enough rows for every run
+    # The data is not opened here: these are enough rows for every run, and its length may be unknown.
+    plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
     added = environment(environ, instance=cfg.instance.name)
     fault = machine.cache_fault({**environ, **added})
     check(fault is None, fault or "")
@@ -131,6 +133,7 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
         added=added,
         cache=machine.cache_location({**environ, **added}),
         plan=plan,
+        split_tokens=cfg.instance.micro_batch_tokens if cfg.seq_len is None else None,
         work=work,
     )
 
@@ -204,12 +207,10 @@ def describe(job: Job) -> None:
     for name, value in job.added.items():
         print(f"{name}={shlex.quote(value)}")
     print(shlex.join([TOOL, *job.command]))
-    plan = job.plan
-    print(
-        f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}; "
-        f"compile cache {job.cache}",
-        flush=True,
-    )
+    plan, most = job.plan, job.split_tokens
+    sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
+    split = "" if most is None else f" (of at most {most} tokens: the data's length decides whether it is split)"
+    print(f"{sizes}{split}; compile cache {job.cache}", flush=True)
 
 
 # ---- running it ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,7 @@ class Watchdog:
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.margin_s = MARGIN_PERIODS * self.period_s
+        self.compiles: Callable[[], bool] = lambda: False  # whether a rank does, which may be this one
         self.rearm_ns = 0  # time from which a heartbeat arms the timer in C again
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = deque([count_oom_kills(self.oom_counter)], maxlen=OOM_LOOKS)
@@ -227,6 +228,10 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at all local ranks once, and end this process if they are stuck."""
+        own = Seen(self.own, self.limit_s(self.own), "")
+        if own.age_s > self.cfg.step_s / 2 and self.compiles() and self.is_open:
+            self.own.is_start = 1  # until the next phase begins
+            self.arm()
         self.own.peak_bytes = peak_memory(os.getpid()) or 0
         self.oom_kills.append(count_oom_kills(self.oom_counter))
         ranks = self.read()

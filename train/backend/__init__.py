@@ -21,7 +21,7 @@ from train.host.launched import launched
 
 if TYPE_CHECKING:
     from train.backend.base import Work
-    from train.backend.graphs import Graphs
+    from train.backend.graphs import Compilers, Graphs
     from train.backend.nonfinite import Skips
     from train.data.batches.loader import Batch
     from train.ranks import World
@@ -59,6 +59,7 @@ class Backend(Protocol):
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     world: World  # the ranks, over the hosts
     work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
+    compilers: Compilers
     skips: Skips  # steps that changed nothing; set once a model has moved
 
     def move(self, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from train.backend.graphs import Compilers
 from train.backend.nonfinite import Skips
 from train.ranks import World
 
@@ -46,7 +47,7 @@ class Base:
     skips: Skips  # made when the model moves: made later, it would give the first step another graph on XLA
 
     def __init__(self) -> None:
-        self.world, self.work = World(), Work()
+        self.world, self.work, self.compilers = World(), Work(), Compilers()
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         for buffer, copy in zip(buffers, self.read(tensors), strict=True):

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.distributed as dist
+
 from train.backend.guards import Shapes
 
 if TYPE_CHECKING:
@@ -56,6 +58,28 @@ class GraphBudget:
         if self.is_fatal:
             raise RuntimeError(message)
         logger.warning(message)
+
+
+class Compilers:
+    """Whether some rank of the run is compiling. The watchdog asks for a rank that makes no progress: other machines
+    wait in a collective for one that compiles, and learn of it through the store in which they met.
+    """
+
+    def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
+        self.is_compiling, self.store = is_compiling, store
+        self.signs: int | None = None  # given so far by ranks that compile
+
+    def are_busy(self) -> bool:
+        """Whether this rank compiles, which it lets the others know, or another one has since the last call."""
+        compiles = self.is_compiling()
+        if self.store is None:
+            return compiles
+        try:
+            signs = self.store.add("signs_of_compiling", int(compiles))
+        except dist.DistError:  # the store has ended with its machine: nobody will come
+            return compiles
+        before, self.signs = self.signs, signs
+        return compiles or (before is not None and signs > before)
 
 
 class Watched:

@@ -17,6 +17,7 @@ from train.backend.base import Base
 from train.backend.ddp import DDP
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
+from train.config.backend import NEURON_TIMEOUT_S
 from train.host import machine
 
 DEVICE = "neuron"  # without a number: a process sees its own core only
@@ -41,7 +42,7 @@ class Neuron(DDP):
         self.recomputes = cfg.activation_checkpointing
         if self.world.is_distributed:  # the ranks meet before anything touches the device
             device = f"{self.name} on {DEVICE}, {self.precision}"
-            join(COLLECTIVES, device, timeout_s=cfg.timeout_s or 7200, join_timeout_s=cfg.join_timeout_s)
+            join(COLLECTIVES, device, timeout_s=cfg.timeout_s or NEURON_TIMEOUT_S, join_timeout_s=cfg.join_timeout_s)
         self.device = torch.device(DEVICE)
         if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)

@@ -22,6 +22,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from train.cli.console import without_stdout
@@ -39,20 +40,29 @@ NUM_INFORMED = "num_informed"  # ranks of the machines that know of the refusal
 Result = TypeVar("Result")
 
 
-def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> None:
+def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> dist.Store:
     """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. See `meet` for
-    `device` and for what is raised.
+    `device`, for what is raised and for the store.
     """
     launch, store = launched(), meet(device, join_timeout_s)
+    make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
+    # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
+    connect(make, timeout_s=timeout_s, connect_timeout_s=timeout_s if "neuron" in names else join_timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def connect(
+    make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
+) -> dist.ProcessGroup | None:
+    """Make a process group, of which `timeout_s` will be the timeout. A rank that dies after it met the others is
+    waited for until `connect_timeout_s`, as one that never came.
+    """
     with without_stdout():  # gloo prints how many ranks each has connected
-        dist.init_process_group(
-            names,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
+    if connect_timeout_s < timeout_s:
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
 
 
 def meet(device: str, timeout_s: float) -> dist.Store:

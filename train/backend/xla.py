@@ -7,11 +7,14 @@ device between steps (numbers are read back only when a line is due), and no sil
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
@@ -30,18 +33,20 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, rendezvous
 from train.backend.base import RANK_STRIDE, Base
-from train.backend.graphs import GraphBudget, Graphs, Watched
+from train.backend.graphs import Compilers, GraphBudget, Graphs, Watched
 from train.backend.rounding import fp32_weights
 from train.backend.shared_layer import scanned
-from train.cli.console import without_stdout
 from train.config import BackendConfig, XLAConfig, check
+from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
+from train.host import machine
 
 if TYPE_CHECKING:
     from train.backend import Reducer, State
     from train.data.batches.loader import Batch
 
-
+logger = logging.getLogger("train")
 UNLIMITED_MB = 1_000_000
+MOST_NAMED = 8  # machines
 
 
 class XLA(Base):
@@ -69,22 +74,30 @@ class XLA(Base):
         self.model: Any = None
         self.tied: guards.Tied = []
         self.executed_before = 0
+        self.untimed = 0  # graphs that were never timed: the runtime had them compiled in a cache of its own
         self.first_step_of: list[nn.Parameter] = []
         self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron)
 
     def _join(self) -> None:
         """Meet the other ranks, before anything asks the device runtime for their number: its first answer stays."""
-        timeout = timedelta(seconds=self.cfg.timeout_s or (7200 if self.is_neuron else 600))
+        timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
+        join_timeout_s = self.cfg.join_timeout_s
         device = f"{self.name} on {xr.device_type()}, {self.precision}"
         if self.reduces_on_host:  # on CPUs each XLA process is a world of its own, so gloo joins them
-            timeout_s, join_timeout_s = timeout.total_seconds(), self.cfg.join_timeout_s
-            rendezvous.join("gloo", device, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
+            store = rendezvous.join("gloo", device, timeout_s=timeout_s, join_timeout_s=join_timeout_s)
+            self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
             # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
-            xla_rendezvous._store = rendezvous.meet(device, self.cfg.join_timeout_s)
-            dist.init_process_group("xla", init_method="xla://", timeout=timeout)
-            with without_stdout():  # gloo prints how many ranks each has connected
-                self.world.group = dist.new_group(backend="gloo", timeout=timeout)
+            store = xla_rendezvous._store = rendezvous.meet(device, join_timeout_s)
+            self.compilers = Compilers(self.is_compiling, store)
+            dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=join_timeout_s))
+            self.world.group = rendezvous.connect(
+                partial(dist.new_group, backend="gloo"), timeout_s=timeout_s, connect_timeout_s=join_timeout_s
+            )
+
+    def is_compiling(self) -> bool:
+        """Whether the training thread is compiling a graph. Any thread may ask."""
+        return num_begun() - metric("CompileTime")[0] > self.untimed
 
     def check_world(self) -> None:
         """Check the device, and that the path which gradients will take joins all ranks."""
@@ -103,6 +116,21 @@ class XLA(Base):
         )
         if not self.reduces_on_host and self.world.rank != xr.global_ordinal():
             raise RuntimeError(f"torchrun's rank {self.world.rank} is the device runtime's {xr.global_ordinal()}")
+        self.compare_caches()
+
+    def compare_caches(self) -> None:
+        """Name the machines that have to compile what others have compiled, before they wait for each other."""
+        if self.collects:
+            return
+        cache = machine.cache_location(os.environ)
+        count = machine.count_cached(cache, "model.done") if self.world.local_rank == 0 else None
+        counts = [(own, host) for own, host in self.world.gather((count, socket.gethostname())) if own is not None]
+        if len({own for own, _ in counts}) > 1:
+            named = ", ".join(f"{host} has {own}" for own, host in sorted(counts)[:MOST_NAMED])
+            logger.warning(
+                f"the compile caches of the machines differ: {named} compiled graphs. All wait while one compiles what "
+                "it lacks; to avoid that, run python -m train.precompile on each machine, or keep the cache in S3"
+            )
 
     def add_up(self, tensors: list[Tensor]) -> None:
         """Add the tensors up over the ranks, in place. On CPUs gloo gets copies: it does not add XLA tensors."""
@@ -223,6 +251,7 @@ class XLA(Base):
                 guards.check_changed(before, self.read(watched), step="the first step")
             else:  # the step was skipped, so the next one is the first
                 self.first_step_of = watched
+        self.untimed = num_begun() - metric("CompileTime")[0]
         self.budget.check()
         return norm
 
@@ -295,3 +324,8 @@ def metric(name: str) -> tuple[int, float]:
     """How often something was done in this process, and the nanoseconds it took."""
     data = metrics.metric_data(name)
     return (0, 0.0) if data is None else (data[0], data[1])
+
+
+def num_begun() -> int:
+    """How many graphs this process has begun to compile, or to look up in a cache of the runtime."""
+    return metrics.counter_value("UncachedCompile") or 0

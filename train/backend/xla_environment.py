@@ -7,6 +7,7 @@ import os
 import sys
 
 from train.config import BackendConfig, check
+from train.config.backend import NEURON_TIMEOUT_S
 from train.host import machine
 
 logger = logging.getLogger("train")
@@ -41,7 +42,9 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
         fault = machine.cache_fault(os.environ)
         check(fault is None, fault or "")
         rounds = cfg.precision == "bf16_stochastic"
-        os.environ.update(machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds))
+        timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S
+        wanted = machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s)
+        os.environ.update(wanted)
         logger.info("NEURON_CC_FLAGS=%s, cache %s", os.environ["NEURON_CC_FLAGS"], machine.cache_location(os.environ))
 
 

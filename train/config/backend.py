@@ -8,6 +8,7 @@ from train.config.checks import check, check_at_most, check_choice, check_positi
 from train.config.data import MAX_MICRO_BATCHES_AHEAD
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective operation
+NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for each other's compilers
 
 
 @dataclass(kw_only=True)
@@ -17,8 +18,7 @@ class BackendConfig:
     precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 if the hardware multiplies it natively
     grad_compression: str = "none"  # none | bf16: half the bytes in the gradient reduction (CUDA)
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
-    timeout_s: float | None = None  # a collective that takes longer is an error; None: DEFAULT_TIMEOUT_S, on Trainium
-    # 7,200, since ranks also wait for each other's compilers
+    timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200
     join_timeout_s: float = DEFAULT_TIMEOUT_S  # ranks that have not come to join the others after that are an error
 
     def __post_init__(self) -> None:
@@ -75,6 +75,7 @@ class InstanceConfig:
     device: str | None = None  # cuda | neuron, which a run that names this instance needs; None: any
     devices: int | None = None  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
+    micro_batch_tokens: int | None = None  # larger micro batches are split into several of at most that many tokens
     device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s
     device_tflops_fp32: float | None = None
     usd_per_hour: float | None = None  # of one machine, on demand
@@ -82,7 +83,8 @@ class InstanceConfig:
 
     def __post_init__(self) -> None:
         check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
-        check_positive("instance.", self, "devices", "device_tflops_bf16", "device_tflops_fp32", "usd_per_hour")
+        check_positive("instance.", self, "devices", "micro_batch_tokens", "usd_per_hour")
+        check_positive("instance.", self, "device_tflops_bf16", "device_tflops_fp32")
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")

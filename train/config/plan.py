@@ -23,8 +23,8 @@ class Plan:
     lr: float  # peak, scaled
 
 
-def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
-    """Make the plan of a run over `rows` training sequences; InputError if there can be none."""
+def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
+    """Make the plan of a run over `rows` training sequences of up to `seq_len` tokens; InputError if there is none."""
     if cfg.global_batch_size is None:
         assert cfg.micro_batch_size is not None  # TrainConfig refuses a run without both
         global_batch = cfg.micro_batch_size * world_size
@@ -39,6 +39,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
         global_batch % (micro * world_size) == 0,
         f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {world_size} ranks",
     )
+    micro = largest_fit(micro, cfg, seq_len)
     per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
     check(
         global_batch // (micro * world_size) % per_graph == 0,
@@ -78,3 +79,11 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int) -> Plan:
         warmup_steps=warmup,
         lr=optim.lr * factor,
     )
+
+
+def largest_fit(micro_batch: int, cfg: TrainConfig, seq_len: int | None) -> int:
+    """The largest equal part of a micro batch that is within `instance.micro_batch_tokens`, at least one sequence."""
+    if seq_len is None or cfg.instance.micro_batch_tokens is None:
+        return micro_batch
+    most = max(1, min(micro_batch, cfg.instance.micro_batch_tokens // seq_len))
+    return next(size for size in range(most, 0, -1) if micro_batch % size == 0)

@@ -7,6 +7,7 @@ SDK 2.31, the last that ships it.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from train.config import InputError, check
+from train.config.backend import NEURON_TIMEOUT_S
 from train.host.processes import read_process
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
@@ -133,13 +135,18 @@ def count_cached(cache: str, name: str) -> int | None:
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
 
 
-def neuron_environment(environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool) -> dict[str, str]:
+def neuron_environment(
+    environ: Mapping[str, str], *, nodes: int, stochastic_rounding: bool, timeout_s: float = NEURON_TIMEOUT_S
+) -> dict[str, str]:
     """Variables to set before the Neuron runtime starts. Those of the user stay; compiler flags are added to theirs.
+
+    An execution waits for the peers of its collectives, so it has their `timeout_s`: in the 600 s of AWS's samples no
+    other machine could compile. Where nothing compiles, the watchdog ends a hang sooner.
 
     Raises InputError if a variable of the user would round silently, or give the ranks an address that is in use.
     """
     wanted = {
-        "NEURON_RT_EXEC_TIMEOUT": "600",  # seconds; peers may still compile
+        "NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}",
         "XLA_TRANSFER_SEED_ASYNC": "1",
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if stochastic_rounding else "0",
     }

@@ -137,7 +137,7 @@ class FineTuning(ABC):
         metrics: Sequence[str],
     ) -> None:
         assert isinstance(cfg.data, RecordsConfig)
-        self.sizes, self.lengths = sizes, sizes.lengths
+        self.sizes, self.lengths, self.seq_len = sizes, sizes.lengths, sizes.seq_len
         self.tables = open_tables(cfg, featurizer)
         self.splits: list[Split] = []
         self.eval_rows = 0

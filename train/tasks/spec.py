@@ -69,6 +69,7 @@ class Task(Protocol):
     shard_rows: Sequence[int]  # training examples in each shard; data that is not sharded is one
     train_rows: int  # their sum
     eval_rows: int
+    seq_len: int  # tokens of the longest batches
     buckets: Buckets | None  # the lengths of batches, if there are several
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
