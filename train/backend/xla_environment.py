@@ -7,7 +7,8 @@ import os
 import sys
 
 from train.config import BackendConfig, check
-from train.host import machine
+from train.host import cluster, machine
+from train.host.launched import launched
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -40,6 +41,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     if kind == "NEURON":
         fault = machine.cache_fault(os.environ)
         check(fault is None, fault or "")
+        cluster.pin(cluster.neuron_address(os.environ, launched().local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         os.environ.update(machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds))
         logger.info("NEURON_CC_FLAGS=%s, cache %s", os.environ["NEURON_CC_FLAGS"], machine.cache_location(os.environ))
