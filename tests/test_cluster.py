@@ -69,7 +69,7 @@ def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(open_files, log)
     assert not log.messages
     cluster.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
     (text,) = log.messages
-    assert text.startswith(f"{hard} open files at most, and {hard} ranks may need {hard + 1024}: add '* - nofile")
+    assert text.startswith(f"{hard} open files at most, one of {hard} ranks may need {hard + 1023}: add '* -")
 
 
 # ---- processors ----------------------------------------------------------------------------------------------------

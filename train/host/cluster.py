@@ -39,9 +39,10 @@ def prepare(launch: Launched, *, forks: bool) -> None:
     os.environ.update(cluster_environment(os.environ, launch, forks=forks))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
-    if hard < launch.world_size + OWN_FILES:
-        text = "%d open files at most, and %d ranks may need %d: add '* - nofile %d' to /etc/security/limits.conf"
-        logger.warning(text, hard, launch.world_size, launch.world_size + OWN_FILES, OPEN_FILES)
+    wanted = OWN_FILES + launch.world_size - 1
+    if hard < wanted:
+        text = "%d open files at most, one of %d ranks may need %d: add '* - nofile %d' to /etc/security/limits.conf"
+        logger.warning(text, hard, launch.world_size, wanted, OPEN_FILES)
 
 
 def cluster_environment(
@@ -65,7 +66,8 @@ def network_card(master: str) -> str | None:
 
     The master may know itself by a loopback address; then it is the card of the default route.
     """
-    cards = {at.address: name for name, known in psutil.net_if_addrs().items() if name != "lo" for at in known}
+    known = ((name, at) for name, addresses in psutil.net_if_addrs().items() for at in addresses)
+    cards = {at.address: name for name, at in known if name != "lo" and at.family in (socket.AF_INET, socket.AF_INET6)}
     return cards.get(source_address(master)) or cards.get(source_address(OUTSIDE))
 
 
