@@ -28,7 +28,8 @@ from train.host import machine
 GIB = 2**30
 RECORDED = ROOT / "tests" / "recorded" / "doctor"
 DPKG = ("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *checks_versions.SYSTEM_PACKAGES)
-LS, FI_INFO = ("neuron-ls", "-j"), ("fi_info", "-p", "efa")
+LS, FI_INFO, LDCONFIG = ("neuron-ls", "-j"), ("fi_info", "-p", "efa"), ("ldconfig", "-p")
+PLUGIN = "\tlibnccl-net-ofi.so (libc6,x86-64) => /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so\n"
 CHRONY, TIMEDATE = ("chronyc", "tracking"), ("timedatectl", "show", "-p", "NTPSynchronized")
 UNLIMITED = dict.fromkeys(("nofile", "memlock", "nproc"), (math.inf, math.inf))
 TRN1 = Instance("trn1.32xlarge", 32, (1, 2, 8, 32))
@@ -159,7 +160,8 @@ def gpus(tmp_path):
     write(laptop.root, "/etc/hosts", "127.0.0.1 localhost\n")
     four = "".join(recorded("fi_info_efa.txt").partition("rdmap48s27")[0])
     answers = {checks_devices.GPU_QUERY: said("nvidia_smi_gpus.txt"), checks_devices.HOLDER_QUERY: Answer("smi", 0, "")}
-    probe = with_answers(laptop, {**answers, FI_INFO: Answer("fi_info", 0, four)})
+    answers |= {FI_INFO: Answer("fi_info", 0, four), LDCONFIG: Answer("ldconfig", 0, PLUGIN)}
+    probe = with_answers(laptop, answers)
     return change(probe, instance=Instance("p4d.24xlarge", 8), limits=UNLIMITED, memory_bytes=(1000 * GIB, 1152 * GIB))
 
 
@@ -233,11 +235,11 @@ def test_devices_of_a_trn1(trn1):
 
 
 def test_neuron_ls_of_other_versions_and_chips():
-    (chip,) = checks_devices.read_neuron_ls(said("neuron_ls_old.json"))
+    (chip,) = machine.read_neuron_ls(recorded("neuron_ls_old.json"))
     assert (chip.num_cores, chip.holders) == (2, ())
-    (chip,) = checks_devices.read_neuron_ls(said("neuron_ls_trn2.json"))
+    (chip,) = machine.read_neuron_ls(recorded("neuron_ls_trn2.json"))
     assert chip.num_cores == 4  # logical cores: 16 such chips take 64 ranks
-    (chip,) = checks_devices.read_neuron_ls(Answer("l", 0, '[{"neuroncore_ids": [6, 7]}]'))
+    (chip,) = machine.read_neuron_ls('[{"neuroncore_ids": [6, 7]}]')
     assert (chip.number, chip.num_cores) == (0, 2)
 
 
@@ -335,6 +337,16 @@ def test_efa(trn1, laptop):
     find(check, laptop, "skip")  # InfiniBand of another maker is no EFA
 
 
+def test_nccl_without_its_plugin_for_efa(gpus):
+    check = checks_devices.efa
+    find(check, gpus, "ok", "libfabric sees all")
+    without = with_answers(gpus, {LDCONFIG: Answer("ldconfig", 0, PLUGIN.replace("libnccl-net-ofi", "libnccl"))})
+    find(check, without, "warn", "no libnccl-net*.so and would use TCP", "a single machine trains without")
+    find(check, change(without, num_machines=2), "bad", "aws-ofi-nccl", "LD_LIBRARY_PATH=/opt/amazon/ofi-nccl")
+    write(gpus.root, "/opt/mine/libnccl-net.so")
+    find(check, environ(without, LD_LIBRARY_PATH="/opt/cuda::/opt/mine"), "ok")
+
+
 def test_python_and_glibc(trn1, laptop):
     check = checks_versions.python
     find(check, trn1, "ok", "3.12.3, glibc 2.39")
@@ -405,9 +417,10 @@ def test_fork_safety(trn1, laptop):
     find(check, old, "bad", "5.10.230", "export FI_EFA_FORK_SAFE=1")
     find(check, environ(old, FI_EFA_FORK_SAFE="1"), "ok", "FI_EFA_FORK_SAFE=1")
     find(check, change(trn1, kernel="5.15.0"), "ok")
-    find(check, environ(trn1, FI_EFA_USE_HUGE_PAGE=None), "warn", "5,128 huge pages", "FI_EFA_USE_HUGE_PAGE=0")
+    find(check, environ(trn1, FI_EFA_USE_HUGE_PAGE=None), "ok")  # a run sets it
+    find(check, environ(trn1, FI_EFA_USE_HUGE_PAGE="1"), "warn", "5,128 huge pages", "unset FI_EFA_USE_HUGE_PAGE")
     write(trn1.root, "/proc/meminfo", "HugePages_Total:       0\n")
-    find(check, environ(trn1, FI_EFA_USE_HUGE_PAGE=None), "ok")
+    find(check, environ(trn1, FI_EFA_USE_HUGE_PAGE="1"), "ok")
     find(check, laptop, "skip")
 
 
@@ -417,11 +430,14 @@ def limits(probe, name, soft, hard=math.inf):
 
 def test_limits(trn1, laptop):
     find(checks_host.open_files, limits(trn1, "nofile", 65535), "ok")
-    find(checks_host.open_files, limits(trn1, "nofile", 20000), "warn", "65,535 wanted", "ulimit -n 65535")
-    find(checks_host.open_files, limits(trn1, "nofile", 1024), "bad", "1,024", "ulimit -n 65535")
+    find(checks_host.open_files, limits(trn1, "nofile", 1024), "ok", "65,535", "raises")
+    off_linux = change(trn1, system="Darwin")  # where a run raises nothing
+    find(checks_host.open_files, limits(off_linux, "nofile", 20000), "warn", "65,535 wanted", "ulimit -n 65535")
+    find(checks_host.open_files, limits(off_linux, "nofile", 1024), "bad", "1,024", "ulimit -n 65535")
+    find(checks_host.open_files, limits(trn1, "nofile", 20000, 20000), "warn", "65,535 wanted", "limits.conf")
     find(checks_host.open_files, limits(trn1, "nofile", 1024, 4096), "bad", "limits.conf", "log in again")
-    find(checks_host.open_files, limits(laptop, "nofile", 512), "warn", "ulimit -n 1024")
-    find(checks_host.open_files, limits(laptop, "nofile", 128), "bad", "ulimit -n 1024")
+    find(checks_host.open_files, limits(laptop, "nofile", 512, 512), "warn", "1,024 wanted", "nofile 1024")
+    find(checks_host.open_files, limits(laptop, "nofile", 128, 512), "bad", "1,024 wanted")
     find(checks_host.locked_memory, limits(trn1, "memlock", 65536, 65536), "bad", "64 KiB", "memlock unlimited")
     find(checks_host.locked_memory, limits(laptop, "memlock", 65536, 65536), "skip")
     find(checks_host.processes, limits(trn1, "nproc", 1024), "warn", "ulimit -u 4096")

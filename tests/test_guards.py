@@ -38,7 +38,7 @@ from train.config import (
 )
 from train.data.batches import loader as batches
 from train.data.batches.loader import MaskedRows
-from train.host import machine
+from train.host import cluster, machine
 from train.host.launched import check_launch, launched
 from train.models.layers import run_shared_layer_by
 from train.optim import build_optimizer, set_learning_rate
@@ -324,9 +324,16 @@ def test_a_compile_cache_on_nfs_is_refused(train, on_trainium, monkeypatch):
 def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/cache")
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "head")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    pinned = []
+    monkeypatch.setattr(cluster, "neuron_address", lambda environ, core: f"chip of core {core}")
+    monkeypatch.setattr(cluster, "pin", pinned.append)
     del os.environ["PJRT_DEVICE"]
     xla_environment.ready(XLAConfig(precision="bf16_stochastic"), nodes=2, collects=False)
+    assert pinned == ["chip of core 1"]
     assert os.environ["PJRT_DEVICE"] == "NEURON"
     assert os.environ["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
     assert os.environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"

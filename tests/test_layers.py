@@ -49,7 +49,7 @@ TOOLS = {f"train.{room}" for room in TOOLS.split()}
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
     "boto3": {"train/storage/s3.py", "train/doctor/checks_s3.py", "launch/ec2.py"},
-    "psutil": {"train/host/machine.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
+    "psutil": {"train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
     "matplotlib": {"train/report/figures.py"},
     "jinja2": {"train/report/page.py"},

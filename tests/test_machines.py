@@ -125,6 +125,30 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
     assert "caches of the machines differ: machine1 has 0, machine0 has 1 compiled graphs" in said
 
 
+JOINS = """
+import os, socket
+from train.backend.rendezvous import join
+from train.host import cluster
+from train.host.launched import launched
+from train.ranks import World
+
+cards = [cluster.network_card(host) for host in (os.environ["MASTER_ADDR"], socket.gethostname(), "10.88.0.9")]
+cluster.prepare(launched(), forks=False)
+join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
+print("cards", *cards, "sum", *World().sum([1.0]), flush=True)
+"""
+
+
+def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
+    """The host name leads to 127.0.1.1, where gloo would wait for the other machine."""
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(JOINS)
+    codes = ended(machines.torchrun(script, [], env={}, log=log))
+    said = [log.with_suffix(f".{number}").read_text() for number in (0, 1)]
+    assert codes == [0, 0], said
+    assert all("cards eth0 eth0 aside sum 2.0" in text for text in said), said
+
+
 REFUSED = """
 import sys
 from train.host import launcher

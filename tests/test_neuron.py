@@ -20,7 +20,7 @@ from train.backend.base import load
 from train.backend.ddp import DDP
 from train.cli import compose as cli
 from train.config import BackendConfig, InputError
-from train.host import machine
+from train.host import cluster, machine
 from train.telemetry import monitor_neuron
 
 # As in test_equality.py: sums of float32 in another order, six steps.
@@ -117,8 +117,8 @@ def test_a_checkpoint_of_neuron_goes_on_under_ddp(versions, by_ddp, prepared, tm
 
 def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
     for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "a",
@@ -126,12 +126,14 @@ def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     opened = []
+    monkeypatch.setattr(cluster, "neuron_address", lambda environ, core: f"chip of core {core}")
+    monkeypatch.setattr(cluster, "pin", opened.append)
     monkeypatch.setattr(neuron, "join", lambda names, *_, **__: opened.append(names))
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
     with pytest.raises(RuntimeError, match="the process group 2, and ones summed over the ranks give 1"):
         neuron.Neuron(BackendConfig(device="neuron"))
-    assert opened == ["gloo"]
+    assert opened == ["chip of core 1", "gloo"]
 
 
 def test_what_is_opened_on_hardware_is_neurons():

@@ -15,6 +15,7 @@ from train.attempt.preempt import StoppedEarly, StopRequest
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
+from train.host import cluster
 from train.host.garbage import search_rarely
 from train.host.launched import Launched, launched
 from train.host.launcher import end_launcher, leave_it_to_the_first
@@ -82,6 +83,7 @@ def train_once(cfg: TrainConfig) -> int:
 
 
 def train(cfg: TrainConfig, launch: Launched) -> int:
+    cluster.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # until `loop.run` has imported the task
     from train import loop  # late: torch takes seconds to import, and refusals come before
     from train.attempt.attempt import ENDS, kind_of

@@ -1,4 +1,5 @@
-"""Two machines for tests of launchers: network namespaces with a name, an address and a link between them.
+"""Two machines for tests of launchers: network namespaces with a name, an address and a link between them. As on Ubuntu
+each knows itself by 127.0.1.1; and each has a second network card, by which it does not reach the other.
 
 They are Linux's own, and last as long as a process of each does. Needs root, iproute2 and util-linux.
 """
@@ -32,14 +33,18 @@ for kind in ("net", "uts", "mnt"):
 os.chdir(folder)  # it is that of the other machine by now
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-HOSTS = "127.0.0.1 localhost\n" + "".join(f"{at} {NAME.format(i)}\n" for i, at in enumerate(ADDRESSES))
 SET_UP = f"""
 echo "$1" > /proc/sys/kernel/hostname
-mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/$1.hosts" /etc/hosts
 mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf
 ip link set lo up
 ip address add "$3/24" dev {LINK}
 ip link set {LINK} up
+ip route add default dev {LINK}
+ip link add aside type veth peer name nowhere
+ip address add 10.88.0.1/24 dev aside
+ip link set nowhere up
+ip link set aside up
 """
 
 
@@ -94,7 +99,10 @@ class Machines:
 
 @contextmanager
 def two_machines(folder: Path) -> Iterator[Machines]:
-    (folder / "hosts").write_text(HOSTS)
+    for number in range(len(ADDRESSES)):
+        known = zip(map(NAME.format, range(len(ADDRESSES))), ADDRESSES, strict=True)
+        lines = [f"{'127.0.1.1' if i == number else at} {name}\n" for i, (name, at) in enumerate(known)]
+        (folder / f"{NAME.format(number)}.hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
     (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")  # there is no DNS to wait for
     with ExitStack() as stack:
         pids = []

@@ -21,7 +21,7 @@ from train.backend.graphs import Graphs
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
-from train.host import machine
+from train.host import cluster, machine
 
 if TYPE_CHECKING:
     from train.backend import Reducer, State
@@ -54,6 +54,7 @@ class DDP(Base):
         self.recomputes = cfg.activation_checkpointing
         if is_cuda:
             torch.cuda.set_device(self.device)
+            cluster.pin(pci_address(self.device))
         if world.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
             device = f"{self.name} on {self.device.type}, {self.precision}"
@@ -212,6 +213,14 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
         f"start torchrun with --nproc-per-node={count}",
     )
     return torch.device("cuda", local_rank)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Address of a GPU on the PCI bus; None if this torch does not say."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(gpu, "pci_bus_id"):
+        return None
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def check_no_idle_gpu(name: str) -> None:

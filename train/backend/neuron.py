@@ -7,6 +7,7 @@ https://awsdocs-neuron.readthedocs-hosted.com, frameworks/torch, SDK 2.33.
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from train.backend.ddp import DDP
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.host import machine
+from train.host import cluster, machine
 
 DEVICE = "neuron"  # without a number: a process sees its own core only
 COLLECTIVES = "cpu:gloo,neuron:neuron"
@@ -38,6 +39,7 @@ class Neuron(DDP):
     def __init__(self, cfg: BackendConfig) -> None:
         Base.__init__(self)  # work is timed on the host
         check_machine(cfg)
+        cluster.pin(cluster.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
         if self.world.is_distributed:  # the ranks meet before anything touches the device

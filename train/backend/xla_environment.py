@@ -8,7 +8,8 @@ import sys
 
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.host import machine
+from train.host import cluster, machine
+from train.host.launched import launched
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -41,6 +42,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     if kind == "NEURON":
         fault = machine.cache_fault(os.environ)
         check(fault is None, fault or "")
+        cluster.pin(cluster.neuron_address(os.environ, launched().local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S
         wanted = machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s)

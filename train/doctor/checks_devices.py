@@ -7,44 +7,17 @@ Outputs are parsed as the tools document them: `neuron-ls --json-output` (Neuron
 from __future__ import annotations
 
 import csv
-import json
 import re
-from dataclasses import dataclass
-from typing import Any
 
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Answer, Probe
+from train.host.machine import read_neuron_ls
 
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
 HOLDER_QUERY = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
+OFI_NCCL = "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:$LD_LIBRARY_PATH"
 WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # these open the device files but hold no core
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One Neuron chip. A rank takes one logical core."""
-
-    number: int
-    num_cores: int  # logical
-    holders: tuple[tuple[int, str], ...]  # process id and command, which may be empty
-
-
-def read_neuron_ls(answer: Answer) -> list[Chip]:
-    """Parse `neuron-ls -j`, whose older versions have fewer fields; ValueError if it is not as documented."""
-    try:
-        return [read_chip(number, entry) for number, entry in enumerate(json.loads(answer.out))]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def read_chip(number: int, entry: dict[str, Any]) -> Chip:
-    num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
-    if not num_cores:
-        raise ValueError("no nc_count in it")
-    processes = entry.get("neuron_processes") or ()
-    holders = tuple((int(process["pid"]), str(process.get("command") or "")) for process in processes)
-    return Chip(int(entry.get("neuron_device", number)), int(num_cores), holders)
 
 
 def read_csv(text: str) -> list[list[str]]:
@@ -78,7 +51,7 @@ def neuron_devices(probe: Probe, answer: Answer) -> Finding:
     if answer.fault:
         return bad(answer.fault, cure=f"{RELOAD}; if it stays, stop and start the instance")
     try:
-        chips = read_neuron_ls(answer)
+        chips = read_neuron_ls(answer.out)
     except ValueError as error:
         cure = "sudo apt-get install --only-upgrade aws-neuronx-tools"
         return bad(f"neuron-ls -j cannot be read ({error})", cure=cure)
@@ -118,7 +91,7 @@ def count_devices(probe: Probe) -> int | None:
     if answer.fault or not probe.is_accelerated:
         return None
     try:
-        return sum(c.num_cores for c in read_neuron_ls(answer)) if probe.is_trainium else len(read_csv(answer.out))
+        return sum(c.num_cores for c in read_neuron_ls(answer.out)) if probe.is_trainium else len(read_csv(answer.out))
     except ValueError:
         return None  # the check `devices` reports it
 
@@ -136,7 +109,7 @@ def holders(probe: Probe) -> Finding:
 
 def neuron_holders(probe: Probe, answer: Answer) -> Finding:
     try:
-        chips = read_neuron_ls(answer)  # ValueError too if it printed nothing
+        chips = read_neuron_ls(answer.out)  # ValueError too if it printed nothing
     except ValueError:
         chips = []
     if not chips:
@@ -224,4 +197,14 @@ def efa(probe: Probe) -> Finding:
         )
         cure = "install EFA's libfabric: sudo ./efa_installer.sh -y, then export PATH=/opt/amazon/efa/bin:$PATH"
         return fault(text, cure=cure)
+    if probe.has_gpu and not nccl_plugins(probe):
+        cure = f"install aws-ofi-nccl (sudo ./efa_installer.sh -y), then export LD_LIBRARY_PATH={OFI_NCCL}"
+        return fault(f"{num_seen} interfaces; NCCL has no libnccl-net*.so and would use TCP{alone}", cure=cure)
     return ok(f"{num_seen} interfaces" + (f" of {wanted}" if wanted else "") + ", libfabric sees all")
+
+
+def nccl_plugins(probe: Probe) -> list[str]:
+    """The network plugins of NCCL (aws-ofi-nccl's for EFA) that the dynamic linker finds, in ld.so(8)'s places."""
+    folders = filter(None, probe.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    given = [str(file) for folder in folders for file in probe.files(f"{folder}/libnccl-net*.so")]
+    return given + re.findall(r"^\s*(libnccl-net\S*\.so)", probe.ask("ldconfig", "-p").out, re.MULTILINE)

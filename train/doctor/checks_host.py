@@ -10,6 +10,7 @@ from pathlib import Path
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, nearest
 from train.host import machine
+from train.host.cluster import OPEN_FILES
 
 GIB = 2**30
 # A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than
@@ -28,7 +29,10 @@ WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0
 
 def open_files(probe: Probe) -> Finding:
     """Limit of open files: ranks, loader workers and EFA open many; a laptop's run does not."""
-    least, wanted = (4096, 65535) if probe.is_accelerated else (256, 1024)
+    least, wanted = (4096, OPEN_FILES) if probe.is_accelerated else (256, 1024)
+    _, hard = probe.limits.get("nofile", (math.nan, math.nan))
+    if probe.system == "Linux" and hard >= wanted:
+        return ok(f"{min(hard, OPEN_FILES):,.0f}, to which a run raises its own limit")
     return limit(probe, "nofile", "n", wanted=wanted, least=least)
 
 
@@ -92,9 +96,9 @@ def fork_safety(probe: Probe) -> Finding:
         text = f"Linux {probe.kernel} with EFA: a loader worker that forks corrupts what EFA sends"
         return bad(text, cure="export FI_EFA_FORK_SAFE=1")
     huge = re.search(r"^HugePages_Total:\s*(\d+)", probe.text("/proc/meminfo") or "", re.MULTILINE)
-    if huge and int(huge[1]) and probe.environ.get("FI_EFA_USE_HUGE_PAGE") != "0":
+    if huge and int(huge[1]) and probe.environ.get("FI_EFA_USE_HUGE_PAGE") not in (None, "", "0"):
         text = f"EFA takes from {int(huge[1]):,} huge pages; a fork may fail with 'Cannot allocate memory'"
-        return warn(text, cure="export FI_EFA_USE_HUGE_PAGE=0")
+        return warn(text, cure="unset FI_EFA_USE_HUGE_PAGE (a run with loader workers sets it to 0)")
     return ok(f"Linux {probe.kernel}" + (", FI_EFA_FORK_SAFE=1" if probe.is_old_kernel else ""))
 
 

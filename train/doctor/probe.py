@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from train.doctor.instance import Instance
+from train.host.cluster import AMAZON, efa_devices
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
 TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
-AMAZON, NVIDIA = "0x1d0f", "0x10de"  # PCI vendors
+NVIDIA = "0x10de"  # PCI vendor
 TRAINIUM_PCI = ("0x7164", "0x7364")  # trn1, trn2: PCI ids of the Neuron driver's neuron_device.h
 
 
@@ -126,7 +127,7 @@ class Probe:
 
     @property
     def efa_devices(self) -> list[str]:
-        return [file.parts[-3] for file in self.files("/sys/class/infiniband/*/device/vendor") if reads(file, AMAZON)]
+        return efa_devices(self.root / "sys")
 
     @property
     def is_trainium(self) -> bool:

@@ -7,6 +7,7 @@ SDK 2.31, the last that ships it.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from train.config import InputError, check
 from train.config.backend import NEURON_TIMEOUT_S
@@ -246,6 +248,35 @@ def minor(version: str) -> str:
 def neuron_devices() -> list[str]:
     """Device files of the Neuron driver, one for each chip."""
     return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One Neuron chip. A rank takes one logical core."""
+
+    number: int
+    num_cores: int  # logical
+    holders: tuple[tuple[int, str], ...]  # process id and command, which may be empty
+    address: str  # on the PCI bus, with its domain; may be empty
+
+
+def read_neuron_ls(text: str) -> list[Chip]:
+    """Parse `neuron-ls -j`, whose older versions have fewer fields; ValueError if it is not as documented."""
+    try:
+        return [read_chip(number, entry) for number, entry in enumerate(json.loads(text))]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def read_chip(number: int, entry: dict[str, Any]) -> Chip:
+    num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
+    if not num_cores:
+        raise ValueError("no nc_count in it")
+    processes = entry.get("neuron_processes") or ()
+    holders = tuple((int(process["pid"]), str(process.get("command") or "")) for process in processes)
+    bdf = str(entry.get("bdf") or "")
+    address = f"0000:{bdf}" if bdf.count(":") == 1 else bdf
+    return Chip(int(entry.get("neuron_device", number)), int(num_cores), holders, address)
 
 
 def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:

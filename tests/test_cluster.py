@@ -1,0 +1,170 @@
+"""What a rank sets on its machine before it joins the others, with a folder for sysfs. Not run on hardware."""
+
+import os
+import resource
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from running import ROOT
+
+from train.backend import ddp
+from train.config import BackendConfig
+from train.host import cluster
+from train.host.launched import Launched
+
+TWO_MACHINES = Launched(world_size=2, is_distributed=True, master_addr="192.0.2.7", master_port=29500)
+GPU = "0000:10:1c.0"
+
+
+def write(root, path, text):
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+# ---- variables -----------------------------------------------------------------------------------------------------
+
+
+def environment(user, launch, *, forks=False, sysfs=cluster.SYSFS):
+    return cluster.cluster_environment(user, launch, forks=forks, sysfs=sysfs)
+
+
+def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkeypatch):
+    monkeypatch.setattr(cluster, "network_card", lambda master: {"192.0.2.7": "ens5"}[master])
+    chosen = {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_SOCKET_IFNAME": "=ens5", "CCOM_SOCKET_IFNAME": "ens5"}
+    assert environment({"NCCL_SOCKET_IFNAME": ""}, TWO_MACHINES) == chosen
+    del chosen["GLOO_SOCKET_IFNAME"]
+    assert environment({"GLOO_SOCKET_IFNAME": "eth9"}, TWO_MACHINES) == chosen
+    assert environment({}, Launched(world_size=2, local_world_size=2)) == {}
+    monkeypatch.setattr(cluster, "network_card", lambda master: None)
+    assert environment({}, TWO_MACHINES) == {}
+
+
+def test_efa_takes_no_huge_pages_where_the_loader_forks(tmp_path):
+    write(tmp_path, "class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
+    assert environment({}, Launched(), forks=True, sysfs=tmp_path) == {}  # another maker's
+    write(tmp_path, "class/infiniband/rdmap0s27/device/vendor", "0x1d0f\n")
+    assert environment({}, Launched(), forks=True, sysfs=tmp_path) == {"FI_EFA_USE_HUGE_PAGE": "0"}
+    assert environment({}, Launched(), forks=False, sysfs=tmp_path) == {}
+    assert environment({"FI_EFA_USE_HUGE_PAGE": "1"}, Launched(), forks=True, sysfs=tmp_path) == {}
+
+
+# ---- open files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_files():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(open_files, log):
+    open_files(256)
+    cluster.prepare(Launched(), forks=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft == min(hard, cluster.OPEN_FILES)
+    assert not log.messages
+    cluster.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
+    (text,) = log.messages
+    assert text.startswith(f"{hard} open files at most, one of {hard} ranks may need {hard + 1023}: add '* -")
+
+
+# ---- processors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("online", "local", "allowed", "near"),
+    [
+        ("0-7", "0-1,4-5", range(8), {0, 1, 4, 5}),
+        ("0-7", "0-7", range(8), set()),  # one node
+        ("0-7", "0-3", range(4), set()),  # the launcher has chosen: for good, or for another rank
+        ("0-7", "0-3", range(4, 8), set()),
+        ("0-7", "", range(8), set()),
+        ("0", "0", range(1), set()),
+    ],
+)
+def test_a_rank_runs_on_the_node_of_its_device_unless_the_launcher_has_chosen(tmp_path, online, local, allowed, near):
+    write(tmp_path, "devices/system/cpu/online", f"{online}\n")
+    write(tmp_path, f"bus/pci/devices/{GPU}/local_cpulist", f"{local}\n")
+    assert cluster.near_cpus(GPU, set(allowed), tmp_path) == near
+    assert cluster.near_cpus("0000:99:00.0", set(allowed), tmp_path) == set()
+
+
+def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(tmp_path):
+    all_cpus = os.sched_getaffinity(0)
+    if len(all_cpus) < 2:
+        pytest.skip("one processor")
+    first = min(all_cpus)
+    write(tmp_path, "devices/system/cpu/online", ",".join(map(str, sorted(all_cpus))))
+    write(tmp_path, f"bus/pci/devices/{GPU}/local_cpulist", str(first))
+    seen = []
+
+    def rank(address):
+        cluster.pin(address, tmp_path)
+        worker = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+        worker.start()
+        worker.join()
+
+    for address in (GPU, None, "", f"../devices/{GPU}", f"{GPU}/", "0000:99:00.0"):
+        thread = threading.Thread(target=rank, args=(address,))  # the affinity is that of a thread
+        thread.start()
+        thread.join()
+    assert seen == [{first}, *[all_cpus] * 5]
+
+
+NEURON_LS = (ROOT / "tests/recorded/doctor/neuron_ls_trn1_32xlarge.json").read_text()
+
+
+@pytest.fixture
+def neuron_ls(tmp_path, monkeypatch):
+    """Gives a function that sets what neuron-ls prints and its exit code."""
+
+    def prints(text, code=0):
+        (tmp_path / "answer").write_text(text)
+        tool = tmp_path / "neuron-ls"
+        tool.write_text(f"#!/bin/sh\n[ $1 = -j ] && /bin/cat {tmp_path}/answer; exit {code}\n")
+        tool.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    prints(NEURON_LS)
+    return prints
+
+
+def test_a_ranks_chip_is_that_of_its_core(neuron_ls, log):
+    def address(core, **user):
+        return cluster.neuron_address({**os.environ, **user}, core)
+
+    assert [address(core) for core in (0, 1, 2)] == ["0000:10:1c.0", "0000:10:1c.0", "0000:10:1d.0"]
+    assert address(31) is not None
+    assert address(32) is None
+    assert address(0, NEURON_RT_VISIBLE_CORES="8") is None
+    assert address(0, NEURON_RT_NUM_CORES="2") is None
+    assert not log.messages
+    for text, code in (("{", 0), ("", 1)):
+        neuron_ls(text, code)
+        assert address(0) is None
+    assert len(log.messages) == 2 and all("neuron-ls -j" in text for text in log.messages)
+    assert cluster.neuron_address({"PATH": "/nowhere"}, 0) is None
+
+
+def test_a_rank_on_a_gpu_is_pinned_to_it(monkeypatch):
+    pinned, gpus = [], {0: (0, 0x10, 0x1C), 3: (1, 0xA0, 0x1D)}
+    monkeypatch.setattr(cluster, "pin", pinned.append)
+    fakes = {"is_available": lambda: True, "device_count": lambda: 8, "set_device": lambda device: None}
+    fakes |= {"get_device_name": lambda device: "A100", "get_device_capability": lambda device: (8, 0)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def properties(device):
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        return SimpleNamespace(**dict(zip(names, gpus[device.index], strict=True)))
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    ddp.DDP(BackendConfig(device="cuda"))
+    assert pinned == [GPU]
+    assert ddp.pci_address(torch.device("cuda", 3)) == "0001:a0:1d.0"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="A100"))
+    assert ddp.pci_address(torch.device("cuda", 0)) is None  # of an older torch
