@@ -46,12 +46,14 @@ class Replica:
         # With keep_vars these are the parameters themselves: tied names share one.
         return {
             "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups},
+            "optimizer": {**moments, "param_groups": groups, "loss_scale": self.backend.scaler.state_dict()},
         }
 
     def load(self, model: State, optimizer: State) -> None:
         self.model.load_state_dict(model)
         load_state(self.optimizer, optimizer)
+        if scale := optimizer.get("loss_scale"):  # empty if the run was not in fp16
+            self.backend.scaler.load_state_dict(scale)
 
     def assemble(self) -> None:
         """Do nothing: the model of every rank is whole."""
@@ -98,7 +100,7 @@ class DataParallel(Replica):
         # This is a function so that none of its tensors is alive when the backend cuts the graph: all cuts are alike.
         with self.backend.work.timed(), self.backend.autocast():
             loss_sum = self.loss(self.reducer.module, batch["inputs"])
-        loss_sum.backward()
+        self.backend.scaler.scale(loss_sum).backward()
         self.loss_sum += loss_sum.detach()
 
     def take_loss(self) -> float:
