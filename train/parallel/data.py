@@ -43,17 +43,19 @@ class Replica:
     def state(self) -> dict[str, State]:
         moments = self.optimizer.state_dict()
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
+        scaler = self.backend.scaler
+        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
         # With keep_vars these are the parameters themselves: tied names share one.
         return {
             "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups, "loss_scale": self.backend.scaler.state_dict()},
+            "optimizer": {**moments, "param_groups": groups, **scale},
         }
 
     def load(self, model: State, optimizer: State) -> None:
         self.model.load_state_dict(model)
         load_state(self.optimizer, optimizer)
-        if scale := optimizer.get("loss_scale"):  # empty if the run was not in fp16
-            self.backend.scaler.load_state_dict(scale)
+        if "loss_scale" in optimizer:
+            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
 
     def assemble(self) -> None:
         """Do nothing: the model of every rank is whole."""
