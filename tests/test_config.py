@@ -99,6 +99,14 @@ def test_every_corpus_composes():
         (["data.prefetch=1000000000"], "data.prefetch=1000000000 must be at most 1,000"),
         (["data.num_workers=100000"], "data.num_workers=100000 must be at most 128"),
         (["data.downloads=1000"], "data.downloads=1000 must be at most 64"),
+        (
+            ["backend=xla", "backend.precision=fp16"],
+            "backend.precision=fp16 is not known; choose one of: auto, fp32, bf16",
+        ),
+        (
+            ["backend=xla", "backend.precision=tf32"],
+            "backend.precision=tf32 is not known; choose one of: auto, fp32, bf16",
+        ),
         (["backend=xla", "backend.loader_prefetch=1000000000"], "backend.loader_prefetch=1000000000 must be at most"),
         (["backend=xla", "backend.device_prefetch=1000000000"], "backend.device_prefetch=1000000000 must be at most"),
     ],

@@ -7,14 +7,17 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
+from train.backend.ddp import DDP
 from train.backend.guards import watch_masks
-from train.config import InputError, ModelConfig
+from train.config import BackendConfig, InputError, ModelConfig
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_classifier, build_span_reader
+from train.tasks.finetune import logits_of
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
@@ -79,6 +82,38 @@ def test_padding_to_another_length_changes_nothing():
     ids, real, segments = batch((5, 5))
     short = model(ids[:, :5], real[:, :5], segments[:, :5])
     torch.testing.assert_close(model(ids, real, segments), short, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta"])
+def test_attention_of_padded_batches_is_one_kernel(architecture, dtype):
+    """The CPU's has no dropout."""
+    model = build("label", sizes(architecture, **NO_DROPOUT)).train()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits = model(*batch())
+        logits.sum().backward()
+    calls = {event.key: event.count for event in seen.key_averages()}
+    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == COMMON["num_layers"]
+    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu_backward"] == COMMON["num_layers"]
+    assert "aten::_scaled_dot_product_attention_math" not in calls
+
+
+@pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])
+def test_a_batch_without_padding_needs_no_mask(architecture):
+    """Bit for bit, and the device is not asked whether there is padding."""
+    model = build("label", sizes(architecture))
+    masks = []
+    model.network.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    for lengths in ((S, S, S), (S, 7, 3)):
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        inputs = dict(zip(names, batch(lengths), strict=True))
+        (fed,) = DDP(BackendConfig(device="cpu")).feed([{"inputs": inputs, "count": 3, "tokens": sum(lengths)}])
+        assert torch.equal(logits_of(model, fed["inputs"]), logits_of(model, inputs))
+        assert "attention_mask" in inputs
+    assert [mask is None for mask in masks] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])

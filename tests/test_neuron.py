@@ -257,6 +257,12 @@ def test_compression_of_nccl_is_refused(versions):
         neuron.Neuron(BackendConfig(grad_compression="bf16"))
 
 
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+def test_precisions_of_cuda_are_refused(versions, precision):
+    with pytest.raises(InputError, match=f"backend.precision={precision} is for CUDA; set bf16 or fp32"):
+        neuron.Neuron(BackendConfig(precision=precision))
+
+
 def test_a_refusal_is_one_line_and_exit_code_2(prepared, tmp_path, monkeypatch, capfd):
     """On this machine as it is."""
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *NEURON)])

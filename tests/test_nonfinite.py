@@ -34,6 +34,8 @@ DDP_WAYS = {  # of deciding: backend.skips_on_device, torch's implementation of 
     "neuron": (False, {"foreach": False}, "adamw"),
     "cuda": (True, {"fused": True}, "adamw"),  # torch's fused CPU kernel knows found_inf as well
     "cuda, lamb": (True, {}, "lamb"),
+    "cpu, fp16": (False, {"fused": True}, "adamw"),
+    "cuda, fp16": (True, {"fused": True}, "adamw"),
 }
 XLA_WAYS = {
     "xla": ({}, "adamw"),
@@ -48,7 +50,8 @@ class Run:
 
     def __init__(self, way):
         if way in DDP_WAYS:
-            self.backend = DDP(BackendConfig(device="cpu", timeout_s=60))
+            precision = "fp16" if "fp16" in way else "auto"
+            self.backend = DDP(BackendConfig(device="cpu", timeout_s=60, precision=precision))
             self.backend.skips_on_device, adamw, name = DDP_WAYS[way]
         else:
             from train.backend.xla import XLA
@@ -70,8 +73,9 @@ class Run:
         for number, scale in enumerate(scales, start=1):
             with self.reducer.micro_batch(is_last=number == len(scales)):
                 scale = torch.tensor([scale]).to(self.backend.device)  # as data: a number would be in the graph
-                (self.reducer.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum().backward()
-                del scale
+                loss = (self.reducer.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum()
+                self.backend.scaler.scale(loss).backward()
+                del scale, loss
         clip = partial(divide_and_clip, self.parameters, self.reducer.finish(), 1.0)
         return self.backend.update(self.optimizer, self.parameters, clip)
 
@@ -98,6 +102,7 @@ def compiled():
 
 def check_skips(way, value):
     """Among steps by finite multiples of the loss those by `value`."""
+    excused = "fp16" in way and math.isnan(value)  # finite gradients with an infinite norm are none of the scale's
     clean, result = Run(way), Run(way)
     wanted = []
     for scale in (1.0, 0.5, 2.0):
@@ -117,14 +122,15 @@ def check_skips(way, value):
         norm = float(result.step(scale, 1.0))
         assert math.isfinite(norm) == (scale in (1.0, 0.5, 2.0)) and math.isnan(norm) == math.isnan(scale)
         assert same(result.everything(), wanted[expected])
-        assert result.backend.skips.counts() == counts
+        assert result.backend.skips.counts() == ((counts[0], 0) if excused else counts)
         assert result.gradients_are_cleared()
     assert compiled() == num_graphs
     result.step(value, 1.0)
     result.backend.skips.reset_streak()
     assert result.backend.skips.counts() == (4, 0)
     result.step(value, 1.0)
-    assert result.backend.skips.counts() == (5, 1)
+    assert result.backend.skips.counts() == (5, 0 if excused else 1)
+    assert result.backend.scaler.get_scale() == (65536 / 2**5 if excused else 65536 if "fp16" in way else 1)
     assert compiled() == num_graphs
 
 
@@ -194,7 +200,7 @@ def test_deciding_on_the_device_copies_no_weights_and_no_moments(on_host, on_dev
     assert ("aten::_foreach_sqrt" in names[0]) == ("lamb" in on_host)
 
 
-@pytest.mark.parametrize("way", ["cuda", "cuda, lamb"])
+@pytest.mark.parametrize("way", ["cuda", "cuda, lamb", "cuda, fp16"])
 def test_deciding_on_the_device_does_not_wait_for_it(way, monkeypatch):
     result = Run(way)
 
@@ -206,7 +212,7 @@ def test_deciding_on_the_device_does_not_wait_for_it(way, monkeypatch):
     result.step(1.0)
     result.step(math.nan)
     monkeypatch.undo()
-    assert result.backend.skips.counts() == (1, 1)
+    assert result.backend.skips.counts() == (1, 0 if "fp16" in way else 1)
 
 
 def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_instead():
@@ -229,7 +235,13 @@ def test_a_first_step_that_is_skipped_is_no_error_and_the_next_is_looked_at_inst
 def rank_of_two(folder):
     """Only rank 1 has a bad loss, and only in the first of two micro batches."""
     rank, result = int(os.environ["RANK"]), {}
-    for way in ("xla", "cpu", "cuda", "cuda, lamb"):  # XLA's device is to be open at the first backward pass
+    for way in (
+        "xla",
+        "cpu",
+        "cuda",
+        "cuda, lamb",
+        "cuda, fp16",
+    ):  # XLA's device is to be open at the first backward pass
         begun = Run(way)
         begun.step(1.0, 1.0)
         before, num_graphs = begun.everything(), compiled()
@@ -239,6 +251,7 @@ def rank_of_two(folder):
         went_on = not same(before, begun.everything())
         Replica(begun.backend, begun.model, begun.optimizer).check_replicas()
         result[way] = [kept, counts, went_on, begun.backend.skips.counts(), compiled() - num_graphs]
+        result[way].append(begun.backend.scaler.get_scale())
         backend = begun.backend
         dist.init_process_group = lambda *_, **__: None  # the others share the group of the first
     del begun
@@ -261,7 +274,8 @@ def test_a_bad_micro_batch_of_one_rank_is_skipped_by_both(tmp_path):
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         for way, result in json.loads((tmp_path / f"{rank}.json").read_text()).items():
-            assert result == [True, [1, 1], True, [1, 0], 0], (rank, way)
+            streak, scale = (0, 32768) if "fp16" in way else (1, 1)
+            assert result == [True, [1, streak], True, [1, 0], 0, scale], (rank, way)
 
 
 def test_without_functionalization_as_on_neuron_it_is_the_same():

@@ -95,7 +95,7 @@ def precision_of(cfg: TrainConfig, folder: Folder) -> str:
         used = str(json.loads(folder.read("environment.json"))["precision"])
     except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
         used = cfg.backend.precision
-    return "fp32" if used == "fp32" else "bf16" if used.startswith("bf16") else "auto"
+    return "bf16" if used.startswith("bf16") else {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(used, "auto")
 
 
 # ---- rows in -------------------------------------------------------------------------------------------------------

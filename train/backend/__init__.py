@@ -61,6 +61,7 @@ class Backend(Protocol):
     work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
     compilers: Compilers
     skips: Skips  # steps that changed nothing; set once a model has moved
+    scaler: torch.amp.GradScaler  # of losses before backward passes; it does nothing unless the precision is fp16
 
     def move(self, model: nn.Module) -> None:
         """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device."""

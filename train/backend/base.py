@@ -48,6 +48,7 @@ class Base:
 
     def __init__(self) -> None:
         self.world, self.work, self.compilers = World(), Work(), Compilers()
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         for buffer, copy in zip(buffers, self.read(tensors), strict=True):

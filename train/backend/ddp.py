@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DDP(Base):
@@ -48,6 +49,7 @@ class DDP(Base):
             self.work = CudaWork()
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
         self.precision = pick_precision(cfg.precision, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compresses = cfg.grad_compression == "bf16"
         check(is_cuda or not self.compresses, "backend.grad_compression=bf16 needs CUDA; gloo cannot add bf16 numbers")
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
@@ -55,6 +57,7 @@ class DDP(Base):
         if is_cuda:
             torch.cuda.set_device(self.device)
             cluster.pin(pci_address(self.device))
+            torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
             device = f"{self.name} on {self.device.type}, {self.precision}"
@@ -80,10 +83,12 @@ class DDP(Base):
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
+            if "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
+                del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention takes none
             yield {**batch, "inputs": inputs}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(self.device.type, AUTOCAST.get(self.precision), enabled=self.precision in AUTOCAST)
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         guards.check_owned(optimizer, parameters)
@@ -91,11 +96,23 @@ class DDP(Base):
     def update(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: Callable[[], Tensor]
     ) -> Tensor:
+        self.scaler.unscale_(optimizer)
         norm = clip()
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
-        self.skips.see(norm)
+        self.skips.see(norm, overflowed=self._rescale())
         optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _rescale(self) -> Tensor | None:
+        """Adjust the scale of the loss after a step. Gives whether the scale may have made the step overflow: it was
+        above 1 and is halved; [1] on the device. None if losses are not scaled.
+        """
+        if not self.scaler.is_enabled():
+            return None
+        one = torch.ones(1, device=self.device)
+        before = self.scaler.scale(one)  # a product on the device: get_scale() would wait for it
+        self.scaler.update()
+        return (self.scaler.scale(one) < before) & (before > 1)
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
@@ -236,11 +253,20 @@ def check_no_idle_gpu(name: str) -> None:
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` is bf16 where the hardware multiplies it natively: elsewhere it is slower than fp32."""
+    """`auto` is what the hardware multiplies natively, bf16 before fp16: elsewhere they are slower than fp32. CUDA
+    devices multiply fp16 from compute capability 7.0 on (V100, T4), bf16 and TF32 from 8.0 on.
+    """
+    is_cuda = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
+    check(
+        name != "tf32" or capability >= (8, 0),
+        "backend.precision=tf32 needs a CUDA device of compute capability 8.0 or higher, and this is "
+        + (f"one of {capability[0]}.{capability[1]}" if is_cuda else "a CPU")
+        + "; set backend.precision=fp32",
+    )
     if name != "auto":
         return name
-    if device.type == "cuda":
-        is_native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
+    if not is_cuda:
         is_native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bf16" if is_native else "fp32"
+        return "bf16" if is_native else "fp32"
+    return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"

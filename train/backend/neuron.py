@@ -72,4 +72,8 @@ def check_machine(cfg: BackendConfig) -> None:
     )
     check(bool(machine.neuron_devices()), "no Trainium here: there is no /dev/neuron0; see python -m train.doctor")
     check(cfg.device in ("auto", "neuron"), f"backend=neuron runs on Neuron devices, not backend.device={cfg.device}")
+    check(
+        cfg.precision in ("auto", "fp32", "bf16"),
+        f"backend.precision={cfg.precision} is for CUDA; set bf16 or fp32 with backend=neuron",
+    )
     check(cfg.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=neuron")

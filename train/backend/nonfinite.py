@@ -28,10 +28,13 @@ class Skips:
         self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # the last steps, in a row
 
     @torch.no_grad()
-    def see(self, norm: Tensor) -> None:
+    def see(self, norm: Tensor, *, overflowed: Tensor | None = None) -> None:
+        """Count a step by its norm. If it `overflowed`, a bool on the device, it is no part of a streak."""
         skipped = (~is_finite(norm)).to(self.total.device, torch.int32)
         self.total.add_(skipped)
         self.streak.add_(skipped).mul_(skipped)
+        if overflowed is not None:
+            self.streak.mul_((~overflowed).to(torch.int32))
 
     def counts(self) -> tuple[int, int]:
         """The number of skipped steps in this process, and in a row at the end. Waits for the device."""

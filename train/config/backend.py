@@ -15,7 +15,9 @@ NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for eac
 class BackendConfig:
     name: str = "auto"  # auto | ddp | xla | neuron
     device: str = "auto"  # auto | cpu | cuda | neuron
-    precision: str = "auto"  # fp32 | bf16 (autocast) | auto: bf16 if the hardware multiplies it natively
+    # fp32 | tf32 (fp32, but CUDA rounds the factors of products to 10 bits) | bf16 (autocast) | fp16 (autocast, with a
+    # scaled loss) | auto: bf16 if the hardware multiplies it natively, fp16 on GPUs that have only that (V100, T4)
+    precision: str = "auto"
     grad_compression: str = "none"  # none | bf16: half the bytes in the gradient reduction (CUDA)
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
     timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200
@@ -30,7 +32,7 @@ class BackendConfig:
 
     def precisions(self) -> tuple[str, ...]:
         """Values that `precision` may have."""
-        return ("auto", "fp32", "bf16")
+        return ("auto", "fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(kw_only=True)
@@ -76,7 +78,8 @@ class InstanceConfig:
     devices: int | None = None  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
     micro_batch_tokens: int | None = None  # larger micro batches are split into several of at most that many tokens
-    device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s
+    # Dense peak of one rank's device, in 1e12 FLOP/s. Data sheets of NVIDIA give one figure for bf16 and fp16.
+    device_tflops_bf16: float | None = None
     device_tflops_fp32: float | None = None
     usd_per_hour: float | None = None  # of one machine, on demand
     source: str | None = None  # origin and date of the figures
@@ -92,4 +95,6 @@ class InstanceConfig:
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Peak of one rank's device; None if it is unknown."""
         tflops = self.device_tflops_fp32 if precision == "fp32" else self.device_tflops_bf16
-        return None if tflops is None else tflops * 1e12
+        # NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; on the H100 SXM 989 and 1,979, both with sparsity.
+        share = 0.5 if precision == "tf32" else 1.0
+        return None if tflops is None else tflops * share * 1e12

@@ -26,9 +26,10 @@ class PaddedEncoder(Network):
 
     has_spans = False  # whether the head scores each token, and not the sequence
 
-    def forward(self, input_ids: Tensor, real: Tensor, token_type_ids: Tensor) -> Tensor:
-        """Logits of sequences. The inputs are [B, S] int64; `real` is 1 at tokens and 0 at padding."""
-        inputs = {"input_ids": input_ids, "attention_mask": self.mask(real), **self.segments(token_type_ids)}
+    def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
+        """Logits of sequences. The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding."""
+        mask = None if real is None else self.mask(real)
+        inputs = {"input_ids": input_ids, "attention_mask": mask, **self.segments(token_type_ids)}
         return self.logits(self.network(**inputs))
 
     def logits(self, output: Any) -> Tensor:

@@ -43,15 +43,19 @@ class Replica:
     def state(self) -> dict[str, State]:
         moments = self.optimizer.state_dict()
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
+        scaler = self.backend.scaler
+        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
         # With keep_vars these are the parameters themselves: tied names share one.
         return {
             "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups},
+            "optimizer": {**moments, "param_groups": groups, **scale},
         }
 
     def load(self, model: State, optimizer: State) -> None:
         self.model.load_state_dict(model)
         load_state(self.optimizer, optimizer)
+        if "loss_scale" in optimizer:
+            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
 
     def assemble(self) -> None:
         """Do nothing: the model of every rank is whole."""
@@ -98,7 +102,7 @@ class DataParallel(Replica):
         # This is a function so that none of its tensors is alive when the backend cuts the graph: all cuts are alike.
         with self.backend.work.timed(), self.backend.autocast():
             loss_sum = self.loss(self.reducer.module, batch["inputs"])
-        loss_sum.backward()
+        self.backend.scaler.scale(loss_sum).backward()
         self.loss_sum += loss_sum.detach()
 
     def take_loss(self) -> float:

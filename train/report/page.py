@@ -123,7 +123,7 @@ def as_text(value: object) -> str:
 def why_unknown(run: Run, figure: str, precision: object) -> str:
     if not run.lines["summary"]:
         return "the run has not written a summary yet: it is still going, or it was killed"
-    peak = "instance.device_tflops_bf16" if precision == "bf16" else "instance.device_tflops_fp32"
+    peak = "instance.device_tflops_fp32" if precision == "fp32" else "instance.device_tflops_bf16"
     what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
     if run.config.get(key) is not None:
         return f"the run recorded none, though {key} is set"

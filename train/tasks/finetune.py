@@ -40,8 +40,8 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The output of a PaddedEncoder for a batch."""
-    logits: Tensor = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
+    """The output of a PaddedEncoder for a batch, which has no mask if it has no padding."""
+    logits: Tensor = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["token_type_ids"])
     return logits
 
 

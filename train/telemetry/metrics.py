@@ -237,6 +237,8 @@ class Recorder:
         mfu = self.mfu(window.flops / window.busy_s)
         if mfu is not None:
             line["mfu"] = mfu
+        if self.backend.scaler.is_enabled():
+            line["loss_scale"] = self.backend.scaler.get_scale()
         if window.tokens < window.slots:
             line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:

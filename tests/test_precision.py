@@ -1,0 +1,144 @@
+"""Precisions of GPUs. fp16 runs on the CPU as well, which is how its scaled losses are tested."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from toy import NAN
+from toy import toy as toy
+
+from train.backend.ddp import DDP
+from train.config import BackendConfig, InputError, InstanceConfig
+from train.config.attempt import NonfiniteConfig
+from train.predict import precision_of
+
+FP16 = BackendConfig(device="cpu", precision="fp16")
+SMALL = 2.0**-10  # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
+
+
+def test_fp16_learns_what_fp32_learns(toy):
+    toy.scale = lambda call: SMALL
+    for name, backend in (("fp32", BackendConfig(device="cpu", precision="fp32")), ("fp16", FP16)):
+        assert toy.train(name, max_steps=20, eval_every=20, backend=backend) == ("done", 20)
+    # The model's outputs, about 1, are rounded to 11 bits (2**-11), and 20 steps of Adam move the weights by 0.2.
+    for key, tolerance in (("loss", 0.01), ("grad_norm", 0.03)):
+        assert toy.values("train", key, "fp16") == pytest.approx(toy.values("train", key, "fp32"), rel=tolerance)
+    assert toy.values("train", "loss", "fp16") != toy.values("train", "loss", "fp32")
+    assert toy.values("train", "loss_scale", "fp16") == [65536.0] * 20
+    assert "loss_scale" not in toy.lines("train", "fp32")[0]
+
+
+def test_an_overflow_is_skipped_and_halves_the_scale_and_is_no_sign_of_a_broken_run(toy):
+    """Three in a row, and three steps in a row without a finite gradient would be too many."""
+    toy.scale = lambda call: 1e6 if 3 <= call <= 5 else SMALL
+    assert toy.train(max_steps=8, backend=FP16, checkpoint={"every": 1, "keep": 0}) == ("done", 8)
+    assert toy.values("train", "loss_scale") == [2.0**power for power in (16, 16, 15, 14, 13, 13, 13, 13)]
+    assert toy.weights(2) == toy.weights(5) != toy.weights(6)
+    assert len(toy.faults()) == 3 and all("1 steps were skipped" in fault for fault in toy.faults())
+
+
+def test_gradients_that_no_scale_makes_finite_are_those_of_a_broken_run(toy):
+    toy.scale = lambda call: NAN if call > 4 else SMALL
+    with pytest.raises(FloatingPointError, match="3 steps in a row had no finite gradient, up to step 23"):
+        toy.train(max_steps=50, eval_every=None, backend=FP16, nonfinite=NonfiniteConfig(max_rollbacks=0))
+    # From 65536 to 1 in 16 steps, then three that the scale does not excuse.
+    assert toy.values("train", "loss_scale")[-4:] == [1.0, 0.5, 0.25, 0.125]
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
+    """The first scales are too large for the toy: a run that forgot its own would skip steps again."""
+    settings = {"max_steps": 16, "backend": FP16, "checkpoint": {"every": 8}}
+    toy.train("whole", **settings)
+    with pytest.raises(RuntimeError, match="killed"):
+        toy.losses, toy.scale = 0, lambda call: 1.0 if call <= 10 else killed()
+        toy.train("cut", **settings)
+    toy.scale = lambda call: 1.0
+    toy.train("cut", **settings)
+    scales = toy.values("train", "loss_scale", "whole")
+    assert scales[8:] == toy.values("train", "loss_scale", "cut")[-8:]
+    assert 1 < scales[-1] < 65536
+    assert toy.weights(16, "whole") == toy.weights(16, "cut")
+    states = [
+        torch.load(toy.folder / name / "checkpoints/step_00000016/optimizer.pt")["loss_scale"]
+        for name in ("whole", "cut")
+    ]
+    assert states[0] == states[1] and states[0]["_growth_tracker"] > 8
+
+
+def killed():
+    raise RuntimeError("killed")
+
+
+def test_a_checkpoint_without_a_scale_goes_on_in_fp16_and_back(toy):
+    for precision, steps in (("fp32", 3), ("fp16", 6), ("fp32", 9)):
+        toy.train(max_steps=steps, backend=BackendConfig(device="cpu", precision=precision))
+    assert [line["step"] for line in toy.lines("train") if "loss_scale" in line] == [4, 5, 6]
+    assert all(map(math.isfinite, toy.weights(9)))
+
+
+# ---- what devices have -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device as far as opening it goes; `.capability` is its compute capability."""
+    device = SimpleNamespace(capability=(8, 0))
+    for name, answer in {
+        "device_count": lambda: 1,
+        "get_device_name": lambda _: "a GPU",
+        "get_device_capability": lambda _: device.capability,
+        "set_device": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    yield device
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((6, 1), "fp32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")]
+)
+def test_auto_is_what_the_gpu_multiplies_natively(cuda, capability, chosen):
+    cuda.capability = capability
+    backend = DDP(BackendConfig(device="cuda"))
+    assert (backend.precision, backend.scaler.is_enabled()) == (chosen, chosen == "fp16")
+
+
+def test_the_cpu_never_chooses_fp16():
+    assert DDP(BackendConfig(device="cpu")).precision in ("fp32", "bf16")
+
+
+@pytest.mark.parametrize(("precision", "products"), [("tf32", "high"), ("fp32", "highest")])
+def test_tf32_is_for_those_who_name_it(cuda, precision, products):
+    torch.set_float32_matmul_precision("medium")
+    backend = DDP(BackendConfig(device="cuda", precision=precision))
+    assert torch.get_float32_matmul_precision() == products
+    with backend.autocast():
+        assert not torch.is_autocast_enabled("cuda")
+
+
+def test_tf32_is_refused_where_there_is_none(cuda):
+    with pytest.raises(
+        InputError, match=r"precision=tf32 needs a CUDA device .* 8.0 or higher, and this is a CPU; set"
+    ):
+        DDP(BackendConfig(device="cpu", precision="tf32"))
+    cuda.capability = (7, 5)
+    with pytest.raises(InputError, match=r"and this is one of 7\.5; set backend\.precision=fp32"):
+        DDP(BackendConfig(device="cuda", precision="tf32"))
+
+
+def test_the_peak_of_tf32_is_half_of_that_of_bf16():
+    instance = InstanceConfig(device_tflops_bf16=312, device_tflops_fp32=19.5)
+    peaks = {name: instance.peak_flops_per_s(name) for name in ("fp32", "tf32", "bf16", "fp16")}
+    assert peaks == {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12, "fp16": 312e12}  # the A100's data sheet
+    assert InstanceConfig(device_tflops_fp32=19.5).peak_flops_per_s("tf32") is None
+
+
+@pytest.mark.parametrize(
+    ("used", "answers_in"),
+    [("fp16", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("bf16_master", "bf16"), ("?", "auto")],
+)
+def test_predictions_are_in_the_precision_of_the_run_where_every_device_has_it(used, answers_in):
+    folder = SimpleNamespace(read=lambda name: json.dumps({"precision": used}))
+    assert precision_of(None, folder) == answers_in
