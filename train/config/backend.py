@@ -77,12 +77,15 @@ class InstanceConfig:
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
     device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s
     device_tflops_fp32: float | None = None
+    network_gbit_per_s: float | None = None  # of one machine, all its network cards together, in each direction
+    device_link_gbyte_per_s: float | None = None  # from one device to the others of its machine, in each direction
     usd_per_hour: float | None = None  # of one machine, on demand
     source: str | None = None  # origin and date of the figures
 
     def __post_init__(self) -> None:
         check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
         check_positive("instance.", self, "devices", "device_tflops_bf16", "device_tflops_fp32", "usd_per_hour")
+        check_positive("instance.", self, "network_gbit_per_s", "device_link_gbyte_per_s")
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
