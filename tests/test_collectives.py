@@ -14,7 +14,7 @@ from running import run
 
 from train.config import InstanceConfig
 from train.doctor import __main__ as command
-from train.doctor.collectives import MIB, AllReduce, Measured, judge, judge_links, rounds, wanted
+from train.doctor.collectives import MIB, AllReduce, Measured, bus_bandwidth, judge, judge_links, rounds, wanted
 
 P5 = InstanceConfig(name="p5", network_gbit_per_s=3200, device_link_gbyte_per_s=450)
 HOST = socket.gethostname()
@@ -27,6 +27,14 @@ def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members)
     assert len(schedule) == len(members) - 1 + len(members) % 2  # the fewest that there can be
     for pairs in schedule:
         assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 64])
+def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
+    link_bytes_per_s, num_bytes = 1e9, 10**8
+    hops = 2 * (num_ranks - 1)  # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
+    took_s = hops * num_bytes / num_ranks / link_bytes_per_s
+    assert bus_bandwidth(num_bytes, took_s, num_ranks=num_ranks) == pytest.approx(link_bytes_per_s)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """How fast the ranks exchange data, over the devices' collectives, over the hosts, and between each two machines.
 
-All ranks of a torchrun call `measure`, and all of them get the same. A bandwidth of an all-reduce is its bus bandwidth,
-2 (n - 1) / n * bytes / seconds, which n ranks reach on links of that speed (nccl-tests, doc/PERFORMANCE.md).
+All ranks of a torchrun call `measure`, and all of them get the same.
 """
 
 from __future__ import annotations
@@ -133,9 +132,13 @@ def all_reduce(
     is_right = bool((backend.read([large])[0] == world.size * (world.size + 1) / 2).all())
     latency_s = median_s(world, lambda: add_up([small]))
     took_s = median_s(world, lambda: add_up([large, small]))
-    bus_bytes_per_s = 2 * (world.size - 1) / world.size * num_bytes / took_s
     wrong = [rank for rank, each in enumerate(world.share(is_right)) if not each]
-    return AllReduce(latency_s, num_bytes, bus_bytes_per_s, wrong)
+    return AllReduce(latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong)
+
+
+def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
+    """Bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
 
 
 def median_s(world: World, action: Callable[[], None]) -> float:
