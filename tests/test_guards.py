@@ -230,8 +230,10 @@ def test_numbers_of_ranks_that_hang_are_refused_before_any_group(train, no_group
 
 @pytest.mark.parametrize(("world", "local"), [(1, 1), (2, 2), (8, 8), (32, 32), (64, 32)])
 def test_numbers_of_ranks_that_run_are_taken(prepared, tmp_path, world, local):
-    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), launched(launched_as(world, local)))
-    check_launch(train_config(tmp_path, prepared), launched(launched_as(world, 16 if local == 32 else local)))
+    check_launch(
+        train_config(tmp_path, prepared, "instance=trn1.32xlarge").instance, launched(launched_as(world, local))
+    )
+    check_launch(train_config(tmp_path, prepared).instance, launched(launched_as(world, 16 if local == 32 else local)))
 
 
 def test_slurm_tasks_without_torchrun_would_each_train_alone(train, no_group, monkeypatch):
@@ -241,7 +243,9 @@ def test_slurm_tasks_without_torchrun_would_each_train_alone(train, no_group, mo
 
 def test_one_torchrun_that_slurm_started_on_each_machine_is_taken(prepared, tmp_path):
     slurm = {"SLURM_STEP_NUM_TASKS": "2"}
-    check_launch(train_config(tmp_path, prepared, "instance=trn1.32xlarge"), launched({**launched_as(64, 32), **slurm}))
+    check_launch(
+        train_config(tmp_path, prepared, "instance=trn1.32xlarge").instance, launched({**launched_as(64, 32), **slurm})
+    )
 
 
 # ---- the environment -----------------------------------------------------------------------------------------------

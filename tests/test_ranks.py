@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from forks import launch, run_forked
 
@@ -70,6 +71,11 @@ def rank_of_three(folder):
     world, beats = World(), []
     rank = world.rank
     answer = {"sum": world.sum([1.0, rank]), "share": world.share(rank * 2), "gather": world.gather(str(rank))}
+    summed, received = torch.tensor([1.0, rank]), torch.zeros(1)
+    world.add_up(summed)
+    if rank > 0:
+        world.exchange(3 - rank, torch.tensor([float(rank)]), received)
+    answer["tensors"], answer["exchanged"] = summed.tolist(), world.share(received.item())
     answer["first"] = world.first_rank_does(lambda: f"by {rank}", lambda: beats.append(1))
 
     def fails_on(number, error):
@@ -105,6 +111,8 @@ def test_three_ranks_agree(tmp_path):
     assert answers[0] == {
         "sum": [3.0, 3.0],
         "share": [0, 2, 4],
+        "tensors": [3.0, 3.0],
+        "exchanged": [0.0, 2.0, 1.0],
         "first": "by 0",
         "agree": "InputError: rank 2 has no file",
         "first fails": "Failure: the disk is full",

@@ -52,7 +52,7 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
     for it) and the step.
     """
     with stop.nothing_to_save(), refusals(cfg):
-        check_launch(cfg, launched())
+        check_launch(cfg.instance, launched())
         if cfg.hub.push_to is not None:
             from train.publish.push import check_push  # the rooms of the tools are not for every run
 

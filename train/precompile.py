@@ -119,7 +119,8 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
     world = ranks * nodes.count
-    check_launch(cfg, Launched(world_size=world, local_world_size=ranks, is_distributed=True))  # as under torchrun
+    as_under_torchrun = Launched(world_size=world, local_world_size=ranks, is_distributed=True)
+    check_launch(cfg.instance, as_under_torchrun)
     lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)

@@ -78,6 +78,17 @@ class World:
         dist.gather_object(value, values, group=self.group)
         return values or []
 
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Add a tensor of the host up over all ranks, in place."""
+        dist.all_reduce(tensor, group=self.group)
+
+    def exchange(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Send a tensor of the host to another rank, and fill `theirs` with what it sends at the same time."""
+        sending = dist.isend(mine, peer, group=self.group)
+        dist.recv(theirs, peer, group=self.group)
+        if sending is not None:  # as it is for ranks outside the group
+            sending.wait()
+
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def agree(self, action: Callable[[], Result]) -> Result:

@@ -71,6 +71,9 @@ class Backend(Protocol):
         `lengths`: how many shapes batches have.
         """
 
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
+
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """Called once weights and optimizer are as the first step finds them. Raises RuntimeError unless the optimizer
         holds exactly these parameters.

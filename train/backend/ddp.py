@@ -80,6 +80,10 @@ class DDP(Base):
             return NoReducer(model, self.device)
         return DDPReducer(model, self.device, self.world.size, accumulation, compresses=self.compresses)
 
+    def add_up(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}

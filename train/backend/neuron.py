@@ -48,7 +48,7 @@ class Neuron(DDP):
         self.device = torch.device(DEVICE)
         if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)
-            dist.all_reduce(ones)
+            self.add_up([ones])
             guards.check_world(
                 launched=self.world.size,
                 device=dist.get_world_size(),

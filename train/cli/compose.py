@@ -29,10 +29,12 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from train.cli.command import DONE, EXITS, FAILED, REFUSED, STOPPED, Parser, command_parser, guarded
 from train.cli.help import groups, settings_help
 from train.config import (
+    BackendConfig,
     CorpusConfig,
     FilesCorpusConfig,
     HFCorpusConfig,
     InputError,
+    InstanceConfig,
     PrepareConfig,
     RecordsConfig,
     ShardsConfig,
@@ -80,6 +82,15 @@ def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
     Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
     """
     return checked(compose_config(schema, overrides), schema, overrides)
+
+
+def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfig]:
+    """The device and the machine of a run, by its overrides or by some of them: other settings may be missing."""
+    composed = compose_config(TrainConfig, overrides)
+    check_what_is_set(composed, TrainConfig, overrides)
+    backend, instance = OmegaConf.to_object(composed.backend), OmegaConf.to_object(composed.instance)
+    assert isinstance(backend, BackendConfig) and isinstance(instance, InstanceConfig)
+    return backend, instance
 
 
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:

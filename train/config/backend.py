@@ -81,6 +81,8 @@ class InstanceConfig:
     # Dense peak of one rank's device, in 1e12 FLOP/s. Data sheets of NVIDIA give one figure for bf16 and fp16.
     device_tflops_bf16: float | None = None
     device_tflops_fp32: float | None = None
+    network_gbit_per_s: float | None = None  # of one machine, all its network cards together, in each direction
+    device_link_gbyte_per_s: float | None = None  # from one device to the others of its machine, in each direction
     usd_per_hour: float | None = None  # of one machine, on demand
     source: str | None = None  # origin and date of the figures
 
@@ -88,6 +90,7 @@ class InstanceConfig:
         check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
         check_positive("instance.", self, "devices", "micro_batch_tokens", "usd_per_hour")
         check_positive("instance.", self, "device_tflops_bf16", "device_tflops_fp32")
+        check_positive("instance.", self, "network_gbit_per_s", "device_link_gbyte_per_s")
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")

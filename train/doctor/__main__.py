@@ -1,4 +1,5 @@
 """`python -m train.doctor`: one screen that shows whether this machine can train. `explain "..."`: what an error means.
+`--collectives`, under torchrun: how fast the ranks exchange data.
 
 Exit codes: 0 nothing to fix, or the error is known; 1 something is red, or the error is not known; 2 wrong arguments.
 """
@@ -11,30 +12,70 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from train.cli.command import DONE, FAILED, REFUSED, command_parser, guarded
+from train.config import check
 from train.doctor import checks
 from train.doctor.explain import explain
-from train.doctor.finding import is_red, screen, wrap
+from train.doctor.finding import Finding, is_red, screen, wrap
 from train.doctor.instance import instance_names
+from train.host import cluster
+from train.host.launched import check_launch, launched
+from train.host.launcher import leave_it_to_the_first
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return guarded(lambda: examine(read_arguments(arguments)))
+    return guarded(lambda: examine(read_arguments(arguments)), before_error=is_reported)
+
+
+def is_reported() -> bool:
+    """Whether another rank of this machine has reported the error."""
+    return leave_it_to_the_first(int(os.environ.get("LOCAL_RANK") or 0))
 
 
 def examine(options: argparse.Namespace) -> int:
+    if options.collectives:
+        return examine_collectives(options)
+    check(options.mib is None, "--mib is for --collectives")
     if options.command == "explain":
         return print_causes(sys.stdin.read() if options.text == "-" else options.text)
     probe = checks.here(instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines)
-    findings = checks.examine(probe, bucket=options.bucket)
-    if options.json:
+    return show(checks.examine(probe, bucket=options.bucket), as_json=options.json)
+
+
+def examine_collectives(options: argparse.Namespace) -> int:
+    others = [options.instance, options.ranks_per_machine, options.bucket, None if options.machines == 1 else 0]
+    check(others == [None] * 4, "--collectives takes settings of the run: --collectives instance=p5.48xlarge")
+    from train.cli.compose import load_backend  # late: only this part needs Hydra, and torch
+
+    cfg, instance = load_backend(options.settings)
+    launch = launched()
+    check_launch(instance, launch)
+    check(
+        launch.world_size > 1,
+        f"--collectives measures between ranks, and there is {launch.world_size}: start them with torchrun "
+        f"--nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
+    )
+    cluster.prepare(launch, forks=False)  # before torch is imported, as in a run
+    from train.doctor import collectives
+
+    measured = collectives.measure(cfg, instance, mib=options.mib)
+    findings = collectives.judge(measured, instance)
+    if launch.rank > 0:  # all have measured the same
+        return FAILED if is_red(findings) else DONE
+    return show(findings, as_json=options.json, measured=dataclasses.asdict(measured))
+
+
+def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
+    """Print the findings; returns the exit code."""
+    if as_json:
         listed = [{"name": name, **dataclasses.asdict(finding)} for name, finding in findings.items()]
-        print(json.dumps({"ok": not is_red(findings), "findings": listed}, indent=1))
+        print(json.dumps({"ok": not is_red(findings), "findings": listed, **more}, indent=1))
     else:
         print(screen(findings, width=columns(), colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
-    return 1 if is_red(findings) else 0
+    return FAILED if is_red(findings) else DONE
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -44,6 +85,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         examples=(
             "",
             "--instance trn1.32xlarge --machines 4 --bucket s3://mine",
+            "torchrun --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
             'explain "Dataloader worker is killed by signal: Killed"',
         ),
         exits={
@@ -56,7 +98,17 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
     parser.add_argument("--machines", type=positive, default=1, metavar="N", help="machines of the run (default: 1)")
     parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this bucket in S3")
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
+    )
+    parser.add_argument("--mib", type=positive, metavar="N", help="size of its exchanges [64; of accelerators 256]")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--collectives" in arguments:
+        parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
+        return parser.parse_intermixed_args(arguments)
     commands = parser.add_subparsers(dest="command")
     explaining = commands.add_parser("explain", help="what an error text means, and its cure")
     explaining.add_argument("text", help='the text, or "-" to read it from standard input')

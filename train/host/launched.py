@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from train.config import TrainConfig, check
+from train.config import InstanceConfig, check
 
 FIX = (
     "start one torchrun a machine, or unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_PORT for a "
@@ -96,7 +96,7 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
     return int(text)
 
 
-def check_launch(cfg: TrainConfig, launch: Launched) -> None:
+def check_launch(instance: InstanceConfig, launch: Launched) -> None:
     """Raise InputError for a number of ranks that the instance cannot run, and for tasks that torchrun did not start.
 
     Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are refused by the runtime.
@@ -107,7 +107,6 @@ def check_launch(cfg: TrainConfig, launch: Launched) -> None:
         f"Slurm started {launch.slurm_tasks} tasks without torchrun: each would train alone; run one torchrun a "
         "machine",
     )
-    instance = cfg.instance
     if instance.rank_counts is None:
         return
     valid = instance.rank_counts

@@ -1,0 +1,185 @@
+"""`python -m train.doctor --collectives`: the pairs that are measured, the verdict, and real runs of several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from forks import launch, run_forked
+from running import run
+
+from train.config import InstanceConfig
+from train.doctor import __main__ as command
+from train.doctor.collectives import MIB, AllReduce, Measured, bus_bandwidth, judge, judge_links, rounds, wanted
+
+P5 = InstanceConfig(name="p5", network_gbit_per_s=3200, device_link_gbyte_per_s=450)
+HOST = socket.gethostname()
+
+
+@pytest.mark.parametrize("members", [range(2), range(3), range(8), range(9), (0, 8, 16, 24, 32)])
+def test_every_pair_is_measured_once_and_no_rank_twice_at_the_same_time(members):
+    schedule = rounds(members)
+    assert Counter(pair for pairs in schedule for pair in pairs) == Counter(combinations(members, 2))
+    assert len(schedule) == len(members) - 1 + len(members) % 2  # the fewest that there can be
+    for pairs in schedule:
+        assert len({rank for pair in pairs for rank in pair}) == 2 * len(pairs)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 64])
+def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
+    link_bytes_per_s, num_bytes = 1e9, 10**8
+    hops = 2 * (num_ranks - 1)  # of a reduce-scatter and an all-gather; each moves one part of the tensor a rank
+    took_s = hops * num_bytes / num_ranks / link_bytes_per_s
+    assert bus_bandwidth(num_bytes, took_s, num_ranks=num_ranks) == pytest.approx(link_bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("slowest", "should_be", "are_machines", "state"),
+    [
+        (0.5, None, True, "ok"),
+        (0.49, None, True, "warn"),  # half of the median
+        (0.24, None, True, "bad"),
+        (0.24, None, False, "warn"),  # ranks of one machine
+        (0.9, 2.0, True, "warn"),  # the median is slow as well
+        (0.9, 4.0, True, "bad"),
+    ],
+)
+def test_the_slowest_link_is_named_and_judged_by_the_others_and_by_the_network(slowest, should_be, are_machines, state):
+    links = {"a - b": 1e9, "a - c": 1.1e9, "b - c": slowest * 1e9, "c - d": 1e9}
+    finding = judge_links(links, should_be and should_be * 1e9, are_machines=are_machines)
+    assert finding.state == state
+    assert f"slowest of 4: b - c, {slowest:g} GB/s; median 1 GB/s" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("instance", "machines", "is_cpu", "device", "link"),
+    [
+        (P5, 1, False, 450e9, None),
+        (P5, 2, False, 400e9, 0.625e9),  # all network cards; one TCP connection
+        (P5, 2, True, 0.625e9, 0.625e9),
+        (P5, 1, True, None, None),
+        (InstanceConfig(network_gbit_per_s=1), 2, False, 0.125e9, 0.125e9),
+        (InstanceConfig(device_link_gbyte_per_s=300), 2, False, None, None),  # the network is unknown
+        (InstanceConfig(), 1, False, None, None),
+    ],
+)
+def test_what_an_instance_should_reach(instance, machines, is_cpu, device, link):
+    assert wanted(instance, machines, is_cpu=is_cpu) == (device, link)
+
+
+@pytest.mark.parametrize(("gbyte_per_s", "state"), [(230, "ok"), (220, "warn"), (110, "bad")])
+def test_the_devices_are_compared_with_the_instance(gbyte_per_s, state):
+    reduced = AllReduce(latency_s=1e-5, num_bytes=256 * MIB, bus_bytes_per_s=gbyte_per_s * 1e9, wrong_ranks=[])
+    hosts = AllReduce(latency_s=1e-3, num_bytes=64 * MIB, bus_bytes_per_s=1e6, wrong_ranks=[])
+    measured = Measured("ddp on H100", ["a (rank 0)", "a (rank 1)"], 1, False, reduced, hosts, {"a - a": 1e9})
+    findings = judge(measured, P5)
+    assert findings["devices"].state == state
+    assert findings["hosts"].state == findings["links"].state == "ok"  # nothing is known of these
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--collectives"], "there is 1: start them with torchrun --nproc-per-node=2 -m train.doctor"),
+        (["--collectives", "instance=p5.48xlarge"], "--nproc-per-node=8"),
+        (["--collectives", "instance=p6"], "there is no such instance"),
+        (["--collectives", "backend.timeout_s=0"], "backend.timeout_s"),
+        (["--collectives", "--machines", "2"], "--collectives takes settings of the run"),
+        (["--mib", "4"], "--mib is for --collectives"),
+    ],
+)
+def test_what_is_refused(arguments, said, capsys):
+    assert command.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_ranks_that_an_instance_cannot_run_are_refused(monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "16" if "SIZE" in name else "0")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert command.main(["--collectives", "instance=trn1.32xlarge"]) == 2
+    assert "16 ranks on one machine" in capsys.readouterr().err
+
+
+# ---- several ranks, each a process -----------------------------------------------------------------------------------
+
+
+def test_two_ranks_on_xla():
+    arguments = ["--collectives", "backend=xla", "backend.device=cpu", "--mib", "1", "--json"]
+    done = run(arguments, ranks=2, module="train.doctor.__main__")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ok"]
+    assert said["measured"]["where"] == "xla on cpu through XLA"
+    assert [finding["state"] for finding in said["findings"]] == ["ok"] * 4
+    assert list(said["measured"]["links"]) == [f"{HOST} (rank 0) - {HOST} (rank 1)"]
+
+
+DISTURBED = """
+import os, sys, time
+from train.ranks import World
+
+add_up, exchange = World.add_up, World.exchange
+
+def adds_wrongly(world, tensor):
+    add_up(world, tensor)
+    if world.rank == 1:
+        tensor[-1] += 1
+
+def exchanges_slowly(world, peer, *tensors):
+    if (world.rank, peer) == (3, 2):
+        time.sleep(0.5)
+    exchange(world, peer, *tensors)
+
+def hangs(world, peer, *tensors):
+    if world.rank == 1:
+        time.sleep(600)
+    exchange(world, peer, *tensors)
+
+if os.environ["DISTURBED"] == "hang":
+    World.exchange = hangs
+else:
+    World.add_up, World.exchange = adds_wrongly, exchanges_slowly
+from train.doctor.__main__ import main
+sys.exit(main())
+"""
+
+
+def disturbed(tmp_path, how, *arguments, ranks):
+    (tmp_path / "script.py").write_text(DISTURBED)
+    settings = ["--collectives", "backend.device=cpu", "--mib", "1", *arguments]
+    words = launch(str(tmp_path / "script.py"), settings, ranks=ranks)
+    return run_forked(words, {**os.environ, "DISTURBED": how, "COLUMNS": "120"})
+
+
+def test_a_wrong_sum_and_a_slow_link_are_named(tmp_path):
+    done = disturbed(tmp_path, "wrong and slow", "--json", ranks=4)
+    assert done.returncode == 1
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert {name: finding["state"] for name, finding in found.items()} == {
+        "ranks": "ok",
+        "devices": "ok",
+        "hosts": "bad",
+        "links": "warn",
+    }
+    assert f"wrong sum on 1 rank: {HOST} (rank 1);" in found["hosts"]["text"]
+    assert f"slowest of 6: {HOST} (rank 2) - {HOST} (rank 3)," in found["links"]["text"]
+
+
+def test_an_exchange_that_hangs_is_named(tmp_path):
+    done = disturbed(tmp_path, "hang", "backend.timeout_s=3", "checkpoint.max_wait_s=1", ranks=2)
+    assert done.returncode == 1
+    assert f"error: the exchange {HOST} (rank 0) - {HOST} (rank 1): " in done.stderr
+
+
+def test_what_hangs_without_an_error_ends_the_process():
+    code = "import time; from train.doctor import collectives; collectives.GRACE_S = 0\n"
+    code += "with collectives.deadline('the all-reduce of the devices', 0.1): time.sleep(600)"
+    done = run_forked(["-c", code], os.environ)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: the all-reduce of the devices: no end within 0.1 s (backend.timeout_s)\n")

@@ -1,0 +1,262 @@
+"""How fast the ranks exchange data, over the devices' collectives, over the hosts, and between each two machines.
+
+All ranks of a torchrun call `measure`, and all of them get the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from train.backend import Backend, open_backend
+from train.cli.command import FAILED, printable
+from train.config import BackendConfig, Failure, InstanceConfig
+from train.config.backend import DEFAULT_TIMEOUT_S
+from train.doctor.finding import Finding, State, bad, ok
+from train.ranks import World
+
+REPEATS = 5
+MIB = 2**20
+HOST_MIB, DEVICE_MIB = 64, 256  # an accelerator's collectives need more to come near their peak
+GRACE_S = 10.0  # past the timeout, so that a backend which raises by itself can say more
+# "Single-flow traffic is limited to 5 Gbps when instances are not in the same cluster placement group" (Amazon EC2 User
+# Guide, instance network bandwidth), and gloo has one TCP connection between two ranks.
+FLOW_GBIT_PER_S = 5.0
+WARN_BELOW, BAD_BELOW = 1 / 2, 1 / 4  # of what it should be
+NAMED = 8  # ranks of one line
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    latency_s: float  # of 4 bytes
+    num_bytes: int
+    bus_bytes_per_s: float
+    wrong_ranks: list[int]  # whose sum was not right
+
+
+@dataclass(frozen=True)
+class Measured:
+    where: str  # backend and device
+    names: list[str]  # of all ranks: the machine's name and the rank
+    num_machines: int
+    is_cpu: bool
+    device: AllReduce
+    hosts: AllReduce
+    links: dict[str, float]  # "a - b": bytes a second in each direction, both ways at once
+
+
+def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = None) -> Measured:
+    """Join the ranks and measure; all ranks call it. `mib`: size of every large exchange, in MiB; None: by the device.
+
+    Raises Failure that names the operation which failed.
+    """
+    timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
+    with deadline("joining the ranks", cfg.join_timeout_s + timeout_s):
+        backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
+        world = backend.world
+        seen = world.share((printable(socket.gethostname()), world.local_rank))
+    names = [f"{host} (rank {rank})" for rank, (host, _) in enumerate(seen)]
+    firsts = [rank for rank, (_, local_rank) in enumerate(seen) if local_rank == 0]
+    is_cpu = backend.monitor_kind == "cpu"
+
+    def add_up_on_device(tensors: list[Tensor]) -> None:
+        backend.add_up(tensors)
+        backend.cut()
+        backend.read(tensors[-1:])  # waits for the device
+
+    def add_up_on_hosts(tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            world.add_up(tensor)
+
+    def timed(add_up: Callable[[list[Tensor]], None], what: str, num_mib: int, device: torch.device) -> AllReduce:
+        with deadline(f"the all-reduce {what}", timeout_s):
+            return all_reduce(backend, add_up, num_mib * MIB, device)
+
+    host_mib = mib or HOST_MIB
+    measured = Measured(
+        where=f"{backend.name} on {backend.device_name}",
+        names=names,
+        num_machines=len(firsts),
+        is_cpu=is_cpu,
+        device=timed(add_up_on_device, "of the devices", mib or (HOST_MIB if is_cpu else DEVICE_MIB), backend.device),
+        hosts=timed(add_up_on_hosts, "over the hosts", host_mib, torch.device("cpu")),
+        links=measure_links(world, names, firsts if len(firsts) > 1 else range(world.size), host_mib * MIB, timeout_s),
+    )
+    with deadline("leaving the group", timeout_s):
+        backend.close()
+    return measured
+
+
+@contextmanager
+def deadline(operation: str, timeout_s: float) -> Iterator[None]:
+    """Name the operation that fails. One that hangs ends the process, as not every backend raises."""
+
+    def end() -> None:
+        print(f"error: {operation}: no end within {timeout_s:g} s (backend.timeout_s)", file=sys.stderr, flush=True)
+        os._exit(FAILED)
+
+    timer = threading.Timer(timeout_s + GRACE_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Failure:
+        raise
+    except RuntimeError as error:
+        raise Failure(f"{operation}: {error}") from error
+    finally:
+        timer.cancel()
+
+
+# ---- measurements, which all ranks make together ---------------------------------------------------------------------
+
+
+def all_reduce(
+    backend: Backend, add_up: Callable[[list[Tensor]], None], num_bytes: int, device: torch.device
+) -> AllReduce:
+    world = backend.world
+    large = torch.full((num_bytes // 4,), world.rank + 1.0).to(device)
+    small = torch.ones(1).to(device)
+    add_up([large, small])  # connects the ranks, and compiles where that is needed
+    is_right = bool((backend.read([large])[0] == world.size * (world.size + 1) / 2).all())
+    latency_s = median_s(world, lambda: add_up([small]))
+    took_s = median_s(world, lambda: add_up([large, small]))
+    wrong = [rank for rank, each in enumerate(world.share(is_right)) if not each]
+    return AllReduce(latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong)
+
+
+def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
+    """Bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
+
+
+def median_s(world: World, action: Callable[[], None]) -> float:
+    """Median duration over repeats and ranks."""
+    return statistics.median(took_s for rank in world.share(durations_s(action, world.meet)) for took_s in rank)
+
+
+def durations_s(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
+    durations = []
+    for _ in range(REPEATS):
+        before()
+        began_s = time.perf_counter()
+        action()
+        durations.append(time.perf_counter() - began_s)
+    return durations
+
+
+def measure_links(
+    world: World, names: list[str], members: Sequence[int], num_bytes: int, timeout_s: float
+) -> dict[str, float]:
+    """Bandwidth between each two of these ranks over the hosts, in bytes a second, by the names of both."""
+    sent, received = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    mine: dict[str, float] = {}  # seconds
+    for number, pairs in enumerate(rounds(members), start=1):
+        with deadline(f"waiting for the other links before round {number}", timeout_s):
+            world.meet()
+        for pair in pairs:
+            if world.rank in pair:
+                name = " - ".join(names[rank] for rank in pair)
+                exchange = partial(world.exchange, sum(pair) - world.rank, sent, received)
+                with deadline(f"the exchange {name}", timeout_s):
+                    # The shortest one: other work on a machine only ever makes an exchange longer.
+                    mine[name] = min(durations_s(exchange))
+    durations: dict[str, float] = {}
+    with deadline("gathering the links", timeout_s):
+        for of_rank in world.share(mine):
+            durations |= {name: max(took_s, durations.get(name, 0)) for name, took_s in of_rank.items()}
+    return {name: num_bytes / took_s for name, took_s in durations.items()}
+
+
+def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """All pairs, in rounds in which nobody is in two of them: the circle method of round-robin tournaments, in which
+    the first member stays and the others move on by one seat a round. With an odd number one pauses in each round.
+    """
+    seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    result = []
+    for _ in seats[1:]:
+        half = len(seats) // 2
+        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+        result.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return result
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def judge(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
+    """Findings by name, for the screen."""
+    wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
+    ranks = ok(f"{len(measured.names)} on {counted(measured.num_machines, 'machine')}, {measured.where}")
+    return {
+        "ranks": ranks,
+        "devices": judge_all_reduce(measured.device, measured.names, wanted_device, instance.name),
+        "hosts": judge_all_reduce(measured.hosts, measured.names, None, instance.name),
+        "links": judge_links(measured.links, wanted_link, are_machines=measured.num_machines > 1),
+    }
+
+
+def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tuple[float | None, float | None]:
+    """What the devices' all-reduce and a link between two machines should reach, in bytes a second; None: unknown."""
+    network = instance.network_gbit_per_s and instance.network_gbit_per_s * 1e9 / 8
+    flow = network and min(network, FLOW_GBIT_PER_S * 1e9 / 8)
+    inside = instance.device_link_gbyte_per_s and instance.device_link_gbyte_per_s * 1e9
+    if num_machines == 1:
+        return (None if is_cpu else inside), None
+    if is_cpu:
+        return flow, flow
+    return network and min(network, inside or network), flow
+
+
+def judge_all_reduce(seen: AllReduce, names: list[str], should_be: float | None, instance: str) -> Finding:
+    text = f"{shown(seen.bus_bytes_per_s)} for {seen.num_bytes / MIB:g} MiB, {seen.latency_s * 1e3:.2g} ms for 4 bytes"
+    if seen.wrong_ranks:
+        where = ", ".join(names[rank] for rank in seen.wrong_ranks[:NAMED])
+        return bad(
+            f"wrong sum on {counted(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
+            cure="replace that machine; on all of them, compare the versions of python -m train.doctor",
+        )
+    if should_be is None:
+        return ok(text)
+    cure = "python -m train.doctor --machines N on each (EFA); NCCL_DEBUG=INFO shows which network NCCL takes"
+    return graded(f"{text}; {instance} should reach {shown(should_be)}", seen.bus_bytes_per_s / should_be, cure)
+
+
+def judge_links(links: Mapping[str, float], should_be: float | None, *, are_machines: bool) -> Finding:
+    """Judge the slowest link, by the median of all and by what is known of the network. Two ranks of one machine meet
+    in its memory: there a slow one is a busy core, and no reason to refuse the machine.
+    """
+    slowest = min(links, key=lambda name: links[name])
+    median = statistics.median(links.values())
+    text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
+    if should_be is not None:
+        text += f"; should reach {shown(should_be)}"
+    share = links[slowest] / max(median, should_be or 0)
+    cure = "python -m train.doctor on both; replace the machine that is slow with others too"
+    return graded(text, share if are_machines else max(share, BAD_BELOW), cure)
+
+
+def graded(text: str, share: float, cure: str) -> Finding:
+    """The finding on a speed, by its share of what it should be."""
+    state: State = "bad" if share < BAD_BELOW else "warn" if share < WARN_BELOW else "ok"
+    return Finding(state, text, "" if state == "ok" else cure)
+
+
+def shown(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
