@@ -149,6 +149,50 @@ def test_ranks_connect_by_the_card_that_leads_to_the_master(machines, tmp_path):
     assert all("cards eth0 eth0 aside sum 2.0" in text for text in said), said
 
 
+DIES = """
+import os, sys, time
+from pathlib import Path
+from train.votes import Votes
+before, steps = Votes.cast, []
+
+def cast(votes, failure):
+    steps.append(failure)
+    if os.environ["RANK"] == "1" and len(steps) == 6:
+        Path(os.environ["MARK"]).touch()
+        time.sleep(600)
+    before(votes, failure)
+
+Votes.cast = cast
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, prepared, tmp_path):
+    """The run folder is in S3. The dead machine closes no connection, so the other one is ended by its watchdog."""
+    once = "eval_every=6"  # at the end: the first evaluation has as much time as a start
+    assert run(train_overrides(tmp_path / "whole", prepared, once), ranks=2).returncode == 0
+    script, mark = tmp_path / "script.py", tmp_path / "mark"
+    script.write_text(DIES)
+    with machines.reaching(bucket.service.server.port) as address:
+        arguments = train_overrides(bucket.location("run"), prepared, once, *bucket.overrides())
+        arguments += [f"s3.endpoint=http://{address}", "lease.ttl_s=2", "watchdog.step_s=4"]
+        env = {"MARK": str(mark), "NO_PROXY": "*", "no_proxy": "*"}
+        agents = machines.torchrun(script, arguments, env=env, log=tmp_path / "two")
+        eventually(lambda: mark.exists() or not agents[0].is_alive())
+        assert mark.exists(), (tmp_path / "two.0").read_text()
+        with machines.dead(1):
+            assert ended(agents)[0] == 1
+            outcome = json.loads(bucket.get("run/outcome.json"))
+            assert outcome["reason"].startswith("stuck: rank 0 has been in "), outcome
+            assert "perhaps for a rank of another machine" in outcome["reason"]
+            alone = machines.torchrun(script, arguments, env=env, log=tmp_path / "one", count=1)
+            assert ended(alone) == [0], (tmp_path / "one.0").read_text()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_bytes(bucket.get("run/metrics.jsonl"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
 REFUSED = """
 import sys
 from train.host import launcher

@@ -89,6 +89,7 @@ def cuda(monkeypatch):
         "device_count": lambda: 1,
         "get_device_name": lambda _: "a GPU",
         "get_device_capability": lambda _: device.capability,
+        "get_device_properties": lambda _: SimpleNamespace(),
         "set_device": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)

@@ -6,11 +6,17 @@ They are Linux's own, and last as long as a process of each does. Needs root, ip
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
+import socket
+import socketserver
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -77,13 +83,19 @@ class Machines:
         rendezvous: str = "static",
         restarts: int = 0,
         changes: Mapping[int, list[str]] | None = None,
+        count: int = 2,
     ) -> list[ForkServerProcess]:
-        """Start a torchrun with one rank on each machine. What they print goes to log.0 and log.1; `changes` are
-        arguments for one machine alone.
+        """Start a torchrun with one rank on each machine, or on the first `count`. What they print goes to log.0 and
+        log.1; `changes` are arguments for one machine alone.
         """
         port, started = free_port(), []
-        for number, (pid, address) in enumerate(zip(self.pids, ADDRESSES, strict=True)):
-            options = ["--nnodes=2", "--nproc-per-node=1", f"--max-restarts={restarts}", f"--local-addr={address}"]
+        for number, (pid, address) in enumerate(zip(self.pids[:count], ADDRESSES[:count], strict=True)):
+            options = [
+                f"--nnodes={count}",
+                "--nproc-per-node=1",
+                f"--max-restarts={restarts}",
+                f"--local-addr={address}",
+            ]
             if rendezvous == "static":
                 options += [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", f"--master-port={port}"]
             else:
@@ -95,6 +107,37 @@ class Machines:
             out = log.with_suffix(f".{number}")
             started.append(start_forked(words, {**os.environ, **env}, out, out))
         return started
+
+    @contextmanager
+    def dead(self, number: int) -> Iterator[None]:
+        """All that runs on one machine ends, and inside it says nothing to the other one: no connection is closed."""
+        holder, way = self.pids[number], ("blackhole", ADDRESSES[1 - number])
+        inside(holder, "ip", "route", "add", *way)
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended by now
+                if int(process.name) != holder and is_inside(process, holder):
+                    os.kill(int(process.name), signal.SIGKILL)
+        try:
+            yield
+        finally:
+            inside(holder, "ip", "route", "del", *way)
+
+    @contextmanager
+    def reaching(self, port: int) -> Iterator[str]:
+        """The address at which the machines reach a server that listens at 127.0.0.1 outside them."""
+        with ThreadPoolExecutor(
+            1
+        ) as thread:  # namespaces are those of a thread, and its sockets stay where it made them
+            listener = thread.submit(listen_inside, self.pids[0], ADDRESSES[0]).result()
+        relay = Relay((ADDRESSES[0], 0), Forward, bind_and_activate=False)
+        relay.socket.close()
+        relay.socket, relay.target = listener, ("127.0.0.1", port)
+        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        try:
+            yield f"{ADDRESSES[0]}:{listener.getsockname()[1]}"
+        finally:
+            relay.shutdown()
+            relay.server_close()
 
     @contextmanager
     def slow(self, number: int, rate: str) -> Iterator[None]:
@@ -126,6 +169,39 @@ def two_machines(folder: Path) -> Iterator[Machines]:
         for number, (pid, address) in enumerate(zip(pids, ADDRESSES, strict=True)):
             inside(pid, "sh", "-ec", SET_UP, "sh", NAME.format(number), str(folder), address)
         yield Machines(pids)
+
+
+class Relay(socketserver.ThreadingTCPServer):
+    target: tuple[str, int]
+    daemon_threads = True
+
+
+class Forward(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        assert isinstance(self.server, Relay)
+        with socket.create_connection(self.server.target) as server:
+            back = threading.Thread(target=pass_on, args=(server, self.request), daemon=True)
+            back.start()
+            pass_on(self.request, server)
+            back.join()
+
+
+def pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):  # one side was killed
+        while piece := source.recv(2**16):
+            target.sendall(piece)
+        target.shutdown(socket.SHUT_WR)
+
+
+def listen_inside(pid: int, address: str) -> socket.socket:
+    with Path(f"/proc/{pid}/ns/net").open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    return socket.create_server((address, 0))
+
+
+def is_inside(process: Path, holder: int) -> bool:
+    return (process / "ns/net").readlink() == Path(f"/proc/{holder}/ns/net").readlink()
 
 
 def has_own(pid: int) -> bool:

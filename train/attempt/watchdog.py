@@ -228,8 +228,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at all local ranks once, and end this process if they are stuck."""
-        own = Seen(self.own, self.limit_s(self.own), "")
-        if own.age_s > self.cfg.step_s / 2 and self.compiles() and self.is_open:
+        if Seen(self.own, 0, "").age_s > self.cfg.step_s / 2 and self.compiles() and self.is_open:
             self.own.is_start = 1  # until the next phase begins
             self.arm()
         self.own.peak_bytes = peak_memory(os.getpid()) or 0

@@ -15,9 +15,10 @@ NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for eac
 class BackendConfig:
     name: str = "auto"  # auto | ddp | xla | neuron
     device: str = "auto"  # auto | cpu | cuda | neuron
-    # fp32 | tf32 (fp32, but CUDA rounds the factors of products to 10 bits) | bf16 (autocast) | fp16 (autocast, with a
-    # scaled loss) | auto: bf16 if the hardware multiplies it natively, fp16 on GPUs that have only that (V100, T4)
-    precision: str = "auto"
+    precision: str = (
+        "auto"  # fp32 | tf32 (fp32, but CUDA rounds the factors of products to 10 bits) | bf16 (autocast) |
+    )
+    # fp16 (autocast and a scaled loss) | auto: bf16 if the hardware multiplies it natively, fp16 on GPUs without bf16
     grad_compression: str = "none"  # none | bf16: half the bytes in the gradient reduction (CUDA)
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
     timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200
@@ -78,8 +79,7 @@ class InstanceConfig:
     devices: int | None = None  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
     micro_batch_tokens: int | None = None  # larger micro batches are split into several of at most that many tokens
-    # Dense peak of one rank's device, in 1e12 FLOP/s. Data sheets of NVIDIA give one figure for bf16 and fp16.
-    device_tflops_bf16: float | None = None
+    device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s; of fp16 as well
     device_tflops_fp32: float | None = None
     network_gbit_per_s: float | None = None  # of one machine, all its network cards together, in each direction
     device_link_gbyte_per_s: float | None = None  # from one device to the others of its machine, in each direction

@@ -84,7 +84,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "Is this machine fit to train? One screen of what is right and wrong, with cures; or what an error means.",
         examples=(
             "",
-            "--instance trn1.32xlarge --machines 4 --bucket s3://mine",
             "torchrun --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
             'explain "Dataloader worker is killed by signal: Killed"',
         ),
