@@ -12,6 +12,7 @@ TORCH_BUILD ?=
 RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 TEST_ARGS ?=
+PEERS = $(VENV)/peers
 # Columns text and labels, all fields quoted. The few made-up lines that come along only show that it works.
 TWEETS ?= tests/data/tweets.csv
 TWEETS_DIR ?= runs/tweets
@@ -49,24 +50,26 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: setup
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
-	@$(BIN)/python -m benchmarks.step
+# For the Hugging Face Trainer alone: whatever finds accelerate imports it, and starts seconds later.
+$(PEERS): $(VENV)/.ready
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt --no-deps --target $@ accelerate
+
+bench: $(PEERS)
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step
 	@$(BIN)/python -m benchmarks.xla --rounds 2 --steps 20
 	@$(BIN)/python -m benchmarks.data
 	@$(BIN)/python -m benchmarks.prepare
 	@$(BIN)/python -m benchmarks.checkpoint --rounds 1
 	@$(BIN)/python -m benchmarks.chaos
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@$(BIN)/python -m benchmarks.start --data data/demo
-	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
+	@$(BIN)/python -m benchmarks.start --data data/demo --accelerate $(PEERS)
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
 
 # Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
-bench-smoke: setup
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[bench]'
+bench-smoke: $(PEERS)
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@$(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo
-	@$(BIN)/python -m benchmarks.step --shape demo --activations
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3

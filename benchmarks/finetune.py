@@ -287,7 +287,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)  # for the first process of a benchmark
     options = parser.parse_args(words)
     if set(options.variants) & set(THEIRS) and importlib.util.find_spec("accelerate") is None:
-        parser.error("the Trainer needs accelerate: pip install -e '.[bench]'; or leave it out with --variants")
+        parser.error("the Trainer needs accelerate (make bench shows how); or leave it out with --variants")
     if options.prepare:
         prepare(options, options.prepare)
     else:

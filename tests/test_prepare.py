@@ -34,6 +34,9 @@ def test_the_manifest_holds_what_is_there(prepared):
     manifest = read_manifest(prepared)
     check_files(prepared, manifest, checksums=True)
     assert (manifest.seq_len, manifest.counts["documents"]) == (SEQ_LEN, 120)
+    held_out = ShardSet(prepared, manifest, "validation")
+    pairs = held_out.rows(np.arange(len(held_out))).same_document.sum()
+    assert manifest.counts["validation_pairs"] == pairs > 0
     shards = ShardSet(prepared, manifest, "train")
     tokens = shards.rows(np.arange(len(shards))).tokens.ravel()
     share = np.bincount(tokens[tokens >= 5]) / (tokens >= 5).sum()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from running import lines, run, train_config, train_overrides
+from running import lines, prepare_config, run, train_config, train_overrides
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
-from train import loop
+from train import loop, prepare
 from train.attempt.preempt import StopRequest
 from train.cli.compose import compose_config
 from train.config import InputError, ModelConfig, TrainConfig
@@ -155,6 +155,18 @@ def test_only_models_with_a_head_for_the_order_can_learn_it():
     ids = torch.ones(2, 16, dtype=torch.long)
     tokens, order = model(ids, torch.zeros_like(ids), ids[:, :3])
     assert tokens.shape == (2, 3, 50) and order.shape == (2, 2)
+
+
+def test_data_whose_documents_are_shorter_than_a_sequence_has_no_order_to_learn(corpus, tmp_path):
+    """Refused at the start: the first evaluation, which needs such a sequence, may be thousands of steps away."""
+    words = corpus.read_text().split()
+    text = tmp_path / "short.txt"
+    text.write_text("\n".join("\n".join(words[at : at + 2]) + "\n" for at in range(0, 4000, 2)))
+    prepare.prepare(prepare_config(tmp_path / "data", text))
+    with pytest.raises(
+        InputError, match="task.sop=true, but in .*/data no validation sequence has two segments of one"
+    ):
+        build_task(train_config(tmp_path / "run", tmp_path / "data", SOP))
 
 
 def test_the_published_recipe_predicts_the_order():

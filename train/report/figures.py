@@ -136,13 +136,18 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
         has_points = has_points or bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
-    entropies = [summarise(run)["unigram_entropy"] for run in runs]
+    # With sentence-order prediction the loss is not only that of the tokens.
+    entropies = [None if predicts_order(run) else summarise(run)["unigram_entropy"] for run in runs]
     for index, entropy in enumerate(entropies):
         if entropy is not None and entropy not in entropies[:index]:
             shared = len(set(entropies)) == 1
             axes.axhline(entropy, linestyle=(0, (6, 3)), lw=1.2, color="#555555" if shared else look(index)["color"])
     if any(entropy is not None for entropy in entropies):
         axes.plot([], [], linestyle=(0, (6, 3)), lw=1.2, color="#555555", label=" unigram entropy of the corpus")
+
+
+def predicts_order(run: Run) -> bool:
+    return any("sop_loss" in line for line in run.lines["eval"])
 
 
 def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:

@@ -149,7 +149,7 @@ class Preparation:
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
         self.pending: dict[str, list[Rows]] = {split: [packer.add(*nothing)] for split, packer in self.packers.items()}
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}  # changed by uploads only
-        self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0}
+        self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0, "validation_pairs": 0}
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # of the training split
         self.uploads = Uploads()
 
@@ -187,6 +187,8 @@ class Preparation:
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
+            if split == "validation":  # sequences whose segments have an order, for sentence-order prediction
+                self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             full += [(split, rows[first : min(first + size, whole)]) for first in range(0, whole, size)]
             self.pending[split] = [rows[whole:].copy()]  # not to keep all of it in memory
         state = self.state(finished=finished)
@@ -221,7 +223,8 @@ class Preparation:
         state = read_state(self.folder, self.part, self.identity)
         if state is None:
             return False
-        self.token_counts, self.done, self.shards = state.arrays["token_counts"].copy(), state.done, state.shards
+        self.token_counts, self.shards = state.arrays["token_counts"].copy(), state.shards
+        self.done |= state.done
         for split, packer in self.packers.items():
             packer.stream, packer.next_row = state.arrays[f"{split}.stream"], state.next_row[split]
             self.pending[split] = [Rows(*(state.arrays[f"{split}.{name}"] for name in ROW_TENSORS))]

@@ -35,6 +35,8 @@ from train.storage.folders import Folder
 from train.tasks.highest import highest
 from train.tasks.mlm import MLMConfig
 
+NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
+
 
 class MaskedLMTask:
     """See `train.tasks.Task`."""
@@ -79,6 +81,10 @@ class MaskedLMTask:
             word_start=word_starts(self.folder / "tokenizer") if cfg.task.whole_word else None,
         )
         self.swapper = Swapper(cfg.seed) if cfg.task.sop else None
+        check(
+            not cfg.task.sop or self.manifest.counts.get("validation_pairs") != 0,  # older data has no such count
+            f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}",
+        )
         self.shard_rows: Sequence[int] = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         entropy = self.manifest.counts.get("unigram_entropy", math.nan)
@@ -147,7 +153,7 @@ class MaskedLMTask:
         if of_order:
             order_sum, order_right, order_count = of_order
             if order_count == 0:
-                raise InputError("no validation sequence has two segments of one document; set task.sop=false")
+                raise InputError(NO_PAIRS)
             order_loss = order_sum / order_count
             metrics |= {"loss": loss + order_loss, "mlm_loss": loss, "sop_loss": order_loss}
             metrics["sop_accuracy"] = order_right / order_count
