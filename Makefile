@@ -51,10 +51,11 @@ lint: setup
 	@$(BIN)/mypy
 
 # For the Hugging Face Trainer alone: whatever finds accelerate imports it, and starts seconds later.
-$(PEERS): $(VENV)/.ready
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt --no-deps --target $@ accelerate
+$(PEERS)/.ready: $(VENV)/.ready
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt --no-deps --upgrade --target $(PEERS) accelerate
+	@touch $@
 
-bench: $(PEERS)
+bench: $(PEERS)/.ready
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step
 	@$(BIN)/python -m benchmarks.xla --rounds 2 --steps 20
 	@$(BIN)/python -m benchmarks.data
@@ -66,7 +67,7 @@ bench: $(PEERS)
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
 
 # Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
-bench-smoke: $(PEERS)
+bench-smoke: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
