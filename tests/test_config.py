@@ -139,13 +139,24 @@ def test_accumulation_follows_from_the_batch_sizes():
 
 @pytest.mark.parametrize(
     ("tokens", "micro_batch", "expected"),
-    [(2048, 32, 4), (2048, 6, 3), (2048, 5, 1), (100, 8, 1), ("null", 32, 32), (10**6, 32, 32)],
+    [(2048, 32, 4), (2048, 6, 4), (2048, 5, 2), (100, 8, 1), ("null", 32, 32), (10**6, 32, 32)],
 )
-def test_a_micro_batch_is_split_into_equal_parts_that_the_instance_takes(tokens, micro_batch: int, expected: int):
+def test_a_batch_is_divided_into_equal_parts_that_the_instance_takes(tokens, micro_batch: int, expected: int):
     batch = [f"global_batch_size={4 * micro_batch}", f"micro_batch_size={micro_batch}"]
-    sizes = plan(*batch, f"instance.micro_batch_tokens={tokens}", world_size=2)
+    sizes = plan(*batch, f"instance.micro_batch_tokens={tokens}", "eval_batch_size=40", world_size=2)
     assert (sizes.micro_batch_size, sizes.accumulation) == (expected, 2 * micro_batch // expected)
     assert (sizes.global_batch_size, sizes.lr) == (4 * micro_batch, plan(*batch, world_size=2).lr)
+    assert sizes.eval_batch_size == {2048: 4, 100: 1}.get(tokens, 40)
+
+
+@pytest.mark.parametrize("machines", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("seq_len", [512, None])  # None: precompiling, which does not open the data
+def test_the_published_recipe_fits_any_number_of_trn1_machines(machines: int, seq_len: int | None):
+    overrides = ["experiment=albert_pretrain", "backend=xla", "instance=trn1.32xlarge"]
+    cfg = cli.load_config(TrainConfig, overrides)
+    sizes = make_plan(cfg, world_size=32 * machines, rows=10**6, seq_len=seq_len)
+    assert sizes.micro_batch_size * sizes.accumulation * 32 * machines == 4096
+    assert sizes.micro_batch_size == 4 or seq_len is None
 
 
 def test_with_a_fixed_number_of_examples_doubling_the_nodes_halves_the_steps():

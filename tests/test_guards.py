@@ -10,12 +10,13 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from running import ROOT, lines, run, train_config, train_overrides
+from running import ROOT, eventually, lines, run, train_config, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
@@ -378,11 +379,19 @@ def test_ranks_learn_through_the_store_that_another_one_compiles():
     other, waits = Compilers(lambda: is_compiling, store), Compilers(lambda: False, store)
     assert not Compilers().are_busy()
     assert not waits.are_busy()
-    assert other.are_busy() and waits.are_busy()
-    assert not waits.are_busy()  # no sign since
-    assert other.are_busy() and waits.are_busy()
+    eventually(lambda: other.are_busy() and waits.are_busy())
     is_compiling = False
-    assert not other.are_busy() and not waits.are_busy()
+    eventually(lambda: not other.are_busy() and not waits.are_busy())
+
+
+def test_a_store_that_is_silent_stops_no_watchdog():
+    """Its machine has died without a word: the watchdog that asks is needed the more."""
+    answers = threading.Event()
+    silent = SimpleNamespace(add=lambda *_: answers.wait(60))
+    compilers = Compilers(lambda: False, silent)
+    assert [compilers.are_busy() for _ in range(3)] == [False] * 3
+    assert compilers.asking.is_alive()
+    answers.set()
 
 
 def test_another_thread_sees_that_a_graph_is_being_compiled():

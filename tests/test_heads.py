@@ -101,7 +101,7 @@ def test_attention_of_padded_batches_is_one_kernel(architecture, dtype):
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])
 def test_a_batch_without_padding_needs_no_mask(architecture):
-    """Bit for bit, and the device is not asked whether there is padding."""
+    """Bit for bit."""
     model = build("label", sizes(architecture))
     masks = []
     model.network.base_model.register_forward_pre_hook(

@@ -63,7 +63,7 @@ def measure(
     nothing.
     """
     cfg, plan, task = attempt.cfg, attempt.plan, attempt.task
-    batch_size = cfg.eval_batch_size or plan.micro_batch_size
+    batch_size = plan.eval_batch_size
     order = eval_order(task, engine, batch_size=batch_size, collects=cfg.collect_graphs)
     statistics = []  # left on the device until the end, so that it never waits for the host
     num_done = 0

@@ -210,7 +210,7 @@ def train(t: Training) -> str:
         t.recovery.report()
         t.votes.cast(failure or t.recovery.failure)
         seq_len = micro_batches[0]["inputs"]["input_ids"].shape[-1]
-        watch.phase("step", step=progress.step, is_start=recorder.is_first)
+        watch.phase("step", step=progress.step, is_start=recorder.is_first or recorder.is_new(seq_len))
         lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
         grad_norm = t.engine.step(micro_batches, lr)
         watch.phase("agree", step=progress.step, is_start=recorder.is_first)

@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import hashlib
-import json
 import logging
 import mmap
 import os
 import signal
-import stat
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from train.config import InputError, WatchdogConfig, check
-from train.host.launched import Launched, launched
+from train.attempt.heartbeat import PHASE_BYTES, Heartbeat, Seen, open_private, shared_path, step_of
+from train.config import WatchdogConfig
+from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, peak_memory
 from train.host.processes import read_process
 from train.run_folder.folder import RunFolder
@@ -39,8 +35,6 @@ from train.run_folder.outcome import Outcome, may_go_on, write_outcome
 from train.storage.folders import canonical_json
 
 ABSENT, ALIVE, LEFT = 0, 1, 2  # states of a rank
-PHASE_BYTES = 64
-MEMORY = Path("/dev/shm")  # on a disk, a write to a mapped page can wait until the disk is less busy
 STDERR = 2
 PERIOD_S = 1.0  # between two looks, or a tenth of the shorter limit
 MARGIN_PERIODS = 10  # by which the timer in C is later than the limit, so that the thread can report first
@@ -51,51 +45,6 @@ EXITED = ("Z", "X")  # states of a process that its parent has yet to collect, s
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
 
 logger = logging.getLogger("train")
-
-
-class Heartbeat(ctypes.Structure):
-    """The last heartbeat of a rank. Each number is written at once, so that no reader sees half of it."""
-
-    state: int
-    pid: int
-    started: int  # clock ticks after the boot, as in Process
-    rank: int
-    step: int  # -1: unknown
-    marks: int  # heartbeats since the step began; all ranks run the same program, so the fewest are the least progress
-    beat_ns: int  # time.monotonic_ns(), the same clock in all processes of a machine
-    is_start: int  # 1: watchdog.start_s is the limit, 0: watchdog.step_s
-    peak_bytes: int  # of host memory
-    phase: bytes
-
-    NUMBERS = ("state", "pid", "started", "rank", "step", "marks", "beat_ns", "is_start", "peak_bytes")
-    _fields_ = [*((name, ctypes.c_int64) for name in NUMBERS), ("phase", ctypes.c_char * PHASE_BYTES)]
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A local rank as another one sees it."""
-
-    beat: Heartbeat  # a copy
-    limit_s: float
-    process_state: str  # see Process; empty: the process is gone
-
-    @property
-    def age_s(self) -> float:
-        return (time.monotonic_ns() - self.beat.beat_ns) / 1e9
-
-    @property
-    def where(self) -> str:
-        return f"'{self.beat.phase.decode(errors='replace')}'" + (f" of step {self.beat.step}" * (self.beat.step >= 0))
-
-    @property
-    def peak(self) -> str:
-        return f"peak host memory {self.beat.peak_bytes / 1e9:.1f} GB"
-
-    def __str__(self) -> str:
-        return (
-            f"  rank {self.beat.rank} (pid {self.beat.pid}): {self.where} for {self.age_s:.1f} s, limit "
-            f"{self.limit_s:g} s; process state {self.process_state}, {self.peak}"
-        )
 
 
 class Watchdog:
@@ -111,6 +60,7 @@ class Watchdog:
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
         self.margin_s = MARGIN_PERIODS * self.period_s
         self.compiles: Callable[[], bool] = lambda: False  # whether a rank does, which may be this one
+        self.allows_compiling = False  # in a phase that has the time of a step
         self.rearm_ns = 0  # time from which a heartbeat arms the timer in C again
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = deque([count_oom_kills(self.oom_counter)], maxlen=OOM_LOOKS)
@@ -151,6 +101,7 @@ class Watchdog:
         if number != self.own.step:
             self.own.marks = 0
         self.own.beat_ns = time.monotonic_ns()  # first, since the next limit may be shorter
+        self.allows_compiling = False
         if self.own.is_start != is_start:
             self.rearm_ns = 0
         self.own.is_start, self.own.step, self.own.phase = is_start, number, name.encode()[:PHASE_BYTES]
@@ -228,9 +179,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at all local ranks once, and end this process if they are stuck."""
-        if Seen(self.own, 0, "").age_s > self.cfg.step_s / 2 and self.compiles() and self.is_open:
-            self.own.is_start = 1  # until the next phase begins
-            self.arm()
+        self.allow_compiling()
         self.own.peak_bytes = peak_memory(os.getpid()) or 0
         self.oom_kills.append(count_oom_kills(self.oom_counter))
         ranks = self.read()
@@ -241,6 +190,17 @@ class Watchdog:
             self.end(stuck, running)
         if any(rank.beat.pid == os.getpid() and rank.age_s > rank.limit_s for rank in running) and self.is_open:
             self.arm()  # this rank waits for another one that still has time
+
+    def allow_compiling(self) -> None:
+        """Give this rank the time of a start while a rank compiles, and that of a step from its end on."""
+        if self.is_open and self.own.age_s > self.cfg.step_s / 2 and self.compiles():
+            self.allows_compiling = self.allows_compiling or not self.own.is_start
+            self.own.is_start = 1
+            self.arm()
+        elif self.is_open and self.allows_compiling:
+            self.allows_compiling = False
+            self.own.beat_ns, self.own.is_start = time.monotonic_ns(), 0
+            self.arm()
 
     def find_stuck(self, running: Collection[Seen]) -> Seen | None:
         """The least advanced local rank, if no rank at its step has time left in two looks: during the first look a
@@ -322,29 +282,3 @@ class Watchdog:
             file.write(header + "\n".join([*lines, ""]))
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-
-
-def step_of(rank: Seen) -> int | None:
-    return rank.beat.step if rank.beat.step >= 0 else None
-
-
-def shared_path(log: Path, launch: Launched) -> Path:
-    """The shared memory of one attempt on this machine. All its ranks derive this name, ranks of other runs do not."""
-    attempt = [str(log.absolute()), launch.local_world_size, *launch.torchrun, launch.restart_count]
-    key = hashlib.sha256(json.dumps(attempt).encode()).hexdigest()[:16]
-    parent = MEMORY if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    return parent / f"baretrain-{os.geteuid()}-{key}"
-
-
-def open_private(path: Path) -> int:
-    """Open a file that only this user may use, and make it if there is none. InputError if it is not private: others
-    can guess its name.
-    """
-    refusal = f"{path} is not a file that only this user may use; remove it, or set watchdog.enabled=false"
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise InputError(f"{refusal} ({error})") from error
-    status = os.fstat(handle)
-    check(stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077, refusal)
-    return handle

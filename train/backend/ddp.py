@@ -36,6 +36,7 @@ class DDP(Base):
 
     name = "ddp"
     adamw = {"fused": True}
+    drops_masks = True  # of batches without padding
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
 
     def __init__(self, cfg: BackendConfig) -> None:
@@ -87,7 +88,7 @@ class DDP(Base):
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
-            if "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
+            if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
                 del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention takes none
             yield {**batch, "inputs": inputs}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -68,18 +70,26 @@ class Compilers:
     def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:
         self.is_compiling, self.store = is_compiling, store
         self.signs: int | None = None  # given so far by ranks that compile
+        self.others_compile = False
+        self.asking: Thread | None = None
 
     def are_busy(self) -> bool:
-        """Whether this rank compiles, which it lets the others know, or another one has since the last call."""
+        """Whether this rank compiles, which it lets the others know, or another one did when it was asked last. Never
+        waits for the store: its machine may have died without a word, and then it says no.
+        """
         compiles = self.is_compiling()
-        if self.store is None:
+        if self.store is None or (self.asking is not None and self.asking.is_alive()):
             return compiles
-        try:
-            signs = self.store.add("signs_of_compiling", int(compiles))
-        except dist.DistError:  # the store has ended with its machine: nobody will come
-            return compiles
-        before, self.signs = self.signs, signs
-        return compiles or (before is not None and signs > before)
+        others_compile, self.asking = self.others_compile, Thread(target=self.ask, args=[int(compiles)], daemon=True)
+        self.asking.start()
+        return compiles or others_compile
+
+    def ask(self, own_signs: int) -> None:
+        assert self.store is not None
+        before, self.others_compile = self.signs, False
+        with suppress(dist.DistError):  # the store has ended with its machine
+            self.signs = self.store.add("signs_of_compiling", own_signs)
+            self.others_compile = before is not None and self.signs > before
 
 
 class Watched:

@@ -32,6 +32,7 @@ class Neuron(DDP):
     adamw = {"foreach": False}  # the plain implementation; it is not documented whether the others exist
     skips_on_device = False  # the plain implementation counts its steps on the host, which has to know of a skip
     pin_memory = False
+    drops_masks = False  # each form of a batch is one more graph
     device_name = "NeuronCore"
     monitor_kind = "neuron"
     compresses = False

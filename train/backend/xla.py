@@ -119,17 +119,18 @@ class XLA(Base):
         self.compare_caches()
 
     def compare_caches(self) -> None:
-        """Name the machines that have to compile what others have compiled, before they wait for each other."""
+        """Name the machines that may have to compile what others have compiled, before they wait for each other."""
         if self.collects:
             return
-        cache = machine.cache_location(os.environ)
-        count = machine.count_cached(cache, "model.done") if self.world.local_rank == 0 else None
-        counts = [(own, host) for own, host in self.world.gather((count, socket.gethostname())) if own is not None]
-        if len({own for own, _ in counts}) > 1:
-            named = ", ".join(f"{host} has {own}" for own, host in sorted(counts)[:MOST_NAMED])
+        location = machine.cache_location(os.environ)
+        own = machine.cached_graphs(location) if self.world.local_rank == 0 else None
+        caches = [(host, has) for host, has in self.world.gather((socket.gethostname(), own)) if has is not None]
+        known = set().union(*(has for _, has in caches))
+        lacking = ", ".join([f"{host} lacks {len(known - has)}" for host, has in caches if has != known][:MOST_NAMED])
+        if lacking:
             logger.warning(
-                f"the compile caches of the machines differ: {named} compiled graphs. All wait while one compiles what "
-                "it lacks; to avoid that, run python -m train.precompile on each machine, or keep the cache in S3"
+                f"of {len(known)} compiled graphs on the machines of this run, {lacking}. All wait while one compiles "
+                "what it needs: run python -m train.precompile on each before, or keep the cache in S3"
             )
 
     def add_up(self, tensors: list[Tensor]) -> None:

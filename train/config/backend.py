@@ -15,10 +15,9 @@ NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for eac
 class BackendConfig:
     name: str = "auto"  # auto | ddp | xla | neuron
     device: str = "auto"  # auto | cpu | cuda | neuron
-    precision: str = (
-        "auto"  # fp32 | tf32 (fp32, but CUDA rounds the factors of products to 10 bits) | bf16 (autocast) |
-    )
-    # fp16 (autocast and a scaled loss) | auto: bf16 if the hardware multiplies it natively, fp16 on GPUs without bf16
+    precision: str = "auto"  # fp32 | tf32 | bf16 | fp16 | auto: bf16 if the hardware multiplies it natively, or fp16
+    # on GPUs that have only that, or fp32. bf16 and fp16 are autocast, fp16 with a scaled loss; tf32 is fp32 of which
+    # CUDA rounds the factors of products to 10 bits
     grad_compression: str = "none"  # none | bf16: half the bytes in the gradient reduction (CUDA)
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
     timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200
@@ -78,7 +77,9 @@ class InstanceConfig:
     device: str | None = None  # cuda | neuron, which a run that names this instance needs; None: any
     devices: int | None = None  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
-    micro_batch_tokens: int | None = None  # larger micro batches are split into several of at most that many tokens
+    micro_batch_tokens: int | None = (
+        None  # the most tokens of a batch that a rank computes at once; larger ones are split
+    )
     device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s; of fp16 as well
     device_tflops_fp32: float | None = None
     network_gbit_per_s: float | None = None  # of one machine, all its network cards together, in each direction

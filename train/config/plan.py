@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from train.config.backend import XLAConfig
@@ -17,6 +18,7 @@ class Plan:
     global_batch_size: int  # sequences per optimizer step
     micro_batch_size: int  # sequences per rank and forward pass
     accumulation: int  # forward passes per rank and optimizer step
+    eval_batch_size: int  # sequences per rank and batch of an evaluation
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
@@ -34,17 +36,20 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         global_batch % world_size == 0,
         f"global_batch_size={global_batch} does not divide over {world_size} ranks; make it a multiple",
     )
-    micro = cfg.micro_batch_size or global_batch // world_size
+    share = global_batch // world_size
+    micro, fits = cfg.micro_batch_size or share, fitting(cfg, seq_len)
+    if fits is not None:
+        micro = next(size for size in range(min(micro, fits, share), 0, -1) if share % size == 0)
     check(
-        global_batch % (micro * world_size) == 0,
+        share % micro == 0,
         f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {world_size} ranks",
     )
-    micro = largest_fit(micro, cfg, seq_len)
     per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
+    accumulation = share // micro
     check(
-        global_batch // (micro * world_size) % per_graph == 0,
-        f"backend.batches_per_execution={per_graph} does not divide the {global_batch // (micro * world_size)} micro "
-        "batches of a rank and step",
+        accumulation % per_graph == 0,
+        f"backend.batches_per_execution={per_graph} does not divide the {accumulation} micro batches of a rank and "
+        "step",
     )
     check(
         rows >= global_batch,
@@ -73,7 +78,8 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         world_size=world_size,
         global_batch_size=global_batch,
         micro_batch_size=micro,
-        accumulation=global_batch // (micro * world_size),
+        accumulation=accumulation,
+        eval_batch_size=min(cfg.eval_batch_size or micro, fits or sys.maxsize),
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         warmup_steps=warmup,
@@ -81,9 +87,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     )
 
 
-def largest_fit(micro_batch: int, cfg: TrainConfig, seq_len: int | None) -> int:
-    """The largest equal part of a micro batch that is within `instance.micro_batch_tokens`, at least one sequence."""
-    if seq_len is None or cfg.instance.micro_batch_tokens is None:
-        return micro_batch
-    most = max(1, min(micro_batch, cfg.instance.micro_batch_tokens // seq_len))
-    return next(size for size in range(most, 0, -1) if micro_batch % size == 0)
+def fitting(cfg: TrainConfig, seq_len: int | None) -> int | None:
+    """The most sequences that a batch may have on this instance; None: any number."""
+    tokens = cfg.instance.micro_batch_tokens
+    return None if tokens is None else max(1, tokens // (seq_len or 1))

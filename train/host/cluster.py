@@ -37,6 +37,9 @@ def prepare(launch: Launched, *, forks: bool) -> None:
     if sys.platform != "linux":
         return
     os.environ.update(cluster_environment(os.environ, launch, forks=forks))
+    if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"
+        logger.warning(text, launch.master_addr)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     wanted = OWN_FILES + launch.world_size - 1
@@ -104,7 +107,7 @@ def pin(address: str | None, sysfs: Path = SYSFS) -> None:
 def near_cpus(address: str, allowed: set[int], sysfs: Path = SYSFS) -> set[int]:
     """The processors of a PCI device's NUMA node (sysfs-bus-pci of Linux's ABI).
 
-    None where they are all processors, and where the launcher has allowed this process a part of the machine only.
+    It is empty where they are all processors, or where the launcher has allowed this process a part of the machine.
     """
     files = sysfs / "devices/system/cpu/online", sysfs / "bus/pci/devices" / address / "local_cpulist"
     if not all(file.is_file() for file in files):
@@ -124,6 +127,8 @@ def neuron_address(environ: Mapping[str, str], core: int) -> str | None:
     tool = shutil.which("neuron-ls", path=os.pathsep.join([environ.get("PATH", ""), NEURON_TOOLS]))
     if tool is None or environ.get("NEURON_RT_VISIBLE_CORES") or environ.get("NEURON_RT_NUM_CORES"):
         return None  # the user has given the ranks other cores
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None  # a process by itself takes any core that is free
     try:
         done = subprocess.run([tool, "-j"], capture_output=True, text=True, check=True, timeout=TOOL_TIMEOUT_S)
         chips = sorted(read_neuron_ls(done.stdout), key=lambda chip: chip.number)

@@ -128,10 +128,18 @@ def count_cached(cache: str, name: str) -> int | None:
     """Count the files of this name in a local compile cache, of which a graph has one; None for a cache in S3.
 
     Names are model.done (compiled), model.log (failed), *.lock (being compiled, or left by a killed process).
-
-    The layout is that of optimum-neuron's cache guide: neuronxcc-<version>/MODULE_<graph>+<flags>/.
     """
-    return None if "://" in cache else sum(1 for _ in Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}"))
+    return None if "://" in cache else sum(1 for _ in cached(cache, name))
+
+
+def cached_graphs(cache: str) -> set[str] | None:
+    """Names of the compiled graphs in a local compile cache; None for a cache in S3."""
+    return None if "://" in cache else {str(Path(*path.parts[-3:-1])) for path in cached(cache, "model.done")}
+
+
+def cached(cache: str, name: str) -> Iterator[Path]:
+    """Files of a local cache: neuronxcc-<version>/MODULE_<graph>+<flags>/, by optimum-neuron's cache guide."""
+    return Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}")
 
 
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------

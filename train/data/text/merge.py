@@ -41,7 +41,8 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     check(not other, f"{folder.location}: the tokenizer of {listed(other)} not the published one; prepare all again")
     splits = {split: [shard for state in ready for shard in state.shards[split]] for split in SPLITS}
     check_there(folder, [shard for shards in splits.values() for shard in shards])
-    done = {name: sum(state.done[name] for state in ready) for name in ready[0].done}
+    names = set.intersection(*(set(state.done) for state in ready))  # an earlier version counted less
+    done = {name: sum(state.done[name] for state in ready) for name in ready[0].done if name in names}
     for split in SPLITS:
         tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
         check_size(split, sum(shard.rows for shard in splits[split]), tokens, done["documents"], seq_len)

@@ -187,7 +187,8 @@ class Preparation:
         for split, parts in self.pending.items():
             rows = Rows.concatenate(parts)
             whole = len(rows) if finished else len(rows) // size * size
-            if split == "validation":  # sequences whose segments have an order, for sentence-order prediction
+            # Sequences whose segments have an order, for sentence-order prediction; earlier versions counted none.
+            if split == "validation" and "validation_pairs" in self.done:
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             full += [(split, rows[first : min(first + size, whole)]) for first in range(0, whole, size)]
             self.pending[split] = [rows[whole:].copy()]  # not to keep all of it in memory
@@ -223,8 +224,7 @@ class Preparation:
         state = read_state(self.folder, self.part, self.identity)
         if state is None:
             return False
-        self.token_counts, self.shards = state.arrays["token_counts"].copy(), state.shards
-        self.done |= state.done
+        self.token_counts, self.done, self.shards = state.arrays["token_counts"].copy(), state.done, state.shards
         for split, packer in self.packers.items():
             packer.stream, packer.next_row = state.arrays[f"{split}.stream"], state.next_row[split]
             self.pending[split] = [Rows(*(state.arrays[f"{split}.{name}"] for name in ROW_TENSORS))]
