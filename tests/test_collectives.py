@@ -9,12 +9,22 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from forks import launch, run_forked
+from forks import ROOT, free_port, launch, run_forked, start_forked
 from running import run
 
 from train.config import InstanceConfig
 from train.doctor import __main__ as command
-from train.doctor.collectives import MIB, AllReduce, Measured, bus_bandwidth, judge, judge_links, rounds, wanted
+from train.doctor.collectives import (
+    MIB,
+    AllReduce,
+    Measured,
+    bus_bandwidth,
+    device_size_mib,
+    judge,
+    judge_links,
+    rounds,
+    wanted,
+)
 
 P5 = InstanceConfig(name="p5", network_gbit_per_s=3200, device_link_gbyte_per_s=450)
 HOST = socket.gethostname()
@@ -50,7 +60,7 @@ def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
 )
 def test_the_slowest_link_is_named_and_judged_by_the_others_and_by_the_network(slowest, should_be, are_machines, state):
     links = {"a - b": 1e9, "a - c": 1.1e9, "b - c": slowest * 1e9, "c - d": 1e9}
-    finding = judge_links(links, should_be and should_be * 1e9, are_machines=are_machines)
+    finding = judge_links(links, should_be and should_be * 1e9, "p5", are_machines=are_machines)
     assert finding.state == state
     assert f"slowest of 4: b - c, {slowest:g} GB/s; median 1 GB/s" in finding.text
 
@@ -71,14 +81,32 @@ def test_what_an_instance_should_reach(instance, machines, is_cpu, device, link)
     assert wanted(instance, machines, is_cpu=is_cpu) == (device, link)
 
 
-@pytest.mark.parametrize(("gbyte_per_s", "state"), [(230, "ok"), (220, "warn"), (110, "bad")])
-def test_the_devices_are_compared_with_the_instance(gbyte_per_s, state):
+@pytest.mark.parametrize(
+    ("instance", "machines", "gbyte_per_s", "state", "figure"),
+    [
+        (P5, 1, 230, "ok", "should reach 450 GB/s"),
+        (P5, 1, 220, "warn", "should reach 450 GB/s"),
+        (P5, 1, 110, "bad", "should reach 450 GB/s"),
+        (P5, 2, 1, "warn", "should reach 400 GB/s"),  # what is normal there was never measured
+        (InstanceConfig(name="trn1"), 1, 1, "ok", "not compared: no figure for trn1"),
+        (InstanceConfig(name="trn1"), 2, 1, "ok", "not compared: no figure for trn1"),
+    ],
+)
+def test_the_devices_are_compared_with_the_instance(instance, machines, gbyte_per_s, state, figure):
     reduced = AllReduce(latency_s=1e-5, num_bytes=256 * MIB, bus_bytes_per_s=gbyte_per_s * 1e9, wrong_ranks=[])
     hosts = AllReduce(latency_s=1e-3, num_bytes=64 * MIB, bus_bytes_per_s=1e6, wrong_ranks=[])
-    measured = Measured("ddp on H100", ["a (rank 0)", "a (rank 1)"], 1, False, reduced, hosts, {"a - a": 1e9})
-    findings = judge(measured, P5)
+    measured = Measured("ddp on H100", ["a (rank 0)", "a (rank 1)"], machines, False, reduced, hosts, {"a - a": 1e9})
+    findings = judge(measured, instance)
     assert findings["devices"].state == state
+    assert figure in findings["devices"].text
+    assert ("no figure for trn1" in findings["links"].text) == (machines == 2 and instance is not P5)
+    assert "figure" not in findings["hosts"].text
     assert findings["hosts"].state == findings["links"].state == "ok"  # nothing is known of these
+
+
+@pytest.mark.parametrize(("num_ranks", "mib"), [(2, 256), (32, 256), (64, 512), (128, 1024), (512, 1024)])
+def test_a_tensor_grows_with_the_ranks_that_send_its_parts(num_ranks, mib):
+    assert device_size_mib(num_ranks) == mib
 
 
 @pytest.mark.parametrize(
@@ -88,7 +116,7 @@ def test_the_devices_are_compared_with_the_instance(gbyte_per_s, state):
         (["--collectives", "instance=p5.48xlarge"], "--nproc-per-node=8"),
         (["--collectives", "instance=p6"], "there is no such instance"),
         (["--collectives", "backend.timeout_s=0"], "backend.timeout_s"),
-        (["--collectives", "--machines", "2"], "--collectives takes settings of the run"),
+        (["--collectives", "--machines", "1"], "--collectives takes settings of the run"),
         (["--mib", "4"], "--mib is for --collectives"),
     ],
 )
@@ -107,6 +135,24 @@ def test_ranks_that_an_instance_cannot_run_are_refused(monkeypatch, capsys):
 
 
 # ---- several ranks, each a process -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_machine_that_is_refused_ends_the_other_one(tmp_path, refused):
+    port, said = str(free_port()), [tmp_path / "0", tmp_path / "1"]
+    ranks = []
+    for rank, log in enumerate(said):
+        own = ["instance=p6"] if rank == refused else []
+        names = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env = os.environ | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = ["train.doctor.__main__", "--collectives", "backend.device=cpu", "backend.join_timeout_s=60", *own]
+        ranks.append(start_forked(words, env, log, log))
+    for rank in ranks:
+        rank.join()
+    spoken = [log.read_text() for log in said]
+    assert [rank.exitcode for rank in ranks] == [2, 2], spoken
+    assert "error: instance=p6: there is no such" in spoken[refused]
+    assert f"error: rank {refused} on {HOST} was refused: instance=p6: there is no such" in spoken[1 - refused]
 
 
 def test_two_ranks_on_xla():
@@ -177,9 +223,19 @@ def test_an_exchange_that_hangs_is_named(tmp_path):
     assert f"error: the exchange {HOST} (rank 0) - {HOST} (rank 1): " in done.stderr
 
 
-def test_what_hangs_without_an_error_ends_the_process():
-    code = "import time; from train.doctor import collectives; collectives.GRACE_S = 0\n"
-    code += "with collectives.deadline('the all-reduce of the devices', 0.1): time.sleep(600)"
-    done = run_forked(["-c", code], os.environ)
+HANGS = """
+import os, time
+from train.doctor import collectives
+
+collectives.GRACE_S = 3
+with collectives.deadline(f"an exchange of rank {os.environ['RANK']}", 0.1, "backend.join_timeout_s"):
+    time.sleep(600)
+"""
+
+
+def test_of_ranks_that_hang_without_an_error_the_first_one_names_it(tmp_path):
+    (tmp_path / "script.py").write_text(HANGS)
+    done = run_forked(launch(str(tmp_path / "script.py"), [], ranks=2), os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
-    assert done.stderr.endswith("error: the all-reduce of the devices: no end within 0.1 s (backend.timeout_s)\n")
+    assert "error: an exchange of rank 0: no end within 0.1 s (backend.join_timeout_s)\n" in done.stderr
+    assert "an exchange of rank 1" not in done.stderr

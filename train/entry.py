@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import socket
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 
 from train.attempt.preempt import StoppedEarly, StopRequest
+from train.attempt.refusal import inform_other_machines
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
@@ -24,7 +23,6 @@ from train.run_folder.outcome import Over, check_restart, is_restart, may_go_on
 from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
-INFORM_S = 60.0  # the first machine, if it is refused, stays for machines that come later by up to this
 QUIET_S = 1.0  # if importing torch and opening the data take longer, a line says that the run has begun
 
 USED: tuple[str, ...] = ("run_dir", "data.path", "seed", "max_steps", "max_epochs", "max_examples", "max_run_s")
@@ -124,20 +122,6 @@ def train(cfg: TrainConfig, launch: Launched) -> int:
     if launch.is_under_torchrun:
         logger.info("torchrun reports exit code %d as a failure; the run stopped as asked", cli.STOPPED)
     return cli.STOPPED
-
-
-def inform_other_machines(refusal: str) -> None:
-    """Let ranks elsewhere know that this one is refused; torchrun ends those of this machine."""
-    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was refused
-        launch = launched()
-        if launch.is_one_machine:
-            return
-        try:
-            from train.backend import rendezvous  # late: torch takes seconds to import
-        except ImportError as error:
-            logger.warning("the other machines do not learn of it: %s", error)
-            return
-        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", INFORM_S)
 
 
 def end_launcher_for_good(launch: Launched) -> None:

@@ -86,8 +86,8 @@ class World:
         """Send a tensor of the host to another rank, and fill `theirs` with what it sends at the same time."""
         sending = dist.isend(mine, peer, group=self.group)
         dist.recv(theirs, peer, group=self.group)
-        if sending is not None:  # as it is for ranks outside the group
-            sending.wait()
+        assert sending is not None  # as it would be for ranks outside the group
+        sending.wait()
 
     # ---- actions ---------------------------------------------------------------------------------------------------
 

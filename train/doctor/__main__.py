@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from train.attempt.refusal import inform_other_machines
 from train.cli.command import DONE, FAILED, REFUSED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
@@ -27,7 +28,10 @@ from train.host.launcher import leave_it_to_the_first
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return guarded(lambda: examine(read_arguments(arguments)), before_error=is_reported)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # Without --collectives this process is no rank of a job, even where the environment is that of one.
+    after_refusal = inform_other_machines if "--collectives" in arguments else lambda _: None
+    return guarded(lambda: examine(read_arguments(arguments)), before_error=is_reported, after_refusal=after_refusal)
 
 
 def is_reported() -> bool:
@@ -41,13 +45,15 @@ def examine(options: argparse.Namespace) -> int:
     check(options.mib is None, "--mib is for --collectives")
     if options.command == "explain":
         return print_causes(sys.stdin.read() if options.text == "-" else options.text)
-    probe = checks.here(instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines)
+    probe = checks.here(
+        instance=options.instance, num_ranks=options.ranks_per_machine, num_machines=options.machines or 1
+    )
     return show(checks.examine(probe, bucket=options.bucket), as_json=options.json)
 
 
 def examine_collectives(options: argparse.Namespace) -> int:
-    others = [options.instance, options.ranks_per_machine, options.bucket, None if options.machines == 1 else 0]
-    check(others == [None] * 4, "--collectives takes settings of the run: --collectives instance=p5.48xlarge")
+    others = (options.instance, options.ranks_per_machine, options.machines, options.bucket)
+    check(not any(others), "--collectives takes settings of the run: --collectives instance=p5.48xlarge")
     from train.cli.compose import load_backend  # late: only this part needs Hydra, and torch
 
     cfg, instance = load_backend(options.settings)
@@ -58,7 +64,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
         f"--collectives measures between ranks, and there is {launch.world_size}: start them with torchrun "
         f"--nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    cluster.prepare(launch, forks=False)  # before torch is imported, as in a run
+    cluster.prepare(launch, forks=True)  # before torch is imported, as in a run, whose loader forks
     from train.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
@@ -78,7 +84,7 @@ def show(findings: Mapping[str, Finding], *, as_json: bool, **more: Any) -> int:
     return FAILED if is_red(findings) else DONE
 
 
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser(
         "train.doctor",
         "Is this machine fit to train? One screen of what is right and wrong, with cures; or what an error means.",
@@ -95,16 +101,17 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--instance", choices=instance_names(), help="instance type (default: that of the firmware)")
     parser.add_argument("--ranks-per-machine", type=positive, metavar="N", help="ranks you mean to start here")
-    parser.add_argument("--machines", type=positive, default=1, metavar="N", help="machines of the run (default: 1)")
+    parser.add_argument("--machines", type=positive, metavar="N", help="machines of the run (default: 1)")
     parser.add_argument("--bucket", type=s3_location, metavar="s3://BUCKET", help="also check this bucket in S3")
     parser.add_argument(
         "--collectives",
         action="store_true",
         help="under torchrun, with settings of the run (key=value): measure how fast the ranks exchange data",
     )
-    parser.add_argument("--mib", type=positive, metavar="N", help="size of its exchanges [64; of accelerators 256]")
+    parser.add_argument(
+        "--mib", type=positive, metavar="N", help="size of its exchanges [64; of accelerators 256 to 1024]"
+    )
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
-    arguments = sys.argv[1:] if arguments is None else arguments
     if "--collectives" in arguments:
         parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, see python -m train --help")
         return parser.parse_intermixed_args(arguments)
