@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 from running import eventually, lines, run, train_overrides
-from services.machines import NOT_PERMITTED, PACKAGES, Machines, fault, missing_programs, two_machines
+from services.machines import NOT_PERMITTED, PACKAGES, Machines, fault, missing_programs, three_machines
 
 HANG_S = 240.0  # never waited for unless a test fails
 # A rank that is killed in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
@@ -45,7 +46,7 @@ def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(reason)
     if said := fault():
         pytest.skip(f"{NOT_PERMITTED}: {said}")
-    with two_machines(tmp_path_factory.mktemp("machines")) as made:
+    with three_machines(tmp_path_factory.mktemp("machines")) as made:
         yield made
 
 
@@ -157,7 +158,7 @@ before, steps = Votes.cast, []
 
 def cast(votes, failure):
     steps.append(failure)
-    if os.environ["RANK"] == "1" and len(steps) == 6:
+    if os.environ["RANK"] == "2" and len(steps) == 6:
         Path(os.environ["MARK"]).touch()
         time.sleep(600)
     before(votes, failure)
@@ -169,25 +170,25 @@ sys.exit(main())
 
 
 def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, prepared, tmp_path):
-    """The run folder is in S3. The dead machine closes no connection, so the other one is ended by its watchdog."""
-    once = "eval_every=6"  # at the end: the first evaluation has as much time as a start
-    assert run(train_overrides(tmp_path / "whole", prepared, once), ranks=2).returncode == 0
+    """The run folder is in S3. The dead machine closes no connection, so the others are ended by their watchdogs."""
+    same = ["global_batch_size=12", "eval_every=6"]  # once, at the end: the first evaluation has the time of a start
+    assert run(train_overrides(tmp_path / "whole", prepared, *same), ranks=3).returncode == 0
     script, mark = tmp_path / "script.py", tmp_path / "mark"
     script.write_text(DIES)
     with machines.reaching(bucket.service.server.port) as address:
-        arguments = train_overrides(bucket.location("run"), prepared, once, *bucket.overrides())
+        arguments = train_overrides(bucket.location("run"), prepared, *same, *bucket.overrides())
         arguments += [f"s3.endpoint=http://{address}", "lease.ttl_s=2", "watchdog.step_s=4"]
         env = {"MARK": str(mark), "NO_PROXY": "*", "no_proxy": "*"}
-        agents = machines.torchrun(script, arguments, env=env, log=tmp_path / "two")
+        agents = machines.torchrun(script, arguments, env=env, log=tmp_path / "three", count=3)
         eventually(lambda: mark.exists() or not agents[0].is_alive())
-        assert mark.exists(), (tmp_path / "two.0").read_text()
-        with machines.dead(1):
-            assert ended(agents)[0] == 1
+        assert mark.exists(), (tmp_path / "three.0").read_text()
+        with machines.dead(2):
+            assert ended(agents)[:2] == [1, 1]
             outcome = json.loads(bucket.get("run/outcome.json"))
-            assert outcome["reason"].startswith("stuck: rank 0 has been in "), outcome
+            assert re.match("stuck: rank [01] has been in ", outcome["reason"]), outcome
             assert "perhaps for a rank of another machine" in outcome["reason"]
-            alone = machines.torchrun(script, arguments, env=env, log=tmp_path / "one", count=1)
-            assert ended(alone) == [0], (tmp_path / "one.0").read_text()
+            rest = machines.torchrun(script, arguments, env=env, log=tmp_path / "two")
+            assert ended(rest) == [0, 0], (tmp_path / "two.0").read_text()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_bytes(bucket.get("run/metrics.jsonl"))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

@@ -1,5 +1,5 @@
-"""Two machines for tests of launchers: network namespaces with a name, an address and a link between them. As on Ubuntu
-each knows itself by 127.0.1.1; and each has a second network card, by which it does not reach the other.
+"""Three machines for tests of launchers: network namespaces with a name, an address and a bridge that joins them. As on
+Ubuntu each knows itself by 127.0.1.1; and each has a second network card, by which it does not reach the others.
 
 They are Linux's own, and last as long as a process of each does. Needs root, iproute2 and util-linux.
 """
@@ -27,7 +27,8 @@ from services.process import Process
 PACKAGES = ("iproute2", "util-linux")
 NOT_PERMITTED = "the kernel permits no network namespaces here"  # a skip that --require-services accepts
 KINDS = ("net", "uts", "mnt")  # namespaces: a network, a host name, and the files that look it up
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
+ALL = "10.77.0.0/25"  # more specific than the network of the cards, so its route goes first
 NAME, LINK = "machine{}", "eth0"
 ENTER = """
 import ctypes, os, runpy, sys
@@ -61,7 +62,7 @@ def missing_programs() -> list[str]:
 def fault() -> str | None:
     """Why the kernel permits no such machines; None if it does."""
     done = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link set lo up && mount --bind /etc /etc"],
+        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add eth0 type bridge && mount --bind /etc /etc"],
         capture_output=True,
         text=True,
         check=False,
@@ -85,8 +86,8 @@ class Machines:
         changes: Mapping[int, list[str]] | None = None,
         count: int = 2,
     ) -> list[ForkServerProcess]:
-        """Start a torchrun with one rank on each machine, or on the first `count`. What they print goes to log.0 and
-        log.1; `changes` are arguments for one machine alone.
+        """Start a torchrun with one rank on each machine, or on the first `count`. What they print goes to
+        log.0, log.1, ...; `changes` are arguments for one machine alone.
         """
         port, started = free_port(), []
         for number, (pid, address) in enumerate(zip(self.pids[:count], ADDRESSES[:count], strict=True)):
@@ -105,13 +106,14 @@ class Machines:
             words = ["-c", ENTER, str(pid), TORCHRUN, *options]
             words += ["--start-method=fork", "--run-path", str(script), *arguments, *own]
             out = log.with_suffix(f".{number}")
-            started.append(start_forked(words, {**os.environ, **env}, out, out))
+            disk = {"XDG_CACHE_HOME": str(log.parent / f"cache{number}")}  # each machine has one of its own
+            started.append(start_forked(words, {**os.environ, **env, **disk}, out, out))
         return started
 
     @contextmanager
     def dead(self, number: int) -> Iterator[None]:
-        """All that runs on one machine ends, and inside it says nothing to the other one: no connection is closed."""
-        holder, way = self.pids[number], ("blackhole", ADDRESSES[1 - number])
+        """All that runs on one machine ends, and inside it says nothing to the others: no connection is closed."""
+        holder, way = self.pids[number], ("blackhole", ALL)
         inside(holder, "ip", "route", "add", *way)
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended by now
@@ -151,7 +153,7 @@ class Machines:
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[Machines]:
+def three_machines(folder: Path) -> Iterator[Machines]:
     for number in range(len(ADDRESSES)):
         known = zip(map(NAME.format, range(len(ADDRESSES))), ADDRESSES, strict=True)
         lines = [f"{'127.0.1.1' if i == number else at} {name}\n" for i, (name, at) in enumerate(known)]
@@ -165,7 +167,10 @@ def two_machines(folder: Path) -> Iterator[Machines]:
             stack.callback(process.kill)
             pids.append(process.shell.pid)
             eventually(lambda pid=process.shell.pid: has_own(pid), 60)
-        inside(pids[0], "ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(pids[1]))
+        inside(pids[0], "ip", "link", "add", LINK, "type", "bridge")  # the first machine's card is the switch as well
+        for pid in pids[1:]:
+            port = ("link", "add", f"port{pid}", "master", LINK, "up", "type", "veth")
+            inside(pids[0], "ip", *port, "peer", "name", LINK, "netns", str(pid))
         for number, (pid, address) in enumerate(zip(pids, ADDRESSES, strict=True)):
             inside(pid, "sh", "-ec", SET_UP, "sh", NAME.format(number), str(folder), address)
         yield Machines(pids)
