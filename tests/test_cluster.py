@@ -135,13 +135,14 @@ def neuron_ls(tmp_path, monkeypatch):
 
 def test_a_ranks_chip_is_that_of_its_core(neuron_ls, log):
     def address(core, **user):
-        return cluster.neuron_address({**os.environ, **user}, core)
+        return cluster.neuron_address({**os.environ, "TORCHELASTIC_RUN_ID": "x", **user}, core)
 
     assert [address(core) for core in (0, 1, 2)] == ["0000:10:1c.0", "0000:10:1c.0", "0000:10:1d.0"]
     assert address(31) is not None
     assert address(32) is None
     assert address(0, NEURON_RT_VISIBLE_CORES="8") is None
     assert address(0, NEURON_RT_NUM_CORES="2") is None
+    assert cluster.neuron_address(os.environ, 0) is None  # a process by itself takes any core that is free
     assert not log.messages
     for text, code in (("{", 0), ("", 1)):
         neuron_ls(text, code)

@@ -22,6 +22,7 @@ from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from train import entry as program
 from train import loop
+from train.attempt import refusal as announcing
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
 from train.backend.graphs import Compilers, GraphBudget
@@ -224,7 +225,7 @@ def launched_as(world, local):
 def test_numbers_of_ranks_that_hang_are_refused_before_any_group(train, no_group, monkeypatch, tmp_path, launch):
     instance, world, local, said = LAUNCHES[launch]
     os.environ.update(launched_as(world, local))
-    monkeypatch.setattr(program, "INFORM_S", 0.5)  # the second machine never comes
+    monkeypatch.setattr(announcing, "INFORM_S", 0.5)  # the second machine never comes
     assert said in refusal(train(f"instance={instance}", "backend.device=auto"))
     assert not (tmp_path / "run").exists()
 

@@ -14,6 +14,7 @@ EFA_INTERFACES = {
     "trn1n.32xlarge": 16,
     "trn2.3xlarge": 1,
     "trn2.48xlarge": 16,
+    "p3.16xlarge": 0,
     "p4d.24xlarge": 4,
     "p4de.24xlarge": 4,
     "p5.48xlarge": 32,
