@@ -169,3 +169,11 @@ def test_a_rank_on_a_gpu_is_pinned_to_it(monkeypatch):
     assert ddp.pci_address(torch.device("cuda", 3)) == "0001:a0:1d.0"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="A100"))
     assert ddp.pci_address(torch.device("cuda", 0)) is None  # of an older torch
+
+
+def test_a_machine_without_a_card_to_the_master_says_so(monkeypatch, log):
+    monkeypatch.setattr(cluster, "network_card", lambda master: None)
+    monkeypatch.setattr(cluster.resource, "setrlimit", lambda *_: None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    cluster.prepare(Launched(world_size=2, local_world_size=1, master_addr="head"), forks=False)
+    assert [text for text in log.messages if "MASTER_ADDR=head" in text and "set GLOO_SOCKET_IFNAME" in text]
