@@ -78,7 +78,7 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000
 	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
-	@$(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
 
 clean:
 	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache
