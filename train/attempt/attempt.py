@@ -24,13 +24,12 @@ from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
-from train.run_folder.outcome import OUT_OF_MEMORY, Outcome, may_go_on
+from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_go_on
 from train.run_folder.ownership import LeaseLost, check_owner, find_identity
 from train.storage.folders import make_folder
 from train.tasks import Task
 
 logger = logging.getLogger("train")
-STOP_FILE = "STOP"
 ENDS = ("done", "early_stop")
 KILLED_LOADER = "killed by signal: Killed"
 OOM_COUNTER = find_oom_counter()

@@ -51,7 +51,7 @@ from train.tasks import TASKS, spec_of
 
 __all__ = ["DONE", "FAILED", "REFUSED", "STOPPED"]  # names that actions import from this module
 
-SCHEMAS: tuple[tuple[str, str, type], ...] = (  # (group, name, dataclass): what the option of a group selects
+SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the option of a group selects
     *(("task", kind, spec.settings) for kind, spec in TASKS.items()),
     *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
     ("data", "shards", ShardsConfig),
@@ -60,24 +60,25 @@ SCHEMAS: tuple[tuple[str, str, type], ...] = (  # (group, name, dataclass): what
     ("corpus", "plain", CorpusConfig),
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
-)
+]
+CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds its own
 TABLES, LABELS = ("data.label_map", "data.more_validation"), "data.labels"
 
-Config = TypeVar("Config", TrainConfig, PrepareConfig)
+Config = TypeVar("Config")
 
 
 @functools.cache
 def register_schemas() -> None:
     """Register the dataclasses with Hydra; `conf/*.yaml` name them in their defaults lists."""
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=TrainConfig)
-    store.store(name="prepare_schema", node=PrepareConfig)
+    for schema, file in CONFIGS.items():
+        store.store(name=f"{file}_schema", node=schema)
     for group, name, node in SCHEMAS:
         store.store(group=group, name=f"{name}_schema", node=node)
 
 
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Compose `conf/train.yaml` or `conf/prepare.yaml` with the command line's overrides and check every value.
+    """Compose `conf/train.yaml`, or the file of another schema, with the overrides and check every value.
 
     Raises InputError, one line, for an unknown key or option, a wrong type, a missing or an impossible value.
     """
@@ -214,7 +215,7 @@ def own_names(key: str, text: str, kind: type) -> Any:
 
 def config_name(schema: type[Config]) -> str:
     """Name of the schema's file in conf/, without .yaml."""
-    return "train" if schema is TrainConfig else "prepare"
+    return CONFIGS[schema]
 
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}

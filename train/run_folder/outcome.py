@@ -12,6 +12,7 @@ from train.host.launched import launched
 from train.storage.folders import Folder, canonical_json
 
 NAME = "outcome.json"
+STOP_FILE = "STOP"  # in the run folder: the run stops at its next step, with a checkpoint
 FOR_GOOD = ("refused", "no_valid_checkpoint", "untrusted_checkpoint", "other_version", "not_finite", "lease_lost")
 OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
 

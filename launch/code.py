@@ -1,0 +1,88 @@
+"""The code of a job: packed into one file when it is submitted, unpacked once on every node.
+
+A job thus runs what was there when it was submitted, also after later edits, a checkout of another branch, or a resume
+next week. The bundle's checksum is its name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import conf
+import launch
+import train
+from train.config import InputError
+from train.host.environment import commit
+from train.storage.folders import sha256_bytes
+from train.storage.untrusted import RelativePath
+from train.storage.whole import made_once
+
+PACKAGES = (train, conf, launch)
+START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
+START_CODE = b"""import runpy, sys
+
+if __name__ == "__main__":  # not in the processes that a data loader spawns
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+LEFT_OUT = {"__pycache__"}
+MOST_BYTES = 64 * 2**20  # of an unpacked bundle
+
+
+@dataclass(frozen=True)
+class Bundle:
+    content: bytes
+    sha256: str
+    revision: str
+
+    @property
+    def file(self) -> str:
+        return f"code-{self.sha256[:16]}.tar.gz"
+
+
+def pack() -> Bundle:
+    """Pack the packages that this process runs. The same files give the same bytes."""
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        add(archive, START, START_CODE)
+        for package in PACKAGES:
+            top = Path(package.__file__ or "").parent
+            for path in sorted(top.rglob("*")):
+                if path.is_file() and not LEFT_OUT & set(path.parts):
+                    add(archive, f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes())
+    content = packed.getvalue()
+    return Bundle(content, sha256_bytes(content), commit() or "")
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)  # without owner and time, so that equal code gives equal bytes
+    entry.size, entry.mode = len(content), 0o644
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def unpack(content: bytes, sha256: str, folder: Path) -> Path:
+    """The folder below `folder` that holds an unpacked bundle, made if it is absent. InputError for another content."""
+    if sha256_bytes(content) != sha256:
+        raise InputError(f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
+    folder.mkdir(parents=True, exist_ok=True)
+    return made_once(folder / sha256[:32], lambda path: extract(content, path))
+
+
+def extract(content: bytes, folder: Path) -> None:
+    """Write the files of a bundle. BadContent for a name that leads out of `folder`; links are refused."""
+    total = 0
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
+        for entry in archive:
+            path = folder / RelativePath(entry.name)
+            total += entry.size
+            file = archive.extractfile(entry) if entry.isreg() else None
+            if file is None or total > MOST_BYTES:
+                raise InputError(f"the code bundle holds {entry.name!r}, which is no plain file of a sensible size")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.read())

@@ -1,0 +1,70 @@
+"""Settings of a launch: which machines, how many, and how a site's scheduler is asked for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from train.config import InstanceConfig, check, check_choice
+from train.config.checks import check_at_least, check_positive
+
+MOST_NODES, MOST_PARTS = 4096, 100_000
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Where the machines come from: `cluster=local` is this one."""
+
+    kind: str = "local"  # local | slurm
+    gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
+    attempts: int = 20  # starts of the trainer in all before the job gives up
+    idle_attempts: int = 2  # starts in a row without a new checkpoint before the job gives up
+    torchrun_restarts: int = 3  # restarts of failed ranks by torchrun itself, in one attempt
+    rendezvous: str = "static"  # how several machines meet: static (rank 0 is on the first) | c10d
+    log_dir: str | None = None  # folder of a machine for logs of its ranks; None: in the run's record, or for a record
+    # in S3 below ~/.cache/baretrain
+
+    def __post_init__(self) -> None:
+        check_choice("cluster.rendezvous", self.rendezvous, ("static", "c10d"))
+        check_positive("cluster.", self, "attempts", "idle_attempts")
+        check_at_least("cluster.", self, torchrun_restarts=0)
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """One launch: `python -m launch --cfg job` prints it."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    instance: InstanceConfig = field(default_factory=InstanceConfig)
+    nodes: int = 1  # machines
+    spares: int = 0  # more machines in the same allocation, for those that fail the gate
+    processes_per_node: int | None = None  # ranks a machine; None: all its devices
+    submit: bool = False  # do it; without this the plan is printed and nothing starts
+    detach: bool = False  # cluster=local: return at once; the run goes on in the background
+    mfu: float | None = None  # share of the peak that the estimate assumes; None: a published figure of the device
+    calibrate: str | None = None  # folder of a finished run whose speed the estimate takes instead
+    prepare: bool = False  # prepare a corpus instead of training: the settings after -- are train.prepare's
+    parts: int | None = None  # prepare=true: parts of the corpus that are prepared apart, each a task of a job array
+    parts_at_once: int | None = None  # prepare=true: parts that run at the same time; None: all that fit
+
+    def __post_init__(self) -> None:
+        check(1 <= self.nodes <= MOST_NODES, f"nodes={self.nodes} must be from 1 to {MOST_NODES:,}")
+        check_at_least("", self, spares=0)
+        check_positive("", self, "processes_per_node", "mfu", "parts", "parts_at_once")
+        check((self.parts or 1) <= MOST_PARTS, f"parts={self.parts} must be at most {MOST_PARTS:,}")
+        check(self.prepare or self.parts is self.parts_at_once is None, "parts and parts_at_once are for prepare=true")
+        check((self.mfu or 0) < 1, f"mfu={self.mfu} is a share of the peak: below 1, as 0.3")
+        check(self.mfu is None or self.calibrate is None, "give mfu or calibrate, not both")
+        is_local = self.cluster.kind == "local"
+        check(
+            not is_local or (self.nodes == 1 and self.spares == 0),
+            f"cluster=local has one machine, this one, not {self.nodes + self.spares}; choose cluster=slurm",
+        )
+        check(is_local or not self.detach, "detach is for cluster=local: jobs of a scheduler always are")
+        check(
+            self.spares == 0 or self.cluster.gate,
+            f"spares={self.spares} replace machines that fail the gate: set cluster.gate=true",
+        )
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.processes_per_node or self.instance.devices or 1

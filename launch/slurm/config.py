@@ -1,0 +1,66 @@
+"""Settings of a Slurm site."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from launch.config import ClusterConfig
+from train.config import check, check_choice
+
+WORD = r"[A-Za-z0-9][\w.:+-]{0,63}"
+NOTATIONS = {  # what each option of sbatch may hold; they go into its arguments, never through a shell
+    **dict.fromkeys(("partition", "account", "qos", "reservation"), WORD),
+    "constraint": r"[\w&|,*\[\]().:]+[\w&|,*\[\]().:-]*",
+    "gres": r"\w[\w:,./-]*",
+    "exclude": r"\w[\w,.\[\]-]*",
+}
+
+
+@dataclass(kw_only=True)
+class SlurmConfig(ClusterConfig):
+    """A Slurm site. One YAML a site in conf/cluster/ holds what differs from this."""
+
+    kind: str = "slurm"
+    gate: bool = True
+    drain: bool = False  # drain nodes that fail the gate (needs Slurm's operator rights)
+    partition: str | None = None  # None: the site's default
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None  # features of nodes, in sbatch's notation
+    reservation: str | None = None
+    gres: str | None = None  # generic resources of a node, as gpu:8; Trainium needs none
+    exclude: str | None = None  # nodes to leave out, as n[3-5]
+    exclusive: bool = True  # whole nodes
+    time_limit: str | None = None  # as 30 (minutes), 12:00:00 or 2-00:00:00; None: the partition's
+    stop_before_s: int = 300  # how long before the time limit the run is asked to stop with a checkpoint
+    container: str | None = None  # None, or an image: a path (.sqsh, .sif) or a registry's name
+    container_runtime: str = "pyxis"  # pyxis (srun --container-image) | apptainer
+    container_mounts: list[str] = field(default_factory=list)  # folders that the container sees under the same names
+    chdir: str | None = None  # folder on the nodes in which the job starts; None: the one of the submission
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, pattern in NOTATIONS.items():
+            value = getattr(self, name)
+            ok = value is None or re.fullmatch(pattern, value, re.ASCII) is not None
+            check(ok, f"cluster.{name}={value!r} is not in Slurm's notation (man sbatch)")
+        check(
+            self.time_limit is None or time_limit_s(self.time_limit) is not None,
+            f"cluster.time_limit={self.time_limit} must be a time above 0 as 30 (minutes), 12:00:00 or 2-00:00:00",
+        )
+        check_choice("cluster.container_runtime", self.container_runtime, ("pyxis", "apptainer"))
+        check(0 < self.stop_before_s <= 65535, f"cluster.stop_before_s={self.stop_before_s} must be from 1 to 65,535")
+
+
+def time_limit_s(text: str) -> int | None:
+    """Seconds of a time in sbatch's notation (man sbatch, --time); None if it is none."""
+    match = re.fullmatch(r"(?:(\d{1,5})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text)
+    if match is None:
+        return None
+    days, first, second, third = (int(group or 0) for group in match.groups())
+    if match[1] is not None or match[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        hours, minutes, seconds = first, second, third
+    else:  # minutes[:seconds]
+        hours, minutes, seconds = 0, first, second
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
