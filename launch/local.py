@@ -15,13 +15,11 @@ from launch import processes
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.supervise import CODES, Verdict, supervise
+from launch.supervise import CODES, Verdict, attempt_name, supervise
 from train.cli.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host.processes import is_alive, read_process
 from train.run_folder.outcome import STOP_FILE
-
-GATE = "0"  # of logs and answers of the gate
 
 
 class Scheduler:
@@ -110,7 +108,7 @@ def train(record: Record, job: Job) -> Verdict:
     return supervise(
         record,
         cluster,
-        lambda number: on_this_machine(record, job, "train", "--attempt", str(number)),
+        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}"),
         nodes=[platform.node()],
     )
 
@@ -119,10 +117,11 @@ def gate(record: Record, job: Job) -> str:
     """Why this machine is not fit to train; empty if it is."""
     from launch.gate import answers
 
-    on_this_machine(record, job, "gate", "--attempt", GATE)
-    failed = answers(record, GATE, [platform.node()])
-    reason = failed.get(platform.node(), "")
-    record.note("gate", passed=[] if reason else [platform.node()], failed=failed)
+    node, name = platform.node(), f"gate_{os.getpid()}"
+    on_this_machine(record, job, "gate", f"--attempt={name}")
+    failed = answers(record, name, [node])
+    reason = failed.get(node, "")
+    record.note("gate", passed=[] if reason else [node], failed=failed)
     return f"this machine is not fit to train: {reason}" if reason else ""
 
 

@@ -121,6 +121,11 @@ def history_of(events: list[Event]) -> History:
     return History(len(ended), idle, any(event.kind == "stop_asked" for event in events[first:]))
 
 
+def attempt_name(number: int) -> str:
+    """Of the folder in logs/ that holds what an attempt printed."""
+    return f"attempt_{number:04d}"
+
+
 def supervise(
     record: Record,
     cluster: ClusterConfig,

@@ -14,19 +14,22 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
+
 from launch import processes
 from launch.gate import answers
 from launch.job import Job
 from launch.record import Record
-from launch.slurm import commands
+from launch.slurm.commands import Slurm
 from launch.slurm.scheduler import settings
-from launch.supervise import CODES, Verdict, history_of, supervise
+from launch.supervise import CODES, Verdict, attempt_name, history_of, supervise
 from train.cli.command import FAILED, add_s3_flags, command_parser, run_flags
-from train.config import S3Config, check
+from train.config import Failure, S3Config, check
 from train.run_folder.outcome import STOP_FILE
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
+PAUSE_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,9 +56,12 @@ class Batch:
     def __init__(self, record: Record, job: Job, job_id: int) -> None:
         self.record, self.job, self.job_id = record, job, job_id
         self.cluster = settings(job)
-        self.all_nodes = commands.hostnames(os.environ["SLURM_JOB_NODELIST"])
+        self.slurm = Slurm()
+        self.all_nodes = list(self.slurm.hostnames(os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
         self.asked: str | None = None
+        self.meetings = 0  # of the nodes' torchruns
+        self.excluded: list[str] = []  # nodes that a requeued job shall not get
 
     def train(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -76,14 +82,15 @@ class Batch:
         self.record.run.write(STOP_FILE, b"")
 
     def attempt(self, number: int) -> int:
-        return self.on_nodes("train", self.nodes, attempt=str(number), ends_together=True)
+        return self.on_nodes("train", self.nodes, name=attempt_name(number), ends_together=True)
 
-    def on_nodes(self, verb: str, nodes: Sequence[str], *, attempt: str, ends_together: bool) -> int:
+    def on_nodes(self, verb: str, nodes: Sequence[str], *, name: str, ends_together: bool) -> int:
         """Run a verb of launch.node on nodes, at the same time; srun's exit code."""
-        address = commands.node_address(nodes[0])
-        port = FIRST_PORT + (self.job_id * 101 + int(attempt)) % PORTS  # two jobs may share a node
+        address = self.slurm.address(nodes[0])
+        self.meetings += 1
+        port = FIRST_PORT + (self.job_id * 101 + self.meetings) % PORTS  # two jobs may share a node
         node = [self.job.python, "-m", "launch.node", verb, self.record.run_dir, f"--hosts={','.join(nodes)}"]
-        node += [f"--address={address}", f"--port={port}", f"--attempt={attempt}", *self.record.s3.flags()]
+        node += [f"--address={address}", f"--port={port}", f"--attempt={name}", *self.record.s3.flags()]
         size = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
         srun = ["srun", *size, f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
         process = processes.start([*srun, *self.container(), *node], env=os.environ)
@@ -100,14 +107,16 @@ class Batch:
 
     def gate(self) -> Verdict | None:
         """Examine all nodes and choose those that train; a verdict if there are too few. The others are named."""
-        key = os.environ.get("SLURM_RESTART_COUNT") or "0"
-        self.on_nodes("gate", self.all_nodes, attempt=key, ends_together=False)
-        failed = answers(self.record, key, self.all_nodes)
+        name = (
+            f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # answers of an earlier one stay apart
+        )
+        self.on_nodes("gate", self.all_nodes, name=name, ends_together=False)
+        failed = answers(self.record, name, self.all_nodes)
         passed = [node for node in self.all_nodes if node not in failed]
         for node, reason in failed.items():
             print(f"gate: {node} is left out: {reason}", flush=True)
             if self.cluster.drain:
-                commands.drain(node, f"baretrain: {reason}")
+                self.slurm.drain(node, f"baretrain: {reason}")
         self.record.note("gate", passed=passed, failed=failed)
         if len(passed) < self.job.nodes:
             return self.without(
@@ -115,7 +124,7 @@ class Batch:
             )
         self.nodes = passed[: self.job.nodes]
         if self.job.nodes * self.job.processes_per_node > 1:
-            code = self.on_nodes("collectives", self.nodes, attempt=key, ends_together=True)
+            code = self.on_nodes("collectives", self.nodes, name=name, ends_together=True)
             if code != 0:
                 self.record.note("gate", passed=[], failed=dict.fromkeys(self.nodes, "collectives"))
                 return Verdict(
@@ -134,15 +143,22 @@ class Batch:
         text = f"{reason}; {'; '.join(f'{node}: {why}' for node, why in failed.items())}"
         if set(failed) <= seen or history_of(self.record.events()).is_stop_asked:
             return Verdict("end", "failed", text)
-        commands.exclude(self.job_id, sorted({*failed, *seen}))
-        self.excluded = sorted(failed)
+        self.excluded = sorted({*failed, *seen})
         return Verdict("requeue", "failed", text)
 
     def requeue(self, verdict: Verdict) -> int:
-        self.record.note("requeued", reason=verdict.reason, excluded=getattr(self, "excluded", []))
-        commands.requeue(self.job_id)
+        """Ask Slurm to start the job again, which ends this process: at once by SIGTERM, which is ignored here, and
+        some time later (KillWait) for good. Meanwhile the job waits, and only then does Slurm take nodes from it.
+        """
+        self.record.note("requeued", reason=verdict.reason, excluded=self.excluded)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self.slurm.requeue(self.job_id)
+        if self.excluded:
+            retry(retry=retry_if_exception_type(Failure), stop=stop_after_delay(REQUEUED_S), wait=wait_fixed(PAUSE_S))(
+                self.slurm.exclude
+            )(self.job_id, self.excluded)
         time.sleep(REQUEUED_S)
-        print("Slurm was asked to requeue this job and did not", file=sys.stderr)
+        print("Slurm was asked to requeue this job and did not end it", file=sys.stderr)
         return FAILED
 
     def prepare(self, *, merge: bool) -> int:

@@ -8,8 +8,9 @@ from launch.job import Job
 from launch.plan import safe_name
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.slurm import commands
+from launch.slurm.commands import Slurm, check_request
 from launch.slurm.config import SlurmConfig, time_limit_s
+from launch.slurm.records import Job as SlurmJob
 from train.config import InputError
 from train.storage.folders import sha256_bytes
 
@@ -22,35 +23,45 @@ class Scheduler:
         return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
 
     def preview(self, job: Job, record: Record) -> str:
-        cluster = settings(job)
-        partition = commands.partition(cluster.partition)
-        limit_s = None if cluster.time_limit is None else time_limit_s(cluster.time_limit)
-        commands.check_request(partition, nodes=job.nodes + job.spares, time_limit_s=limit_s)
-        return commands.test_only(options(job, record), SCRIPT, arguments(job, record))
+        slurm, cluster = Slurm(), settings(job)
+        partition, others = slurm.partition(cluster.partition), slurm.partitions()
+        limit_s = partition.max_time_s if cluster.time_limit is None else time_limit_s(cluster.time_limit)
+        check_request(partition, nodes=job.nodes + job.spares, time_limit_s=limit_s, others=others)
+        return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
 
     def submit(self, job: Job, record: Record) -> Handle:
         (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
-        number = commands.submit(options(job, record), SCRIPT, arguments(job, record))
+        number = Slurm().submit(options(job, record), SCRIPT, arguments(job, record))
         if job.kind == "train" or job.parts == 1:
             return {"job_id": number}
         merge = [*(each for each in options(job, record) if not each.startswith("--array")), *after(number)]
-        return {"job_id": commands.submit(merge, SCRIPT, [*arguments(job, record), "--merge"]), "parts_id": number}
+        return {"job_id": Slurm().submit(merge, SCRIPT, [*arguments(job, record), "--merge"]), "parts_id": number}
 
     def state(self, handle: Handle) -> State:
-        for name in ("parts_id", "job_id"):  # the merge of parts waits for all of them
+        """The state of the first of its jobs that is not over: the merge of parts waits for all of them."""
+        text = ""
+        for name in ("parts_id", "job_id"):
             if name in handle:
-                found = commands.job(number(handle, name))
-                if found is not None and found.is_active:
-                    return State(True, f"job {number(handle, name)} {found.text}", list(found.nodes))
-        ended = commands.job(number(handle, "job_id"))
-        if ended is None:
-            return State(False, f"job {handle['job_id']} is not known any more")
-        return State(False, f"job {handle['job_id']} {ended.text}", list(ended.nodes))
+                job_id = number(handle, name)
+                jobs = Slurm().tasks(job_id)
+                waiting = next((job for job in jobs if not job.is_over), None)
+                shown = waiting or (jobs[-1] if jobs else None)
+                text = (
+                    f"job {job_id} is not known to Slurm any more" if shown is None else f"job {job_id} {said(shown)}"
+                )
+                if waiting is not None:
+                    return State(True, text, sorted({node for job in jobs for node in job.nodes}))
+        return State(False, text)
 
     def cancel(self, handle: Handle) -> None:
         for name in ("job_id", "parts_id"):
             if name in handle:
-                commands.cancel(number(handle, name))
+                Slurm().cancel(number(handle, name))
+
+
+def said(job: SlurmJob) -> str:
+    code = f", exit code {job.exit_code}" if job.is_over and job.exit_code else ""
+    return f"{job.state}{f' ({job.reason})' if job.reason else ''}{code}"
 
 
 def number(handle: Handle, name: str) -> int:
