@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in verbs.VERBS:
         return verbs.main(arguments)
-    register()
+    cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     parser = cli.settings_parser(
         "launch",
         LaunchConfig,
@@ -48,14 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
 
 
-def register() -> None:
-    """Make the settings of a launch known to Hydra."""
-    cli.CONFIGS.setdefault(LaunchConfig, "launch")
-    known = {(group, name) for group, name, _ in cli.SCHEMAS}
-    more = [("cluster", name, kind) for name, kind in SETTINGS.items() if ("cluster", name) not in known]
-    cli.SCHEMAS.extend(more)
-
-
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
     check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
@@ -69,7 +61,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     print("\n".join(show.plan_lines(job, run, command, len(bundle.content))))
     expected = None if cfg.prepare else expect(cfg, run)
     if expected is not None:
-        print("", *show.columns(estimate.table(expected)), "", *expected.assumptions, sep="\n")
+        print("", *show.columns(estimate.table(expected)), "", *show.notes(expected.assumptions), sep="\n")
     print("", show.line("scheduler", starts.preview(job, record)), sep="\n")
     if not cfg.submit:
         print("nothing was started; submit=true does it")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.job import Job
 from train.config import PrepareConfig, TrainConfig
 
-INDENT = 13
+INDENT, WIDTH = 13, 110  # columns
 
 
 def plan_lines(job: Job, run: TrainConfig | PrepareConfig, request: Sequence[str], bundle_bytes: int) -> list[str]:
@@ -44,6 +45,16 @@ def line(head: str, text: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines whose columns are aligned at the right."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Rows as lines whose columns are aligned at the right. A row with fewer cells ends in a remark of any length."""
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(len(row[index]) for row in whole) for index in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join(cells if len(row) == len(widths) else [*cells[: len(row) - 1], row[-1]]))
+    return lines
+
+
+def notes(texts: Sequence[str]) -> list[str]:
+    """A list of remarks, wrapped."""
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH, initial_indent="- ", subsequent_indent="  ")]
