@@ -1,0 +1,242 @@
+"""`python -m launch list | status | logs | stop | cancel`: what a run that was launched does, and how to end it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from launch import logs, screen
+from launch.record import SUFFIX, Record
+from launch.schedulers import scheduler
+from launch.status import Status, status
+from launch.values import shown_duration, shown_moment
+from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
+from train.config import InputError, S3Config, check
+from train.run_folder.outcome import STOP_FILE
+from train.storage.folders import open_folder
+from train.storage.untrusted import is_path
+
+EVERY_S = 5.0  # between two refreshes
+STOP_POLL_S = 5.0  # a run looks for the file STOP every preempt.poll_s, by default
+NO_JOB = "nothing to {}: {} has no job ({})"
+
+
+@dataclass(frozen=True)
+class Verb:
+    purpose: str
+    examples: tuple[str, ...]
+    add_flags: Callable[[Parser], None]
+    act: Callable[[argparse.Namespace, S3Config], int]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Act on a command line that begins with one of VERBS; the exit code."""
+    name, verb = arguments[0], TABLE[arguments[0]]
+    parser = command_parser(f"launch {name}", verb.purpose, examples=verb.examples)
+    verb.add_flags(parser)
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments[1:], verb.act)
+
+
+def of_run(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run_dir of a run that was launched: a folder or s3://bucket/prefix")
+
+
+# ---- list ------------------------------------------------------------------------------------------------------------
+
+
+def list_flags(parser: Parser) -> None:
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="runs", help="with run folders in it (runs)")
+    parser.add_argument("--json", action="store_true", help="one object a line, as status --json")
+
+
+def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
+    folder = options.folder.rstrip("/") or options.folder
+    names = sorted(name for name in open_folder(folder, s3).names_here() if name.endswith(SUFFIX) and is_path(name))
+    table = [("run", "state", "step", "nodes", "submitted")]
+    for name in names:
+        record = Record(f"{folder}/{name}", s3)
+        try:
+            seen = status(record)
+        except InputError as error:  # one damaged record hides no other
+            print(f"{screen.clean(record.run_dir)}: {screen.clean(str(error))}", file=sys.stderr)
+            continue
+        if options.json:
+            print(seen.to_json(), flush=True)
+        else:
+            table.append(row(seen))
+    if len(table) > 1:
+        print("\n".join(screen.columns(table)))
+    elif not names:
+        print(f"no run was launched in {printable(folder)}", file=sys.stderr)
+    return DONE
+
+
+def row(seen: Status) -> tuple[str, ...]:
+    submission = seen.history.submission
+    nodes = len(seen.answer.nodes) or (submission and submission.nodes) or "-"
+    mark = " !" if seen.disagreements else ""
+    when = shown_moment(submission.time_unix_s if submission else None)
+    return screen.clean(seen.run_dir), f"{seen.state}{mark}", screen.shown_step(seen) or "-", str(nodes), when
+
+
+# ---- status and logs -------------------------------------------------------------------------------------------------
+
+
+def status_flags(parser: Parser) -> None:
+    of_run(parser)
+    parser.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        type=seconds,
+        nargs="?",
+        const=EVERY_S,
+        help=f"refresh until the job has ended (every {EVERY_S:g} s)",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs: one object a line")
+
+
+def show_status(options: argparse.Namespace, s3: S3Config) -> int:
+    record = Record(options.run, s3)
+    if options.watch is None:
+        screen.show(status(record), as_json=options.json)
+        return DONE
+    try:
+        screen.watch(lambda: status(record), options.watch, as_json=options.json)
+    except KeyboardInterrupt:  # how one leaves it
+        pass
+    return DONE
+
+
+def logs_flags(parser: Parser) -> None:
+    of_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="print what comes, until the job has ended")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=at_least_0, metavar="N", help="of one rank")
+    which.add_argument("--node", metavar="HOST", help="of one machine")
+    parser.add_argument("--attempt", type=at_least_0, metavar="K", help="default: the last one, and those that follow")
+    parser.add_argument(
+        "--lines", type=at_least_0, metavar="N", default=logs.LINES, help=f"last ones of each file ({logs.LINES})"
+    )
+
+
+def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
+    wanted = logs.Wanted(options.attempt, options.rank, options.node, options.lines)
+    (logs.follow if options.follow else logs.show)(Record(options.run, s3), wanted)
+    return DONE
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    check(0.1 <= value <= 86400, f"--watch {text} must be from 0.1 to 86400 seconds")
+    return value
+
+
+def at_least_0(text: str) -> int:
+    value = int(text)
+    check(0 <= value < 10**9, f"{text} must be a whole number from 0 on")
+    return value
+
+
+# ---- stop and cancel -------------------------------------------------------------------------------------------------
+
+
+def stop(options: argparse.Namespace, s3: S3Config) -> int:
+    record = Record(options.run, s3)
+    seen = asked(record)
+    if not seen.is_active:
+        print(printable(NO_JOB.format("stop", record.run_dir, seen.state)))
+        return DONE
+    check(seen.kind == "train", f"a preparation keeps what is done: python -m launch cancel {record.run_dir} --yes")
+    if seen.is_waiting or not seen.progress.exists:  # a file STOP alone would be taken for another program's folder
+        end(record, seen)
+        print(printable(f"{record.run_dir}: the job was cancelled: it had not begun to train ({seen.answer.text})"))
+        return DONE
+    if seen.history.stop_asked_unix_s is None:
+        record.note("stop_asked", reason="launch stop")  # first: a supervisor removes files STOP that nobody asked for
+    record.run.write(STOP_FILE, b"")
+    print(printable(f"{record.run_dir} was asked to stop with a checkpoint; {expected(seen)}"))
+    print(printable(f"python -m launch status {record.run_dir} --watch shows when it has"))
+    return DONE
+
+
+def expected(seen: Status) -> str:
+    """How long a stop takes."""
+    step_s, save_s = seen.progress.step_s, seen.progress.save_s
+    if seen.history.running_attempt is None or step_s is None:
+        return "it does so after the first step of its next attempt"
+    parts = [f"a step takes {shown_duration(step_s)}", *([f"a save {shown_duration(save_s)}"] if save_s else [])]
+    return f"expect it within {shown_duration(STOP_POLL_S + 2 * step_s + (save_s or 0.0))} or so ({', '.join(parts)})"
+
+
+def cancel_flags(parser: Parser) -> None:
+    of_run(parser)
+    parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be lost")
+
+
+def cancel(options: argparse.Namespace, s3: S3Config) -> int:
+    record = Record(options.run, s3)
+    seen = asked(record)
+    if not seen.is_active:
+        print(printable(NO_JOB.format("cancel", record.run_dir, seen.state)))
+        return DONE
+    if not options.yes:
+        print(printable(f"{record.run_dir}: the job would end at once ({seen.answer.text}); {lost(seen)}"))
+        print("nothing was cancelled: --yes does it; stop instead ends the run with a checkpoint")
+        return DONE
+    end(record, seen)
+    print(printable(f"{record.run_dir}: the job was cancelled; {lost(seen)}"))
+    return DONE
+
+
+def asked(record: Record) -> Status:
+    """How the run stands. Unreachable if its scheduler does not say whether it has a job."""
+    seen = status(record)
+    submission = seen.history.submission
+    if seen.answer.is_active is None and submission is not None and submission.handle:
+        scheduler(submission.scheduler).state(submission.handle)  # raises what the status only mentions
+    check(seen.answer.is_active is not None, seen.disagreements[0] if seen.disagreements else seen.answer.failure)
+    return seen
+
+
+def end(record: Record, seen: Status) -> None:
+    submission = seen.history.submission
+    assert submission is not None
+    scheduler(submission.scheduler).cancel(submission.handle)
+    record.note("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
+
+
+def lost(seen: Status) -> str:
+    """What a run loses that ends now."""
+    step, checkpoint = seen.progress.step, seen.progress.checkpoint
+    if seen.kind == "prepare":
+        return "whole shards stay, and the same job goes on from them"
+    if step is None or seen.history.running_attempt is None:
+        return "no step is lost"
+    if checkpoint is None:
+        return f"all {step:,} steps are lost: there is no checkpoint yet"
+    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: what lies between is lost"
+
+
+# ---- table -----------------------------------------------------------------------------------------------------------
+
+TABLE = {
+    "list": Verb("List the runs that were launched from a folder.", ("", "s3://bucket/runs"), list_flags, list_runs),
+    "status": Verb(
+        "Say how a run stands by its scheduler, its record and its run folder.",
+        ("runs/mine", "runs/mine --watch", "s3://bucket/runs/mine --json"),
+        status_flags,
+        show_status,
+    ),
+    "logs": Verb(
+        "Print the logs of a run: of its job and of the machines of its last attempt.",
+        ("runs/mine", "runs/mine -f", "runs/mine --rank 3 --lines 20"),
+        logs_flags,
+        show_logs,
+    ),
+    "stop": Verb("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
+    "cancel": Verb("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
+}
+VERBS = tuple(TABLE)
