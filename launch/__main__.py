@@ -10,17 +10,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from launch import code, estimate, show, submit, verbs
+from launch import code, estimate, logs, show, submit, verbs
+from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.plan import Request, make_job, run_overrides
 from launch.record import Record
-from launch.schedulers import SETTINGS, Scheduler, scheduler
+from launch.schedulers import SETTINGS, scheduler
+from launch.supervise import CODES
 from train.cli import compose as cli
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
 from train.storage.folders import open_folder
 
-COUNTS = (1, 2, 4, 8, 16)  # of machines, in the estimate's table
 USED: tuple[str, ...] = ("nodes", "spares", "processes_per_node", "submit", "detach", "mfu", "calibrate", "prepare")
 USED += ("parts", "cluster.gate", "cluster.attempts", "cluster.rendezvous")
 
@@ -69,19 +70,20 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
     submit.submit(record, job, run, plan=plan, bundle=bundle.content)
     print(f"submitted; python -m launch status {record.run_dir} shows how it goes")
-    return cli.DONE if cfg.detach or cfg.cluster.kind != "local" else wait_in_terminal(starts, record)
+    return cli.DONE if cfg.detach or cfg.cluster.kind != "local" else wait_in_terminal(record)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
     """The estimate, with the length of the sequences and their number where the data can be read from here."""
-    rows, seq_len = None, run.seq_len
+    rows, seq_len, vocab_size = None, run.seq_len, None
     if isinstance(run.data, ShardsConfig):
         try:
             manifest = read_manifest(open_folder(run.data.path, run.s3))
             rows, seq_len = manifest.rows("train"), seq_len or manifest.seq_len
+            vocab_size = manifest.tokenizer.vocab_size
         except InputError:
             print(f"note: {run.data.path} is not seen from here: the estimate does without it", file=sys.stderr)
-    calibration = None if cfg.calibrate is None else estimate.read_calibration(cfg.calibrate, run.s3)
+    calibration = None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3)
     return estimate.estimate(
         run,
         nodes=cfg.nodes,
@@ -90,13 +92,22 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
         rows=rows,
         mfu=cfg.mfu,
         calibration=calibration,
-        counts=tuple(sorted({*COUNTS, cfg.nodes})),
+        vocab_size=vocab_size,
     )
 
 
-def wait_in_terminal(starts: Scheduler, record: Record) -> int:
-    """Show the job's log until it ends; Ctrl-C stops the run with a checkpoint, a second one ends it at once."""
-    raise NotImplementedError
+def wait_in_terminal(record: Record) -> int:
+    """Show the logs until the job ends, and return its exit code. Ctrl-C asks the run to stop with a checkpoint, a
+    second one ends it at once.
+    """
+    for verb in (["stop"], ["cancel", "--yes"]):
+        try:
+            logs.follow(record, logs.Wanted(lines=0))
+            break
+        except KeyboardInterrupt:
+            verbs.main([*verb, record.run_dir, *record.s3.flags()])
+    ends = [event.details.get("outcome") for event in record.events() if event.kind == "ended"]
+    return CODES.get(str(ends[-1]), cli.FAILED) if ends else cli.FAILED
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m launch list | status | logs | stop | cancel`: what a run that was launched does, and how to end it."""
+"""`python -m launch list | status | logs | stop | resume | cancel`: what a run that was launched does, and how to end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from launch import logs, screen
+from launch import logs, screen, submit
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, status
@@ -171,6 +171,15 @@ def expected(seen: Status) -> str:
     return f"expect it within {shown_duration(STOP_POLL_S + 2 * step_s + (save_s or 0.0))} or so ({', '.join(parts)})"
 
 
+def resume(options: argparse.Namespace, s3: S3Config) -> int:
+    record = Record(options.run, s3)
+    submit.resume(record)
+    print(
+        printable(f"{record.run_dir} was submitted again; python -m launch status {record.run_dir} shows how it goes")
+    )
+    return DONE
+
+
 def cancel_flags(parser: Parser) -> None:
     of_run(parser)
     parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be lost")
@@ -237,6 +246,9 @@ TABLE = {
         show_logs,
     ),
     "stop": Verb("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
+    "resume": Verb(
+        "Start the job of a run again, with the code and the settings of then.", ("runs/mine",), of_run, resume
+    ),
     "cancel": Verb("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
 }
 VERBS = tuple(TABLE)
