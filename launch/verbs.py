@@ -1,10 +1,11 @@
-"""`python -m launch list | status | logs | stop | resume | cancel`: what a run that was launched does, and how to end it."""
+"""`python -m launch list | status | logs | stop | resume | cancel`: what a launched run does."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from launch import logs, screen, submit
@@ -55,7 +56,7 @@ def list_flags(parser: Parser) -> None:
 def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
     folder = options.folder.rstrip("/") or options.folder
     names = sorted(name for name in open_folder(folder, s3).names_here() if name.endswith(SUFFIX) and is_path(name))
-    table = [("run", "state", "step", "nodes", "submitted")]
+    table: list[tuple[str, ...]] = [("run", "state", "step", "nodes", "submitted")]
     for name in names:
         record = Record(f"{folder}/{name}", s3)
         try:
@@ -103,10 +104,8 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
     if options.watch is None:
         screen.show(status(record), as_json=options.json)
         return DONE
-    try:
+    with suppress(KeyboardInterrupt):  # how one leaves it
         screen.watch(lambda: status(record), options.watch, as_json=options.json)
-    except KeyboardInterrupt:  # how one leaves it
-        pass
     return DONE
 
 
@@ -174,9 +173,7 @@ def expected(seen: Status) -> str:
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
     submit.resume(record)
-    print(
-        printable(f"{record.run_dir} was submitted again; python -m launch status {record.run_dir} shows how it goes")
-    )
+    print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
     return DONE
 
 
@@ -246,9 +243,7 @@ TABLE = {
         show_logs,
     ),
     "stop": Verb("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
-    "resume": Verb(
-        "Start the job of a run again, with the code and the settings of then.", ("runs/mine",), of_run, resume
-    ),
+    "resume": Verb("Start the job of a run again, with its code and settings.", ("runs/mine",), of_run, resume),
     "cancel": Verb("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
 }
 VERBS = tuple(TABLE)
