@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hostile import quick
 from hypothesis import given
 from hypothesis import strategies as st
-from running import ROOT, eventually
+from running import eventually
 from services.slurm_jobs import output, submit, wait_for_state, write_script
 
 from launch.slurm.commands import Slurm, check_name, check_request, clock, job_name
@@ -66,20 +65,23 @@ def test_a_name_that_imitates_scontrol_is_refused():
         read_jobs(recorded("job_hostile"), 8, TWO.__getitem__)
 
 
-RECORD = recorded("job_running").splitlines(keepends=True)
-pieces = st.lists(st.one_of(st.sampled_from(RECORD), st.sampled_from(["\n", "JobId=7 ", "x"]), st.text(max_size=9)))
+RECORD = recorded("job_running")
+HEAD, BODY = RECORD.split("\n", 1)
+FORGED = BODY.replace("RUNNING", "FAILED")
+pieces = [*BODY.splitlines(keepends=True), "\n", FORGED, HEAD, "JobId=6 ArrayJobId=6 ArrayTaskId=1 JobName="]
+forgeries = st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=5)), max_size=5).map("".join)
 
 
 @quick
-@given(pieces.map("".join), pieces.map("".join))
+@given(forgeries, forgeries)
 def test_neither_name_nor_comment_of_a_job_changes_what_is_read_of_it(name: str, comment: str):
-    good = read_jobs("".join(RECORD), 6, TWO.__getitem__)
-    text = "".join(RECORD).replace("train-1.a_b", name).replace("   Power=\n", f"   Comment={comment}\n   Power=\n")
+    text = RECORD.replace("train-1.a_b", name).replace("   Power=\n", f"   Comment={comment}\n   Power=\n")
     try:
-        (job,) = (job for job in read_jobs(text, 6, lambda hosts: TWO[hosts]) if job.name != "train-1.a_b")
-    except (BadContent, ValueError):
+        (job,) = read_jobs(text, 6, TWO.__getitem__)
+    except BadContent:
         return
-    assert job == good[0].__class__(**{**vars(good[0]), "name": job.name})
+    (good,) = read_jobs(RECORD, 6, TWO.__getitem__)
+    assert replace(job, name="") == replace(good, name="")
 
 
 texts = st.one_of(
@@ -144,12 +146,6 @@ def test_a_request_that_would_wait_for_ever_is_refused():
         check_request(SMALL, nodes=1, time_limit_s=None)
 
 
-def test_launch_imports_no_torch():
-    code = "import sys, launch.slurm.commands; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert not {"torch", "transformers"} & set(done.stdout.split())
-
-
 # ---- a machine without Slurm ---------------------------------------------------------------------------------------
 
 
@@ -179,9 +175,9 @@ def test_accounting_that_does_not_answer_is_not_taken_for_a_job_that_is_gone(mon
     tool(tmp_path, "sacct", "echo 'sacct: error: Problem talking to the database: x' >&2; exit 1")
     with pytest.raises(Unreachable, match="accounting does not answer: Problem talking"):
         Slurm().job(3)
-    tool(tmp_path, "sacct", f"cat {RECORDED}/sacct_requeued.txt")
-    job = Slurm().job(4)
-    assert job is not None and job.restarts == 1
+    tool(tmp_path, "sacct", f"head -n 1 {RECORDED}/sacct_array.txt")
+    job = Slurm().job(5)
+    assert job is not None and (job.state, job.nodes) == ("COMPLETED", ("n1",))
 
 
 # ---- a real cluster ------------------------------------------------------------------------------------------------
@@ -228,7 +224,7 @@ def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatc
 def test_an_estimate_submits_nothing(slurm, tmp_path):
     said = Slurm().estimate(["--nodes=2"], write_script(tmp_path / "s", "true"))
     assert said.startswith("to start at 20") and "on nodes n[1-2] in partition main" in said
-    assert slurm.run("squeue", "--noheader", "--states=all", "--name=s") == ""
+    assert Slurm().job_ids("s") == []
 
 
 @pytest.mark.parametrize(
@@ -271,8 +267,8 @@ def test_a_requeued_job_starts_again_on_other_nodes(slurm, tmp_path):
     wait_for_state(slurm, job_id, "RUNNING", restarts=1)
     job = Slurm().job(job_id)
     assert job is not None and (job.restarts, job.nodes) == (1, ("n2",))
-    lines = eventually(lambda: len(said := output(tmp_path, job_id).splitlines()) >= 2 and said)
-    assert (lines[0], lines[-1]) == ("started first on n1", "started 1 on n2")
+    eventually(lambda: output(tmp_path, job_id).endswith("started 1 on n2\n"))
+    assert output(tmp_path, job_id).startswith("started first on n1\n")
 
 
 def test_a_signal_reaches_the_batch_script(slurm, tmp_path):
@@ -303,7 +299,7 @@ def test_a_drained_node_takes_no_jobs(slurm, tmp_path):
     shown = slurm.run("scontrol", "show", "node", "n1")
     assert "DRAIN" in shown and "Reason=failed the $(health) check [" in shown
     job_id = submit(slurm, tmp_path, SLEEP, "-N2")
-    eventually(lambda: "down" in (job := Slurm().job(job_id)).reason.lower() or "Resources" in job.reason)
+    eventually(lambda: (job := Slurm().job(job_id)) and job.reason == "ReqNodeNotAvail,_UnavailableNodes:n1")
     with pytest.raises(BadContent, match="is not the name of a host"):
         Slurm().drain("n1 State=UP", "x")
 
@@ -315,6 +311,12 @@ def test_lists_of_hosts_are_expanded(slurm):
             Slurm().hostnames(hosts)
 
 
+def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
+    with pytest.raises(InputError, match="no configuration of Slurm .SLURM_CONF=/nowhere/slurm.conf.; start this on"):
+        Slurm(timeout_s=0.5).partitions()
+
+
 def test_a_job_of_a_lost_node_is_queued_again(slurm, tmp_path):
     job_id = submit(slurm, tmp_path, SLEEP, "-N2", "--requeue")
     wait_for_state(slurm, job_id, "RUNNING")
@@ -323,32 +325,20 @@ def test_a_job_of_a_lost_node_is_queued_again(slurm, tmp_path):
     job = Slurm().job(job_id)
     assert job is not None and (job.state, job.restarts, job.nodes) == ("PENDING", 1, ())
     slurm.start("n2")
+    Slurm().start_now(job_id)
     eventually(lambda: "started 1 on n[1-2]" in output(tmp_path, job_id))
 
 
-def test_without_a_controller_commands_say_so_and_jobs_go_on(slurm, tmp_path):
+def test_while_slurmctld_is_away_commands_say_so_and_jobs_go_on(slurm, tmp_path):
     job_id = submit(slurm, tmp_path, SLEEP)
     wait_for_state(slurm, job_id, "RUNNING")
     slurm.stop_controller()
-    with pytest.raises(Unreachable, match="slurmctld does not answer scontrol; it said: .*`scontrol ping` shows"):
-        Slurm().job(job_id)
-    with pytest.raises(Unreachable, match="`squeue --me` shows whether the job was submitted"):
+    said = "slurmctld does not answer sbatch; it said: .*; `scontrol ping` shows .*; `squeue --me` shows whether"
+    with pytest.raises(Unreachable, match=said):
         Slurm().submit([], write_script(tmp_path / "s", "true"))
     slurm.start_controller()
     job = Slurm().job(job_id)
     assert job is not None and job.state == "RUNNING"
-
-
-def test_a_job_that_slurm_has_forgotten_is_none(slurm, tmp_path):
-    job_id = submit(slurm, tmp_path, "true")
-    wait_for_state(slurm, job_id, "COMPLETED")
-    assert Slurm().job(99_999) is None
     slurm.stop_controller()
     slurm.start_controller(forget=True)
     assert Slurm().job(job_id) is None
-
-
-def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):
-    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
-    with pytest.raises(InputError, match="no configuration of Slurm .SLURM_CONF=/nowhere/slurm.conf.; start this on"):
-        Slurm(timeout_s=0.5).partitions()

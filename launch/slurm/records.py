@@ -1,7 +1,7 @@
 """What Slurm says of jobs and partitions, read from the output of its commands.
 
 A job's name and comment are printed as their owner gave them, with line breaks and all, so that they can imitate any
-other line. Each line that is read must therefore be there exactly once.
+other line. What is there more often than it can be is therefore refused: the true line is among them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ JOB_LINES = [
 
 def read_jobs(text: str, job_id: int, expand: Expand) -> list[Job]:
     """The job, or all tasks of the job array, of which `scontrol show job` prints this."""
-    return [read_job(record, job_id, expand) for record in NEW_JOB.split(text) if record.strip()]
+    jobs = [read_job(record, job_id, expand) for record in NEW_JOB.split(text) if record.strip()]
+    are_tasks = all(job.array_task is not None for job in jobs) and len({job.job_id for job in jobs}) == len(jobs)
+    if len(jobs) != 1 and not (jobs and are_tasks):
+        raise BadContent(f"what scontrol shows of job {job_id} are {len(jobs)} jobs, not 1")
+    return jobs
 
 
 def read_job(text: str, job_id: int, expand: Expand) -> Job:

@@ -27,7 +27,8 @@ ISOLATED = ["unshare", "--net", "--uts", "--mount"]
 CPUS = 4  # that each node claims to have
 COMMAND_S = 60.0
 
-# The times are the shortest that Slurm takes: a requeued job waits for cred_expire and a second, a silent node is down
+# A command gives up some seconds before MessageTimeout when slurmctld is away; Slurm's own value is 10 s. The other
+# times are the shortest that Slurm takes: a requeued job waits for cred_expire and a second, a silent node is down
 # after SlurmdTimeout, and a job has KillWait between SIGTERM and SIGKILL. slurmd loads a plugin for cgroups even where
 # nothing uses one: that of v1 wants no systemd.
 SETTINGS = """
@@ -54,6 +55,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
+MessageTimeout=5
 SlurmdTimeout=6
 KillWait=3
 PreemptType=preempt/partition_prio
@@ -159,7 +161,9 @@ class SlurmCluster:
         self.begin(node, *ISOLATED, "sh", "-ec", BOOT, "sh", *words)
 
     def stop_controller(self) -> None:
-        """SIGKILL to slurmctld: commands find nobody to ask; jobs go on."""
+        """End slurmctld in order, or it may forget the last seconds: commands reach nobody, and jobs go on."""
+        self.run("scontrol", "shutdown", "slurmctld")
+        eventually(lambda: not self.processes["slurmctld"].running(), START_S)
         self.processes.pop("slurmctld").kill()
 
     def start_controller(self, *, forget: bool = False) -> None:

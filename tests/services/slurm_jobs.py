@@ -1,4 +1,4 @@
-"""Jobs of a test's Slurm cluster: submitted, waited for and looked at with Slurm's own commands, past the tested code."""
+"""Jobs of a test's Slurm cluster, submitted, waited for and looked at with Slurm's commands, not with tested code."""
 
 from __future__ import annotations
 
