@@ -12,11 +12,11 @@ import tarfile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from running import ROOT
+
 from launch import code
 from launch.job import Code, Job
 from launch.record import Record
-from running import ROOT
-
 from train.config import InputError, S3Config
 from train.storage.folders import sha256_bytes
 from train.storage.untrusted import BadContent
@@ -25,21 +25,21 @@ ANY = st.text(max_size=40).filter(lambda text: text.isascii() or text.encode(err
 
 
 def job(**changes):
-    values = dict(
-        id="mine-1a2b3c4d",
-        kind="train",
-        run_dir="/runs/mine",
-        overrides=["experiment=demo"],
-        config_sha256="0" * 64,
-        python=sys.executable,
-        code=Code("code.tar.gz", "1" * 64, "abc"),
-        scheduler="local",
-        cluster={"kind": "local"},
-        instance="local",
-        nodes=1,
-        spares=0,
-        processes_per_node=2,
-    )
+    values = {
+        "id": "mine-1a2b3c4d",
+        "kind": "train",
+        "run_dir": "/runs/mine",
+        "overrides": ["experiment=demo"],
+        "config_sha256": "0" * 64,
+        "python": sys.executable,
+        "code": Code("code.tar.gz", "1" * 64, "abc"),
+        "scheduler": "local",
+        "cluster": {"kind": "local"},
+        "instance": "local",
+        "nodes": 1,
+        "spares": 0,
+        "processes_per_node": 2,
+    }
     return Job(**{**values, **changes})
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from launch.config import ClusterConfig
 from launch.record import Event, Record
 from launch.supervise import Attempt, History, Seen, history_of, judge, look, supervise
-
 from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
