@@ -41,7 +41,7 @@ class Event:
 class Record:
     def __init__(self, run_dir: str, s3: S3Config) -> None:
         """The record of the run in `run_dir`, a run folder or its record; it need not exist."""
-        self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX) or run_dir
+        self.run_dir = run_dir.rstrip("/").removesuffix(SUFFIX)
         check(bool(self.run_dir.strip("/.")), f"{run_dir} is not the name of a run folder")
         self.location = f"{self.run_dir}{SUFFIX}"
         self.s3 = s3

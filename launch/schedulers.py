@@ -12,6 +12,7 @@ from launch.job import Job
 from launch.record import Event, Record
 from launch.slurm.config import SlurmConfig
 from train.config import InputError
+from train.storage.untrusted import record
 
 SETTINGS: dict[str, type[ClusterConfig]] = {"local": ClusterConfig, "slurm": SlurmConfig}
 MODULES = {"local": "launch.local", "slurm": "launch.slurm.scheduler"}
@@ -51,6 +52,13 @@ def scheduler(name: str) -> Scheduler:
     return made
 
 
-def last_submission(record: Record) -> Event | None:
+def cluster_of(job: Job) -> ClusterConfig:
+    """The settings of the job's cluster. InputError for a scheduler or a setting that is not known."""
+    if job.scheduler not in SETTINGS:
+        raise InputError(f"scheduler {job.scheduler!r} of the job is not known; there are: {', '.join(SETTINGS)}")
+    return record(SETTINGS[job.scheduler], job.cluster, "cluster")
+
+
+def last_submission(run: Record) -> Event | None:
     """The last event "submitted", whose details hold `scheduler` and `handle`; None if there is none."""
-    return next((event for event in reversed(record.events()) if event.kind == "submitted"), None)
+    return next((event for event in reversed(run.events()) if event.kind == "submitted"), None)

@@ -1,4 +1,4 @@
-"""`python -m launch list | status | logs | stop | cancel`: what a run that was launched does, and how to end it."""
+"""`python -m launch list | status | logs | stop | resume | cancel`: what a launched run does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from launch import logs, screen
+from launch import logs, screen, submit
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, status
@@ -170,6 +170,13 @@ def expected(seen: Status) -> str:
     return f"expect it within {shown_duration(STOP_POLL_S + 2 * step_s + (save_s or 0.0))} or so ({', '.join(parts)})"
 
 
+def resume(options: argparse.Namespace, s3: S3Config) -> int:
+    record = Record(options.run, s3)
+    submit.resume(record)
+    print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
+    return DONE
+
+
 def cancel_flags(parser: Parser) -> None:
     of_run(parser)
     parser.add_argument("--yes", action="store_true", help="do it; without, only say what would be lost")
@@ -234,6 +241,7 @@ TABLE = {
         show_logs,
     ),
     "stop": Verb("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
+    "resume": Verb("Start the job of a run again, with its code and settings.", ("runs/mine",), of_run, resume),
     "cancel": Verb("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
 }
 VERBS = tuple(TABLE)

@@ -21,7 +21,7 @@ from train.doctor import __main__ as command
 from train.doctor import checks, checks_devices, checks_host, checks_s3, checks_versions
 from train.doctor.explain import CAUSES, explain
 from train.doctor.finding import TEXT_COLUMN, Finding, ok, screen, warn
-from train.doctor.instance import EFA_INTERFACES, Instance, instance_names, read_instance
+from train.doctor.instance import Instance, read_instance
 from train.doctor.probe import Answer, Probe, ask_tool
 from train.host import machine
 
@@ -32,7 +32,7 @@ LS, FI_INFO, LDCONFIG = ("neuron-ls", "-j"), ("fi_info", "-p", "efa"), ("ldconfi
 PLUGIN = "\tlibnccl-net-ofi.so (libc6,x86-64) => /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so\n"
 CHRONY, TIMEDATE = ("chronyc", "tracking"), ("timedatectl", "show", "-p", "NTPSynchronized")
 UNLIMITED = dict.fromkeys(("nofile", "memlock", "nproc"), (math.inf, math.inf))
-TRN1 = Instance("trn1.32xlarge", 32, (1, 2, 8, 32))
+TRN1 = Instance("trn1.32xlarge", 32, (1, 2, 8, 32), 8)
 
 
 def recorded(name):
@@ -162,7 +162,9 @@ def gpus(tmp_path):
     answers = {checks_devices.GPU_QUERY: said("nvidia_smi_gpus.txt"), checks_devices.HOLDER_QUERY: Answer("smi", 0, "")}
     answers |= {FI_INFO: Answer("fi_info", 0, four), LDCONFIG: Answer("ldconfig", 0, PLUGIN)}
     probe = with_answers(laptop, answers)
-    return change(probe, instance=Instance("p4d.24xlarge", 8), limits=UNLIMITED, memory_bytes=(1000 * GIB, 1152 * GIB))
+    return change(
+        probe, instance=Instance("p4d.24xlarge", 8, (), 4), limits=UNLIMITED, memory_bytes=(1000 * GIB, 1152 * GIB)
+    )
 
 
 def states(findings):
@@ -332,7 +334,9 @@ def test_efa(trn1, laptop):
     find(check, trn1, "bad", "4 of trn1.32xlarge's 8", "InterfaceType=efa")
     find(check, change(trn1, num_machines=1), "warn", "4 of trn1.32xlarge's 8")
     find(check, laptop, "skip")
-    find(check, change(laptop, instance=Instance("trn1.2xlarge", 2)), "skip", "has none")
+    find(check, change(laptop, instance=Instance("trn1.2xlarge", 2, (), 0)), "skip", "has none")
+    one_card = change(laptop, instance=Instance("g6.12xlarge", 4, (), 1), num_machines=2)
+    find(check, one_card, "warn", "0 of g6.12xlarge's 1")  # TCP goes over the same card
     write(laptop.root, "/sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
     find(check, laptop, "skip")  # InfiniBand of another maker is no EFA
 
@@ -539,11 +543,9 @@ def test_instances_are_read_from_the_configuration():
     assert read_instance("trn1.32xlarge").devices == 32
     assert 16 not in read_instance("trn1.32xlarge").rank_counts
     assert read_instance("trn1.2xlarge").num_efa == 0
-    assert read_instance("p4d.24xlarge").devices == 8
-    assert read_instance("trn2.48xlarge") == Instance("trn2.48xlarge")  # known to EC2, not to us
-    assert read_instance("local").devices is None
-    for name in instance_names():
-        assert name in EFA_INTERFACES or not name.startswith(("trn", "p")), f"EFA interfaces of {name}"
+    assert read_instance("p4d.24xlarge") == Instance("p4d.24xlarge", 8, (), 4)
+    assert read_instance("local") == Instance("local")
+    assert read_instance("trn9.48xlarge") == Instance("trn9.48xlarge")
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------

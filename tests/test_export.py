@@ -12,8 +12,9 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 from train import loop, predict
 from train.attempt.preempt import StopRequest
 from train.checkpoints import __main__ as command
-from train.checkpoints.export import export_step, read_config
+from train.checkpoints.export import export_step
 from train.checkpoints.manifest import Manifest
+from train.cli.saved import read_config
 from train.config import InputError, ModelConfig, S3Config
 from train.models.source import resolved
 from train.run_folder import exported

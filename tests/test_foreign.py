@@ -24,8 +24,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from train import predict
 from train.checkpoints import __main__ as checkpoints
-from train.checkpoints.export import read_config
 from train.cli import compose as cli
+from train.cli.saved import read_config
 from train.config import HubConfig, InputError, ModelConfig, S3Config, TrainConfig, to_dict
 from train.data.records.prepared import parse_facts
 from train.data.records.saved import load_saved

@@ -84,7 +84,7 @@ def find_run(location: str, s3: S3Config) -> tuple[TrainConfig, Folder] | None:
     names = folder.names_here()
     if "config.yaml" not in names or "config.json" in names:
         return None
-    from train.checkpoints.export import read_config
+    from train.cli.saved import read_config  # Hydra takes long to import
 
     return read_config(folder), folder
 

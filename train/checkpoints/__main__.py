@@ -18,6 +18,7 @@ from train.checkpoints.retention import ALWAYS_VALID, Retention, best, look_at_a
 from train.checkpoints.store import Store, open_store
 from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
+from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.host import machine
 from train.run_folder.lease import Lease, LeaseLost
@@ -167,7 +168,7 @@ def show(reasons: dict[int, str | None], verb: str) -> None:
 
 
 def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Config) -> int:
-    from train.checkpoints.export import export_step, read_config  # torch and transformers take long to import
+    from train.checkpoints.export import export_step  # torch and transformers take long to import
 
     target = local_path(options.folder)
     is_new = not target.exists() or (target.is_dir() and not any(target.iterdir()))

@@ -3,75 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from train.checkpoints.loader import fitting, read
 from train.checkpoints.manifest import Manifest
-from train.cli import compose as cli
-from train.config import (
-    BackendConfig,
-    HubConfig,
-    InputError,
-    S3Config,
-    TrainConfig,
-    XLAConfig,
-    check,
-    flat,
-)
+from train.config import InputError, TrainConfig, check, flat
 from train.models.encoder import Network
 from train.models.pretrained import without_weights
-from train.optim import OPTIMIZERS
 from train.run_folder.folder import differences
 from train.storage.folders import Folder, make_folder, scratch_folder
-from train.storage.untrusted import BadContent, read_yaml, shown
-from train.tasks import TASKS, build_task, spec_of
-
-
-def read_config(folder: Folder) -> TrainConfig:
-    """The configuration that a run was last started with. InputError if there is none that this version reads.
-
-    Others may have written it, so nothing in it is looked up (`${oc.env:...}`), and it does not decide which server is
-    asked with this machine's credentials, nor where anything is written: `s3`, `data.cache_dir` and `hub` are the
-    defaults, `run_dir` is the folder that was read. It may name what is read: data, and weights by a path or Hub id.
-    """
-    config_path = f"{folder.location}/config.yaml"
-    try:
-        plain = read_yaml(folder.read("config.yaml"))
-        for text in texts(plain):
-            check("${" not in text, f"{config_path}: {shown(text)} is refused: nothing in a run's file is looked up")
-        saved = OmegaConf.create(plain)
-        schema = OmegaConf.structured(TrainConfig)
-        task = TASKS[saved.task.kind].settings
-        schema.task, schema.data = task, task.learns_from
-        schema.optim = OPTIMIZERS[saved.optim.name].settings
-        schema.backend = XLAConfig if "layers" in saved.backend else BackendConfig
-        config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
-    except FileNotFoundError as error:
-        raise InputError(f"{config_path} is missing: the model's sizes are in there") from error
-    except BadContent as error:
-        raise InputError(f"{config_path} is damaged: {error}") from error
-    except InputError:
-        raise
-    except (OmegaConfBaseException, LookupError, AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"{config_path} is damaged or another version's: {cli.explain(error, TrainConfig)}") from error
-    assert isinstance(config, TrainConfig)
-    config.s3, config.hub, config.run_dir, config.data.cache_dir = S3Config(), HubConfig(), folder.location, None
-    return config
-
-
-def texts(value: Any) -> Iterator[str]:
-    """Yield every string in plain containers, keys too."""
-    if isinstance(value, str):
-        yield value
-    items = chain(value, value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for item in items:
-        yield from texts(item)
+from train.tasks import build_task, spec_of
 
 
 def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path, *, run: Folder) -> None:

@@ -77,6 +77,13 @@ def register_schemas() -> None:
         store.store(group=group, name=f"{name}_schema", node=node)
 
 
+def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
+    """Make a schema with the file conf/`name`.yaml known, and the dataclasses of its groups' options."""
+    CONFIGS[schema] = name
+    SCHEMAS.extend(option for option in options if option not in SCHEMAS)
+    register_schemas.cache_clear()
+
+
 def load_config(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Compose `conf/train.yaml`, or the file of another schema, with the overrides and check every value.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from datetime import date
 
-from train.config.checks import check, check_at_most, check_choice, check_positive
+from train.config.checks import check, check_at_least, check_at_most, check_choice, check_positive
 from train.config.data import MAX_MICRO_BATCHES_AHEAD
 
 DEFAULT_TIMEOUT_S = 600.0  # of a collective operation
@@ -75,26 +77,41 @@ class InstanceConfig:
 
     name: str = "local"
     device: str | None = None  # cuda | neuron, which a run that names this instance needs; None: any
+    accelerator: str | None = None  # name of the chip, as A100
     devices: int | None = None  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
     micro_batch_tokens: int | None = (
         None  # the most tokens of a batch that a rank computes at once; larger ones are split
     )
+    device_memory_gib: float | None = None  # of one rank's device
     device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s; of fp16 as well
     device_tflops_fp32: float | None = None
+    vcpus: int | None = None  # of one machine; on x86 a vCPU is a thread, two of which share a core
+    memory_gib: float | None = None  # of one machine's host
+    network_cards: int | None = None  # of one machine
+    efa_interfaces: int | None = None  # the most that one machine can have; 0: it has no EFA
     network_gbit_per_s: float | None = None  # of one machine, all its network cards together, in each direction
     device_link_gbyte_per_s: float | None = None  # from one device to the others of its machine, in each direction
     usd_per_hour: float | None = None  # of one machine, on demand
+    usd_per_hour_spot: float | None = (
+        None  # the same on spot. It changes by the hour and the zone, so the catalogue has
+    )
+    # none: aws ec2 describe-spot-price-history tells it
+    price_date: str | None = None  # of the prices, as 2026-11-09
     source: str | None = None  # origin and date of the figures
 
     def __post_init__(self) -> None:
         check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
-        check_positive("instance.", self, "devices", "micro_batch_tokens", "usd_per_hour")
-        check_positive("instance.", self, "device_tflops_bf16", "device_tflops_fp32")
+        check_positive("instance.", self, "devices", "micro_batch_tokens", "vcpus", "memory_gib", "network_cards")
+        check_positive("instance.", self, "device_memory_gib", "device_tflops_bf16", "device_tflops_fp32")
         check_positive("instance.", self, "network_gbit_per_s", "device_link_gbyte_per_s")
+        check_positive("instance.", self, "usd_per_hour", "usd_per_hour_spot")
+        check_at_least("instance.", self, efa_interfaces=0)
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
+        is_date = self.price_date is None or is_iso_date(self.price_date)
+        check(is_date, f"instance.price_date={self.price_date} must be a date, as 2026-11-09")
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Peak of one rank's device; None if it is unknown."""
@@ -102,3 +119,11 @@ class InstanceConfig:
         # NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; on the H100 SXM 989 and 1,979, both with sparsity.
         share = 0.5 if precision == "tf32" else 1.0
         return None if tflops is None else tflops * share * 1e12
+
+
+def is_iso_date(text: str) -> bool:
+    """Whether a text is a date such as 2026-11-09."""
+    try:
+        return bool(re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text) and date.fromisoformat(text))
+    except ValueError:
+        return False

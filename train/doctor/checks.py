@@ -17,7 +17,7 @@ import psutil
 
 from train.doctor import checks_devices, checks_host, checks_versions
 from train.doctor.finding import Finding, bad, ok, warn
-from train.doctor.instance import EFA_INTERFACES, instance_names, read_instance
+from train.doctor.instance import instance_names, read_instance
 from train.doctor.probe import Probe, ask_tool
 from train.host.machine import installed_versions
 
@@ -31,7 +31,7 @@ def machine(probe: Probe) -> Finding:
     text = f"{probe.system} {probe.kernel}, {probe.num_cpus} CPU cores"
     if probe.instance is None:
         return ok(text)
-    if firmware in {*instance_names(), *EFA_INTERFACES} and firmware != probe.instance.name:
+    if firmware in instance_names() and firmware != probe.instance.name:
         text = f"--instance {probe.instance.name}, but this is a {firmware}"
         return warn(text, cure=f"--instance {firmware}")
     return ok(f"{probe.instance.name}, {text}")
@@ -77,7 +77,7 @@ def examine(probe: Probe, *, bucket: str | None = None) -> dict[str, Finding]:
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
     """Probe this machine. Without a name, the instance type is that of the firmware if it is a known one."""
     firmware = PRODUCT_NAME.read_text().strip() if PRODUCT_NAME.is_file() else ""
-    name = instance or (firmware if firmware in {*instance_names(), *EFA_INTERFACES} else None)
+    name = instance or (firmware if firmware in instance_names() else None)
     memory = psutil.virtual_memory()
     return Probe(
         ask=functools.cache(ask_tool),

@@ -181,7 +181,8 @@ def read_fi_info(text: str) -> set[str]:
 def efa(probe: Probe) -> Finding:
     num_seen = len(probe.efa_devices)
     wanted = probe.instance.num_efa if probe.instance else None
-    fault = bad if probe.num_machines > 1 else warn  # a single machine trains without EFA
+    # A single machine trains without EFA, and one network card serves TCP as well.
+    fault = warn if probe.num_machines == 1 or wanted == 1 else bad
     alone = "" if probe.num_machines > 1 else " (a single machine trains without)"
     if not num_seen and not wanted:
         return skip("this instance has none" if wanted == 0 else "none seen, none expected")

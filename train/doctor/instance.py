@@ -1,4 +1,4 @@
-"""Known instance types: what `conf/instance/<name>.yaml` says, and the number of EFA interfaces."""
+"""Known instance types: what `conf/instance/<name>.yaml` says."""
 
 from __future__ import annotations
 
@@ -7,32 +7,13 @@ from importlib import resources
 
 import yaml
 
-# MaximumEfaInterfaces of EC2's DescribeInstanceTypes, as of 2026-11.
-EFA_INTERFACES = {
-    "trn1.2xlarge": 0,
-    "trn1.32xlarge": 8,
-    "trn1n.32xlarge": 16,
-    "trn2.3xlarge": 1,
-    "trn2.48xlarge": 16,
-    "p3.16xlarge": 0,
-    "p4d.24xlarge": 4,
-    "p4de.24xlarge": 4,
-    "p5.48xlarge": 32,
-    "p5e.48xlarge": 32,
-    "p5en.48xlarge": 16,
-    "p6-b200.48xlarge": 8,
-}
-
 
 @dataclass(frozen=True)
 class Instance:
     name: str
     devices: int | None = None  # number of ranks that fill the machine
     rank_counts: tuple[int, ...] = ()  # numbers of ranks that it can run; (): unknown
-
-    @property
-    def num_efa(self) -> int | None:
-        return EFA_INTERFACES.get(self.name)
+    num_efa: int | None = None  # the most EFA interfaces that it can have; None: unknown
 
     @property
     def is_trainium(self) -> bool:
@@ -54,4 +35,4 @@ def read_instance(name: str) -> Instance:
     if name not in instance_names():
         return Instance(name)
     known = yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text())
-    return Instance(name, known.get("devices"), tuple(known.get("rank_counts") or ()))
+    return Instance(name, known.get("devices"), tuple(known.get("rank_counts") or ()), known.get("efa_interfaces"))

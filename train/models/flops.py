@@ -3,18 +3,23 @@
 A multiply-add counts as 2 operations, the backward pass as twice the forward pass.
 
 H hidden, I feed-forward, L layers executed (shared or not), E embedding, V vocabulary, S sequence, P predictions,
-C labels.
+C labels. No torch here.
 """
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from train.models.shapes import Shape
 
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
 
 
 def train_flops_per_sequence(
-    config: PreTrainedConfig,
+    config: PreTrainedConfig | Shape,
     *,
     seq_len: int,
     predictions: int = 0,

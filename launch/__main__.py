@@ -1,0 +1,114 @@
+"""`python -m launch key=value ... -- settings of the run`: the plan of a run on N machines; submit=true starts it.
+
+`python -m launch list | status | logs | stop | resume | cancel RUN`: see launch/verbs.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from launch import code, estimate, logs, show, submit, verbs
+from launch.calibration import read_calibration
+from launch.config import LaunchConfig
+from launch.plan import Request, make_job, run_overrides
+from launch.record import Record
+from launch.schedulers import SETTINGS, scheduler
+from launch.supervise import CODES
+from train.cli import compose as cli
+from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
+from train.data.shards.format import read_manifest
+from train.storage.folders import open_folder
+
+USED: tuple[str, ...] = ("nodes", "spares", "processes_per_node", "submit", "detach", "mfu", "calibrate", "prepare")
+USED += ("parts", "cluster.gate", "cluster.attempts", "cluster.rendezvous")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in verbs.VERBS:
+        return verbs.main(arguments)
+    cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
+    parser = cli.settings_parser(
+        "launch",
+        LaunchConfig,
+        "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
+        f"{' | '.join(verbs.VERBS)} RUN.",
+        examples=(
+            "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
+            "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
+            "status runs/mine",
+        ),
+        keys=USED,
+    )
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    own, of_run = arguments[:split], arguments[split + 1 :]
+    settings = [each for each in own if not each.startswith("-")]
+    return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
+
+
+def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
+    check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
+    overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
+    run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
+    bundle = code.pack()
+    request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
+    job = make_job(request, bundle, python=sys.executable)
+    record = Record(job.run_dir, run.s3)
+    starts = scheduler(job.scheduler)
+    command = starts.request(job, record)
+    print("\n".join(show.plan_lines(job, run, command, len(bundle.content))))
+    expected = None if cfg.prepare else expect(cfg, run)
+    if expected is not None:
+        print("", *show.columns(estimate.table(expected)), "", *show.notes(expected.assumptions), sep="\n")
+    print("", show.line("scheduler", starts.preview(job, record)), sep="\n")
+    if not cfg.submit:
+        print("nothing was started; submit=true does it")
+        return cli.DONE
+    plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
+    submit.submit(record, job, run, plan=plan, bundle=bundle.content)
+    print(f"submitted; python -m launch status {record.run_dir} shows how it goes")
+    return cli.DONE if cfg.detach or cfg.cluster.kind != "local" else wait_in_terminal(record)
+
+
+def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
+    """The estimate, with the length of the sequences and their number where the data can be read from here."""
+    rows, seq_len, vocab_size = None, run.seq_len, None
+    if isinstance(run.data, ShardsConfig):
+        try:
+            manifest = read_manifest(open_folder(run.data.path, run.s3))
+            rows, seq_len = manifest.rows("train"), seq_len or manifest.seq_len
+            vocab_size = manifest.tokenizer.vocab_size
+        except InputError:
+            print(f"note: {run.data.path} is not seen from here: the estimate does without it", file=sys.stderr)
+    calibration = None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3)
+    return estimate.estimate(
+        run,
+        nodes=cfg.nodes,
+        processes_per_node=cfg.ranks_per_node,
+        seq_len=seq_len or 512,
+        rows=rows,
+        mfu=cfg.mfu,
+        calibration=calibration,
+        vocab_size=vocab_size,
+    )
+
+
+def wait_in_terminal(record: Record) -> int:
+    """Show the logs until the job ends, and return its exit code. Ctrl-C asks the run to stop with a checkpoint, a
+    second one ends it at once.
+    """
+    for verb in (["stop"], ["cancel", "--yes"]):
+        try:
+            logs.follow(record, logs.Wanted(lines=0))
+            break
+        except KeyboardInterrupt:
+            verbs.main([*verb, record.run_dir, *record.s3.flags()])
+    ends = [event.details.get("outcome") for event in record.events() if event.kind == "ended"]
+    return CODES.get(str(ends[-1]), cli.FAILED) if ends else cli.FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

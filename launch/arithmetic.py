@@ -1,0 +1,67 @@
+"""What a step computes and sends: FLOPs of a sequence, bytes of the gradients, seconds of their all-reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.config import InstanceConfig, TrainConfig
+from train.models.flops import train_flops_per_sequence
+from train.models.shapes import Shape
+
+LABELS = 2  # of a classifier, whose number the data decides; each more costs a classifier 6 x hidden size
+NETWORK_HOP_S = 50e-6  # assumed, of a message between two machines, software included
+DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
+
+
+def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float | None:
+    """FLOPs to train on one sequence, as the run's own MFU counts them; None for an architecture without a formula."""
+    kind = cfg.task.kind
+    if kind == "mlm":
+        task: Any = cfg.task  # its settings are a class of the task's own room
+        predictions = task.max_predictions or max(1, round(seq_len * task.mask_rate))
+        labels = 2 if task.sop else 0
+        return train_flops_per_sequence(shape, seq_len=seq_len, predictions=predictions, labels=labels)
+    frozen, has_spans = cfg.model.freeze_layers, kind == "qa"
+    labels = 0 if has_spans else LABELS
+    return train_flops_per_sequence(shape, seq_len=seq_len, labels=labels, has_spans=has_spans, frozen=frozen)
+
+
+def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
+    """Bytes that a rank adds up with the others, once a step. Gradients are fp32 whatever the products are computed in,
+    but bf16 with compression, and where the weights themselves are (bf16_stochastic).
+    """
+    model, head = cfg.model, cfg.task.kind
+    trained = shape.trained_parameters(
+        head=head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
+    )
+    is_half = cfg.backend.grad_compression == "bf16" or cfg.backend.precision == "bf16_stochastic"
+    return trained * (2 if is_half else 4)
+
+
+def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> float | None:
+    """Seconds of an all-reduce by rings, one among the devices of each machine and one among the machines.
+
+    A ring of n takes 2 (n - 1) messages in turn and sends 2 (n - 1) / n of the bytes over each link. Between machines
+    all network cards work together. What has no known bandwidth is left out; None if something is sent and nothing is
+    known of it.
+    """
+    parts = []
+    if processes_per_node > 1 and instance.device_link_gbyte_per_s is not None:
+        parts.append(ring_s(num_bytes, processes_per_node, instance.device_link_gbyte_per_s * 1e9, DEVICE_HOP_S))
+    if nodes > 1 and instance.network_gbit_per_s is not None:
+        parts.append(ring_s(num_bytes, nodes, instance.network_gbit_per_s * 1e9 / 8, NETWORK_HOP_S))
+    return sum(parts) if parts or nodes * processes_per_node == 1 else None
+
+
+def ring_s(num_bytes: float, members: int, bytes_per_s: float, hop_s: float) -> float:
+    """Seconds of an all-reduce by one ring."""
+    turns = 2 * (members - 1)
+    return turns / members * num_bytes / bytes_per_s + turns * hop_s
+
+
+def precision_of(cfg: TrainConfig) -> str:
+    """The precision that a run would choose: fp32 on CPUs, which is where nothing is known of the machine."""
+    chosen: Any = cfg.backend.precision
+    if chosen != "auto":
+        return str(chosen)
+    return "fp32" if cfg.instance.device is None else "bf16"

@@ -1,0 +1,134 @@
+"""Jobs of this machine: a supervisor in the background, which survives the terminal and ends with the run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from launch import processes
+from launch.job import Job
+from launch.record import Record
+from launch.schedulers import Handle, State, cluster_of
+from launch.supervise import CODES, Verdict, attempt_name, supervise
+from train.cli.command import add_s3_flags, command_parser, run_flags
+from train.config import InputError, Unreachable
+from train.host.processes import is_alive, read_process
+from train.run_folder.outcome import STOP_FILE
+
+
+class Scheduler:
+    def request(self, job: Job, record: Record) -> list[str]:
+        return supervisor(job, record)
+
+    def preview(self, job: Job, record: Record) -> str:
+        return f"this machine, {platform.node()}: {os.cpu_count()} CPUs"
+
+    def submit(self, job: Job, record: Record) -> Handle:
+        logs = record.local_folder() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "job.txt").open("ab") as output:
+            process = subprocess.Popen(
+                supervisor(job, record),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal is answered by the command that waits there
+            )
+        started = read_process(process.pid)
+        return {"host": platform.node(), "pid": process.pid, "started": started.started if started else 0}
+
+    def state(self, handle: Handle) -> State:
+        host, pid = handle.get("host"), handle.get("pid")
+        if not isinstance(pid, int) or pid <= 1:
+            raise InputError(f"the record names no process: {pid!r}")
+        if host != platform.node():
+            raise Unreachable(f"the job runs on {host}, this is {platform.node()}; ask there")
+        started = handle.get("started")
+        if not is_alive(pid, started if isinstance(started, int) else None):
+            return State(False, "the supervisor has ended")
+        return State(True, f"process {pid} on {host}", [str(host)])
+
+    def cancel(self, handle: Handle) -> None:
+        if self.state(handle).is_active:
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.killpg(handle["pid"], signal.SIGKILL)  # a session of its own: torchrun's ranks are in it
+
+
+def supervisor(job: Job, record: Record) -> list[str]:
+    return [job.python, "-m", "launch.local", record.run_dir, *record.s3.flags()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "launch.local",
+        "Supervise a job of this machine. python -m launch cluster=local starts this.",
+        examples=("runs/mine",),
+    )
+    parser.add_argument("run", help="run folder")
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments, lambda options, s3: run_job(Record(options.run, s3)))
+
+
+def run_job(record: Record) -> int:
+    job = record.job()
+    verdict = prepare(record, job) if job.kind == "prepare" else train(record, job)
+    record.note("ended", outcome=verdict.outcome, reason=verdict.reason)
+    return CODES[verdict.outcome]
+
+
+def prepare(record: Record, job: Job) -> Verdict:
+    """Prepare the parts one after another, since each may use several processes, and merge them."""
+    steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + ([["--merge"]] if job.parts > 1 else [])
+    for step in steps:
+        if code := on_this_machine(record, job, "prepare", *step):
+            return Verdict("end", "failed", f"{' '.join(step)} ended with exit code {code}; see the log")
+    return Verdict("end", "done", "prepared")
+
+
+def train(record: Record, job: Job) -> Verdict:
+    stops: list[str] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if not stops:
+            stops.append(signal.Signals(number).name)
+            record.note("stop_asked", reason=stops[0])
+        record.run.write(STOP_FILE, b"")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    cluster = cluster_of(job)
+    if cluster.gate and (failure := gate(record, job)):
+        return Verdict("end", "failed", failure)
+    return supervise(
+        record,
+        cluster,
+        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}"),
+        nodes=[platform.node()],
+    )
+
+
+def gate(record: Record, job: Job) -> str:
+    """Why this machine is not fit to train; empty if it is."""
+    from launch.gate import answers
+
+    node, name = platform.node(), f"gate_{os.getpid()}"
+    on_this_machine(record, job, "gate", f"--attempt={name}")
+    failed = answers(record, name, [node])
+    reason = failed.get(node, "")
+    record.note("gate", passed=[] if reason else [node], failed=failed)
+    return f"this machine is not fit to train: {reason}" if reason else ""
+
+
+def on_this_machine(record: Record, job: Job, verb: str, *arguments: str) -> int:
+    command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
+    return processes.exit_code(processes.start(command, env=os.environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

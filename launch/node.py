@@ -1,0 +1,159 @@
+"""What runs on one machine of a job: `python -m launch.node VERB RUN ...`, started by a scheduler on every machine.
+
+train         torchrun with the trainer, from the code of the job
+gate          train.doctor, and its answer into the record
+collectives   train.doctor --collectives under torchrun, over all machines
+prepare       one part of a corpus, or with --merge the manifest of all
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from launch import code, processes
+from launch.config import ClusterConfig
+from launch.job import Job
+from launch.record import Record
+from launch.schedulers import cluster_of
+from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
+from train.config import S3Config, check
+from train.host.machine import cache_root
+from train.storage.folders import canonical_json, wait_for_file
+from train.storage.untrusted import FileName
+
+GATE = "gate/{}/{}.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "launch.node",
+        "Run one machine's part of a job. Schedulers start this; people use python -m launch.",
+        examples=("train runs/mine --hosts n1,n2 --address 10.0.0.1 --port 29500 --attempt 1",),
+    )
+    parser.add_argument("verb", choices=VERBS)
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
+    parser.add_argument("--address", default="", help="of the first machine")
+    parser.add_argument("--port", type=int, default=0, help="at which the machines meet")
+    parser.add_argument("--attempt", default="prepare", help="name of what is tried, for logs and answers")
+    parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
+    parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments, act)
+
+
+def act(options: argparse.Namespace, s3: S3Config) -> int:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # torchrun inherits that; by default they end it and orphan its ranks
+    record = Record(options.run, s3)
+    job = record.job()
+    node = Node(record, job, options)
+    return VERBS[options.verb](node)
+
+
+def own_name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+class Node:
+    def __init__(self, record: Record, job: Job, options: argparse.Namespace) -> None:
+        self.record, self.job, self.options = record, job, options
+        self.name = FileName(own_name())
+        self.hosts = options.hosts.split(",") if options.hosts else [self.name]
+        check(self.name in self.hosts, f"this machine is {self.name}, none of the job's: {', '.join(self.hosts)}")
+        self.rank = self.hosts.index(self.name)
+        self.logs = record.local_folder() / "logs" / FileName(options.attempt)
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self.job.environment}
+
+    def start_py(self) -> str:
+        """The job's code, unpacked; its entry point."""
+        file = self.job.code.file
+        content = wait_for_file(self.record.folder, file, self.record.folder.read)
+        return str(code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code") / code.START)
+
+    def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
+        cluster = cluster_of(self.job)
+        meeting = rendezvous(self, cluster)
+        logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
+        size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
+        restarts = 0 if module != "train" else cluster.torchrun_restarts
+        head = [self.job.python, "-m", "torch.distributed.run", *size, *meeting, f"--max-restarts={restarts}", *logs]
+        return [*head, self.start_py(), module, *arguments]
+
+    def run(self, command: Sequence[str], log: str) -> int:
+        """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            output = stack.enter_context((self.logs / log).open("ab"))
+            process = processes.start(command, env=self.environment(), output=output)
+            for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
+                signal.signal(number, lambda number, _: process.send_signal(number))
+            result = processes.exit_code(process)
+        self.upload()
+        return result
+
+    def upload(self) -> None:
+        if not self.record.is_remote:
+            return
+        top = self.record.local_folder()
+        for path in sorted(self.logs.rglob("*")):
+            if path.is_file() and self.name in path.relative_to(self.logs).as_posix():
+                self.record.folder.write(path.relative_to(top).as_posix(), path.read_bytes())
+
+
+def rendezvous(node: Node, cluster: ClusterConfig) -> list[str]:
+    """The options by which the machines' torchruns meet. Their id is new for every attempt: stale agents stay out."""
+    ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
+    if len(node.hosts) == 1:
+        return [ident, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    if cluster.rendezvous == "static":
+        here = [f"--node-rank={node.rank}", f"--master-addr={node.options.address}"]
+        return [ident, *here, f"--master-port={node.options.port}"]
+    host = f"--rdzv-conf=is_host={int(node.rank == 0)}"
+    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={node.options.address}:{node.options.port}", host]
+
+
+def train(node: Node) -> int:
+    return node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
+
+
+def gate(node: Node) -> int:
+    """Examine this machine. The answer is in the record: what is missing there is as bad as what is red."""
+    job, known = node.job, node.job.instance != "local"
+    command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
+    command += [f"--machines={job.nodes}", *([f"--instance={job.instance}"] if known else [])]
+    done = subprocess.run(command, env=node.environment(), stdout=subprocess.PIPE, check=False)
+    name = GATE.format(node.options.attempt, node.name)
+    node.record.folder.write(name, done.stdout or canonical_json({"ok": False, "exit_code": done.returncode}))
+    return DONE
+
+
+def collectives(node: Node) -> int:
+    settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
+    return node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
+
+
+def prepare(node: Node) -> int:
+    job, part = node.job, node.options.part
+    if node.options.merge:
+        which, log = ["merge=true"], "merge"
+    elif job.parts > 1:
+        which, log = [f"part={part}/{job.parts}"], f"part_{part:05d}"
+    else:
+        which, log = [], "prepare"
+    return node.run([job.python, node.start_py(), job.module, *job.overrides, *which], f"{log}.{node.name}.txt")
+
+
+VERBS = {"train": train, "gate": gate, "collectives": collectives, "prepare": prepare}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""From settings to a job: pure functions, which read no file and start nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.code import Bundle
+from launch.config import LaunchConfig
+from launch.environment import environment
+from launch.job import Code, Job
+from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
+from train.host.launched import Launched, check_launch
+from train.storage.folders import is_s3, local_path, sha256_json
+from train.storage.untrusted import FileName, Sha256
+
+FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/run_folder/folder.py
+FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for."""
+
+    launch: LaunchConfig
+    run: TrainConfig | PrepareConfig
+    overrides: list[str]  # of the run
+    cluster: dict[str, Any]  # settings of the cluster, plain
+
+
+def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
+    """The settings of the run: those given for it, and the instance of the launch unless they name another."""
+    keys = {override.partition("=")[0] for override in given}
+    instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
+    return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
+
+
+def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
+    """The overrides with the folder `key` written out, so that every node takes the same one."""
+    others = [each for each in overrides if each.partition("=")[0] != key]
+    return [*others, f"{key}={json.dumps(location, ensure_ascii=False)}"]
+
+
+def absolute(location: str) -> str:
+    """A location that means the same in every working folder."""
+    return location.rstrip("/") if is_s3(location) else str(local_path(location).absolute())
+
+
+def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
+    """The job that a request leads to. InputError for a number of ranks that the machines cannot run."""
+    cfg, run = request.launch, request.run
+    ranks = cfg.ranks_per_node
+    if isinstance(run, TrainConfig):
+        world = cfg.nodes * ranks
+        check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
+        check_backend(run, cfg)
+    else:
+        check(
+            cfg.nodes == 1, f"nodes={cfg.nodes} are for training: a preparation has parts={cfg.nodes}, a machine each"
+        )
+    where = absolute(run.run_dir if isinstance(run, TrainConfig) else run.output)
+    settings = to_dict(run)
+    return Job(
+        id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, bundle.sha256])[:8]}"),
+        kind="train" if isinstance(run, TrainConfig) else "prepare",
+        run_dir=where,
+        overrides=located(request.overrides, "run_dir" if isinstance(run, TrainConfig) else "output", where),
+        config_sha256=Sha256(sha256_json(settings)),
+        python=python,
+        code=Code(FileName(bundle.file), Sha256(bundle.sha256), bundle.revision),
+        scheduler=cfg.cluster.kind,
+        cluster=request.cluster,
+        instance=cfg.instance.name,
+        nodes=cfg.nodes,
+        spares=cfg.spares,
+        processes_per_node=ranks,
+        environment=environment(cfg.instance, nodes=cfg.nodes, processes_per_node=ranks),
+        s3=asdict(run.s3),
+        parts=cfg.parts or 1,
+        parts_at_once=cfg.parts_at_once,
+    )
+
+
+def check_backend(run: TrainConfig, cfg: LaunchConfig) -> None:
+    device, backend = cfg.instance.device, run.backend.name
+    wrong = (device == "cuda" and backend == "xla") or (device == "neuron" and backend == "ddp")
+    check(not wrong, f"backend={backend} does not run on {cfg.instance.name}; leave it out, or choose another instance")
+
+
+def safe_name(location: str) -> str:
+    """The last part of a location, as a name that no scheduler or shell reads in another way."""
+    last = location.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-")[:40] or "run"
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_dir: str) -> None:
+    """InputError if settings differ that a run keeps: what it learns, from which data, in which batches."""
+    old, new = dict(flatten(before)), dict(flatten(now))
+    keys = sorted(key for key in {*old, *new} if key.startswith(FIXED) or key in FIXED_KEYS)
+    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+    if changed:
+        raise InputError(
+            f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the same, choose "
+            f"another folder, or resume what was launched: python -m launch resume {run_dir}"
+        )

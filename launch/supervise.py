@@ -1,0 +1,160 @@
+"""Attempts of a run, one after another, until it is done, stopped or hopeless. Every scheduler's jobs run in this loop.
+
+What came of an attempt is read from the run folder: torchrun exits with 1 for a clean stop too, and srun with the code
+of whichever task ended first.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from launch.config import ClusterConfig
+from launch.record import Event, Record
+from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.run_folder.outcome import STOP_FILE, read_outcome
+
+CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
+COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
+PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run folder says at one moment."""
+
+    outcome: dict[str, Any]  # of the last attempt; empty if it left none
+    checkpoint: int  # the newest step that is committed; -1: none
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that has ended."""
+
+    before: Seen
+    after: Seen
+    exit_code: int
+    asked: str | None = None  # why the scheduler wants the machines back; None: it does not
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """How it ended; empty if it left no outcome: then the one that is there is older."""
+        return {} if self.after.outcome == self.before.outcome else self.after.outcome
+
+    @property
+    def made_progress(self) -> bool:
+        return self.after.checkpoint > self.before.checkpoint
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comes next: another attempt here ("again"), one on other machines or later ("requeue"), or none ("end")."""
+
+    next: str
+    outcome: str  # done | stopped | failed | refused
+    reason: str
+
+
+@dataclass(frozen=True)
+class History:
+    attempts: int  # that have ended, this one included
+    idle: int  # attempts in a row, up to this one, without a new checkpoint
+    is_stop_asked: bool  # by the user
+
+
+def look(record: Record) -> Seen:
+    names = record.run.names("checkpoints/")
+    steps = [int(match[1]) for name in names if (match := COMMITTED.fullmatch(name))]
+    return Seen(read_outcome(record.run), max(steps, default=-1))
+
+
+def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict:
+    """Decide what follows an attempt."""
+    outcome = attempt.outcome
+    kind, reason = str(outcome.get("outcome", "")), str(outcome.get("reason", ""))
+    if not outcome:
+        kind, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
+        if attempt.exit_code == REFUSED:
+            return Verdict("end", "refused", "refused its settings or data; see the log")
+    if kind in ("done", "refused"):
+        return Verdict("end", kind, reason)
+    if history.is_stop_asked:
+        return Verdict("end", "stopped", "stopped as asked")
+    if kind == "failed" and outcome and not outcome["goes_on"]:
+        return Verdict("end", "failed", reason)
+    limit = exhausted(history, cluster)
+    if kind == "stopped":
+        if attempt.asked is None and not is_taken_back(reason):
+            return Verdict("end", "stopped", reason)
+        # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
+        return Verdict("end", "failed", limit) if limit else Verdict("requeue", "stopped", attempt.asked or reason)
+    if limit:
+        return Verdict("end", "failed", f"{limit}; the last one {reason}")
+    return Verdict("requeue" if attempt.asked else "again", "failed", reason)
+
+
+def is_taken_back(reason: str) -> bool:
+    """Whether a run stopped since its machine is taken away: by a scheduler's SIGTERM, or after EC2's notice."""
+    return reason.startswith(("SIGTERM", "EC2 ", "the capacity block"))
+
+
+def exhausted(history: History, cluster: ClusterConfig) -> str:
+    if history.attempts >= cluster.attempts:
+        return f"{history.attempts} attempts were made, the limit (cluster.attempts)"
+    if history.idle >= cluster.idle_attempts:
+        return f"{history.idle} attempts in a row saved nothing new, the limit (cluster.idle_attempts)"
+    return ""
+
+
+def history_of(events: list[Event]) -> History:
+    """What the record says of the attempts since the last submission."""
+    first = max((index for index, event in enumerate(events) if event.kind == "submitting"), default=0)
+    ended = [event.details for event in events[first:] if event.kind == "attempt_ended"]
+    idle = 0
+    for details in reversed(ended):
+        if details.get("made_progress") is True:
+            break
+        idle += 1
+    return History(len(ended), idle, any(event.kind == "stop_asked" for event in events[first:]))
+
+
+def attempt_name(number: int) -> str:
+    """Of the folder in logs/ that holds what an attempt printed."""
+    return f"attempt_{number:04d}"
+
+
+def supervise(
+    record: Record,
+    cluster: ClusterConfig,
+    start: Callable[[int], int],
+    *,
+    nodes: list[str],
+    asked: Callable[[], str | None] = lambda: None,
+    pause_s: float = PAUSE_S,
+) -> Verdict:
+    """Make attempts until the verdict is another than "again", and note each in the record.
+
+    `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `asked` tells why the
+    scheduler wants the machines back.
+    """
+    while True:
+        events = record.events()
+        number = 1 + sum(event.kind == "attempt_began" for event in events)
+        if not history_of(events).is_stop_asked and record.run.size(STOP_FILE) is not None:
+            record.run.remove(STOP_FILE)  # of an attempt that died before it could obey
+        before = look(record)
+        record.note("attempt_began", number=number, nodes=nodes)
+        code = start(number)
+        attempt = Attempt(before, look(record), code, asked())
+        details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
+        details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
+        ended = Event("attempt_ended", time.time(), "", details)
+        verdict = judge(attempt, history_of([*record.events(), ended]), cluster)
+        record.note("attempt_ended", **details, next=verdict.next, outcome=verdict.outcome, reason=verdict.reason)
+        print(f"attempt {number}: {verdict.outcome}, {verdict.reason}; next: {verdict.next}", flush=True)
+        if verdict.next != "again":
+            return verdict
+        time.sleep(pause_s)

@@ -1,0 +1,89 @@
+"""The catalogue of machine types, conf/instance/*.yaml."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.cli import compose as cli
+from train.config import InputError, InstanceConfig, TrainConfig
+from train.config.backend import is_iso_date
+from train.doctor.instance import instance_names, read_instance
+
+GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
+MACHINES = [name for name in instance_names() if name != "local"]
+WANTED = """
+    trn1.2xlarge trn1.32xlarge trn1n.32xlarge trn2.48xlarge p3.16xlarge p3dn.24xlarge p4d.24xlarge p4de.24xlarge
+    p5.48xlarge p5e.48xlarge p5en.48xlarge p6-b200.48xlarge g4dn.12xlarge g5.xlarge g5.12xlarge g5.48xlarge g6.12xlarge
+    g6.48xlarge g6e.12xlarge g6e.48xlarge local
+""".split()
+
+
+def load(name: str, *overrides: str) -> InstanceConfig:
+    return cli.load_config(TrainConfig, [*GIVEN, f"instance={name}", *overrides]).instance
+
+
+def test_the_machines_that_launch_knows_are_there():
+    assert set(WANTED) <= set(instance_names())
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_figures_of_a_machine_are_consistent(name: str):
+    machine = load(name)
+    assert machine.name == name
+    for key in ("device", "accelerator", "devices", "device_memory_gib", "vcpus", "memory_gib", "network_cards"):
+        assert getattr(machine, key) is not None, key
+    assert machine.devices is not None and machine.vcpus is not None and machine.efa_interfaces is not None
+    assert machine.network_cards is not None and machine.memory_gib is not None
+    assert machine.rank_counts is None or max(machine.rank_counts) == machine.devices
+    assert machine.device != "neuron" or machine.rank_counts, "Neuron's runtime takes certain numbers of ranks only"
+    assert machine.devices <= machine.vcpus  # a processor a rank
+    assert machine.efa_interfaces in (0, machine.network_cards)
+    assert machine.device_tflops_bf16 and machine.device_tflops_fp32
+    assert machine.device_tflops_bf16 > machine.device_tflops_fp32
+    assert (machine.usd_per_hour is None) == (machine.price_date is None), "a price has a date"
+    assert machine.source and "not run on hardware" in machine.source
+    assert read_instance(name).num_efa == machine.efa_interfaces
+
+
+def test_machines_with_the_same_chip_have_the_same_peak():
+    peaks: dict[str | None, set[tuple[float | None, float | None, float | None]]] = {}
+    for machine in map(load, MACHINES):
+        figures = (machine.device_tflops_bf16, machine.device_tflops_fp32, machine.device_link_gbyte_per_s)
+        peaks.setdefault(machine.accelerator, set()).add(figures)
+    assert {chip: figures for chip, figures in peaks.items() if len(figures) > 1} == {}
+
+
+def test_ranks_of_trainium_2_are_logical_cores():
+    machine = load("trn2.48xlarge")
+    assert (machine.devices, machine.rank_counts) == (64, [1, 4, 16, 64])
+    assert machine.device_tflops_bf16 is not None
+    assert machine.device_tflops_bf16 * 64 == pytest.approx(16 * 667)  # 16 chips
+
+
+def test_every_figure_can_be_overridden():
+    machine = load("trn1.32xlarge", "instance.usd_per_hour_spot=7.5", "instance.usd_per_hour=null", "instance.vcpus=64")
+    assert (machine.usd_per_hour_spot, machine.usd_per_hour, machine.vcpus) == (7.5, None, 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("price_date", "yesterday", "must be a date, as 2026-11-09"),
+        ("price_date", "20261109", "must be a date"),
+        ("vcpus", "0", "instance.vcpus=0 must be above 0"),
+        ("memory_gib", "-1", "must be above 0"),
+        ("usd_per_hour_spot", "0", "must be above 0"),
+        ("device_memory_gib", "0", "must be above 0"),
+        ("network_cards", "0", "must be above 0"),
+        ("efa_interfaces", "-1", "instance.efa_interfaces=-1 must be 0 or more"),
+    ],
+)
+def test_a_figure_that_no_machine_has_is_refused(key: str, value: str, says: str):
+    with pytest.raises(InputError, match=says):
+        load("p5.48xlarge", f"instance.{key}='{value}'" if key == "price_date" else f"instance.{key}={value}")
+
+
+@given(st.text(max_size=12) | st.dates().map(str))
+def test_a_date_is_recognised_or_refused_without_another_error(text: str):
+    if is_iso_date(text):
+        assert len(text) == 10 and text.isascii()

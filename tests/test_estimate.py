@@ -1,0 +1,309 @@
+"""How long a run takes and what it costs: published cases, and the laws that every estimate keeps."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hostile import quick, values
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from launch.arithmetic import all_reduce_s, gradient_bytes
+from launch.calibration import Calibration, measured, read_calibration, read_lines
+from launch.estimate import Estimate, Row, estimate, table
+from train.cli import compose as cli
+from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
+from train.models.shapes import PUBLISHED
+from train.storage.folders import LocalFolder
+
+GIVEN = ["run_dir=x", "data.path=x"]
+BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]
+TRN1 = [*BERT_LARGE, "backend=xla", "instance=trn1.32xlarge"]
+SMALL = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=2", "model.num_layers=1"]
+LOCAL = [*GIVEN, "model=any", "model.architecture=bert", "model.vocab_size=100", *SMALL, "max_steps=10"]
+
+
+def load(*overrides: str) -> TrainConfig:
+    return cli.load_config(TrainConfig, list(overrides))
+
+
+def of(cfg: TrainConfig, nodes: int, processes: int, seq_len: int, **options) -> Estimate:
+    given = {"rows": None, "mfu": None, "calibration": None, **options}
+    return estimate(cfg, nodes=nodes, processes_per_node=processes, seq_len=seq_len, **given)
+
+
+def row(result: Estimate, nodes: int) -> Row:
+    return next(each for each in result.rows if each.nodes == nodes)
+
+
+# ---- published cases -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "batch", "measured"), [(1, 16_384, 3_697.71), (16, 1_048_576, 55_617)])
+def test_bert_large_on_trainium_is_as_fast_as_aws_measured(nodes: int, batch: int, measured: float):
+    """aws-neuron-sdk, general/benchmarks/trn1/training_data_encoder.csv, Neuron 2.26: phase 1, 128 tokens, bf16."""
+    result = of(load(*TRN1, f"global_batch_size={batch}", "max_steps=100"), nodes, 32, 128)
+    at = row(result, nodes)
+    assert at.sequences_per_s == pytest.approx(measured, rel=0.1)
+    assert (at.micro_batch_size, at.world_size) == (16, 32 * nodes)  # AWS's micro batch
+    assert any("28.8% of the peak of bf16" in note for note in result.assumptions)
+
+
+def test_small_batches_on_many_machines_are_known_to_be_overestimated():
+    """AWS measured 25,853 sequences/s with a batch of 16,384 on 16 machines. The estimate says so among its notes."""
+    result = of(load(*TRN1, "global_batch_size=16384", "max_steps=100"), 16, 32, 128)
+    speed = row(result, 16).sequences_per_s
+    assert speed is not None and 1.8 < speed / 25_853 < 2.2
+    assert any("twice as long in AWS's BERT-large" in note for note in result.assumptions)
+
+
+@pytest.mark.parametrize(("nodes", "batch", "steps"), [(2, 256, 2500), (4, 512, 1250)])
+def test_640_000_examples_are_half_the_steps_on_twice_the_machines(nodes: int, batch: int, steps: int):
+    at = row(of(load("experiment=albert_scaling", "instance=p4d.24xlarge"), nodes, 8, 512), nodes)
+    assert (at.global_batch_size, at.steps, at.reason) == (batch, steps, None)
+
+
+def test_a_v100_and_an_a100_are_as_fast_as_nvidia_measured():
+    """DeepLearningExamples, BERT-large, 128 tokens: 224 and 580 sequences/s on one GPU."""
+    for name, speed_there in (("p3dn.24xlarge", 224), ("p4de.24xlarge", 580)):
+        one = [f"instance={name}", "global_batch_size=64", "max_steps=1", "instance.devices=1"]
+        speed = row(of(load(*BERT_LARGE, *one), 1, 1, 128), 1).sequences_per_s
+        assert speed == pytest.approx(speed_there, rel=0.05)
+
+
+# ---- what is unknown -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_unknown_is_left_out_and_named():
+    scratch = of(load(*LOCAL, "global_batch_size=64"), 1, 2, 32)
+    assert row(scratch, 1).steps == 10
+    assert all(each.step_s is each.hours is each.usd_on_demand is None for each in scratch.rows)
+    assert any("the peak of instance=local is unknown" in note for note in scratch.assumptions)
+    other = of(load(*BERT_LARGE, "model.pretrained=some/model", "instance=p5.48xlarge", "global_batch_size=64",
+                    "max_steps=10"), 1, 8, 128)  # fmt: skip
+    assert row(other, 1).step_s is None
+    assert "unknown model size: no estimate of time for some/model" in other.assumptions
+    trn2 = of(load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"), 1, 64, 128)
+    assert row(trn2, 1).hours is not None and row(trn2, 1).usd_on_demand is None
+    assert "the price on demand and on spot is unknown" in trn2.assumptions
+    assert any("that of the Trainium in bf16, as none is published for Trainium2" in note for note in trn2.assumptions)
+
+
+def test_passes_over_unknown_data_have_no_number_of_steps():
+    cfg = load(*BERT_LARGE, "instance=p5.48xlarge", "global_batch_size=64", "max_epochs=2")
+    at = row(of(cfg, 1, 8, 128), 1)
+    assert (at.steps, at.hours) == (None, None) and at.step_s is not None
+    assert row(of(cfg, 1, 8, 128, rows=640), 1).steps == 20
+    assert any("max_epochs=2 is left out" in note for note in of(cfg, 1, 8, 128).assumptions)
+
+
+def test_a_number_of_machines_that_does_not_fit_says_why():
+    cfg = load(*TRN1, "global_batch_size=96", "max_steps=100")
+    result = of(cfg, 3, 32, 128)
+    assert [each.nodes for each in result.rows if each.reason is None] == [1, 3]
+    assert "global_batch_size=96 does not divide over 64 ranks" in str(row(result, 2).reason)
+    assert "trn1.32xlarge runs 1 or 2 or 8 or 32" in str(row(of(cfg, 1, 16, 128), 1).reason)
+    few = of(cfg, 1, 32, 128, rows=10)
+    assert "the data holds 10 training sequences" in str(row(few, 1).reason)
+    lines = table(result)
+    assert lines[0][:2] == ["machines", "ranks"] and len(lines) == 1 + len(result.rows)
+    assert [len(line) for line in lines] == [10, 10, 3, 10, 3, 3, 3]
+
+
+def test_the_vocabulary_of_the_data_counts():
+    cfg = load("experiment=demo", "instance=p5.48xlarge")
+    guessed, known = of(cfg, 1, 1, 64, rows=9999), of(cfg, 1, 1, 64, rows=9999, vocab_size=2000)
+    assert "a vocabulary of 30,000, the default of albert" in guessed.assumptions
+    assert not any("vocabulary" in note for note in known.assumptions)
+    slow, fast = row(guessed, 1).step_s, row(known, 1).step_s
+    assert slow is not None and fast is not None and slow > 1.3 * fast
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_gradients_follow_the_precision_that_is_added_up():
+    shape = PUBLISHED["bert-large-uncased"]
+    plain = gradient_bytes(load(*BERT_LARGE, "global_batch_size=8", "max_steps=1"), shape)
+    assert plain == pytest.approx(4 * 335e6, rel=0.01)
+    for half in (["backend.grad_compression=bf16"], ["backend=xla", "backend.precision=bf16_stochastic"]):
+        assert gradient_bytes(load(*BERT_LARGE, "global_batch_size=8", "max_steps=1", *half), shape) == plain / 2
+
+
+def test_an_all_reduce_takes_the_time_of_its_rings():
+    machine = InstanceConfig(device_link_gbyte_per_s=100, network_gbit_per_s=80)
+    inside = all_reduce_s(1e9, machine, nodes=1, processes_per_node=8)
+    assert inside == pytest.approx(2 * 7 / 8 * 1e9 / 100e9, rel=0.01)
+    both = all_reduce_s(1e9, machine, nodes=4, processes_per_node=8)
+    assert both is not None and inside is not None
+    assert both - inside == pytest.approx(2 * 3 / 4 * 1e9 / 10e9, rel=0.01)
+    assert all_reduce_s(1e9, machine, nodes=1, processes_per_node=1) == 0
+    assert all_reduce_s(1e9, InstanceConfig(), nodes=2, processes_per_node=1) is None
+
+
+counts = st.integers(1, 64)
+
+
+@quick
+@given(num_bytes=st.floats(0, 1e12), nodes=counts, processes=counts, factor=st.floats(1, 100))
+def test_an_all_reduce_never_gets_faster_with_more_to_do(num_bytes: float, nodes: int, processes: int, factor: float):
+    machine = InstanceConfig(device_link_gbyte_per_s=100, network_gbit_per_s=80)
+    seconds = all_reduce_s(num_bytes, machine, nodes=nodes, processes_per_node=processes)
+    larger = all_reduce_s(num_bytes * factor, machine, nodes=nodes, processes_per_node=processes)
+    wider = all_reduce_s(num_bytes, machine, nodes=nodes + 1, processes_per_node=processes)
+    faster = all_reduce_s(
+        num_bytes, replace(machine, network_gbit_per_s=160.0), nodes=nodes, processes_per_node=processes
+    )
+    assert seconds is not None and larger is not None and wider is not None and faster is not None
+    assert larger >= seconds >= faster and wider >= seconds
+
+
+@pytest.fixture(scope="module")
+def on_gpus() -> TrainConfig:
+    return load(*BERT_LARGE, "instance=p5.48xlarge", "micro_batch_size=8", "max_steps=1000")
+
+
+@quick
+@given(nodes=st.integers(1, 8), batch=st.integers(1, 64), usd=st.floats(0.01, 1000), mfu=st.floats(0.01, 1))
+def test_figures_of_a_row_agree_with_one_another(on_gpus, nodes: int, batch: int, usd: float, mfu: float):
+    machine = replace(on_gpus.instance, usd_per_hour=usd, usd_per_hour_spot=usd / 3)
+    cfg = replace(on_gpus, micro_batch_size=batch, instance=machine)
+    result = of(cfg, nodes, 8, 128, mfu=mfu)
+    assert [each.nodes for each in result.rows] == sorted({nodes, 1, 2, 4, 8, 16})
+    for at in result.rows:
+        assert at.step_s is not None and at.compute_s is not None and at.allreduce_s is not None
+        assert at.sequences_per_s is not None and at.global_batch_size is not None and at.hours is not None
+        assert at.usd_on_demand is not None and at.usd_spot is not None and at.tokens_per_s is not None
+        assert at.step_s == pytest.approx(at.compute_s + at.allreduce_s)
+        assert at.sequences_per_s * at.step_s == pytest.approx(at.global_batch_size)
+        assert at.tokens_per_s == pytest.approx(128 * at.sequences_per_s)
+        assert at.hours == pytest.approx(1000 * at.step_s / 3600)
+        assert at.usd_on_demand == pytest.approx(at.hours * at.nodes * usd)
+        assert at.usd_spot == pytest.approx(at.usd_on_demand / 3)
+
+
+@pytest.mark.parametrize("mfu", [0.0, -1.0, 1.5])
+def test_a_share_of_the_peak_lies_between_0_and_1(mfu: float):
+    with pytest.raises(InputError, match="must be a share of the peak"):
+        of(load(*TRN1, "global_batch_size=96", "max_steps=1"), 1, 32, 128, mfu=mfu)
+
+
+def test_a_share_of_an_unknown_peak_is_refused():
+    with pytest.raises(InputError, match="the peak of instance=local is unknown; give calibrate=RUN"):
+        of(load(*LOCAL, "global_batch_size=64"), 1, 2, 32, mfu=0.3)
+
+
+# ---- the speed of a finished run -----------------------------------------------------------------------------------
+
+
+def line(kind: str, **values: object) -> dict[str, object]:
+    return {"kind": kind, "attempt": 1, "time_unix_s": 1.8e9, **values}
+
+
+END = line("summary", step=30, world_size=2, backend="ddp", precision="fp32", tokens_per_s=1.0, train_s=30.0)
+
+
+def write_run(folder: Path, lines: list[dict[str, object]], *overrides: str) -> str:
+    """2 ranks of a small BERT; 100 sequences/s between the lines of steps 10 and 30."""
+    folder.mkdir(exist_ok=True)
+    cfg = load(*LOCAL, "global_batch_size=50", *overrides)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return str(folder)
+
+
+def trained(step: int, train_s: float) -> dict[str, object]:
+    return line("train", step=step, examples=50 * step, tokens=32 * 50 * step, train_s=train_s)
+
+
+LINES = [trained(10, 25.0), trained(20, 30.0), line("eval", step=20, loss=1.0), trained(30, 35.0), END]
+
+
+def test_a_run_predicts_itself_and_in_proportion_others(tmp_path):
+    run = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
+    assert (run.sequences_per_s, run.seq_len, run.world_size, run.mfu) == (100.0, 32, 2, None)
+    at = row(of(load(*LOCAL, "global_batch_size=50"), 1, 2, 32, calibration=run), 1)
+    assert at.sequences_per_s == pytest.approx(100)
+    assert at.step_s == pytest.approx(0.5)
+    longer = row(of(load(*LOCAL, "global_batch_size=50"), 1, 2, 64, calibration=run), 1)
+    assert longer.step_s is not None and 0.99 < longer.step_s < 1.5  # attention costs more a token
+    one = row(of(load(*LOCAL, "global_batch_size=50"), 1, 1, 32, calibration=run), 1)
+    assert one.step_s == pytest.approx(1.0)
+
+
+def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
+    known = ["instance.name=known", "instance.device_tflops_fp32=0.001"]
+    run = read_calibration(write_run(tmp_path / "run", LINES, *known), S3Config())
+    assert run.mfu is not None and run.mfu == pytest.approx(run.flops_per_s / 1e9)
+    at = of(load(*LOCAL, "global_batch_size=64", "instance=p4d.24xlarge", "backend.precision=fp32"), 1, 8, 32,
+            calibration=run)  # fmt: skip
+    expected = of(load(*LOCAL, "global_batch_size=64", "instance=p4d.24xlarge", "backend.precision=fp32"), 1, 8, 32,
+                  mfu=min(1.0, run.mfu))  # fmt: skip
+    assert row(at, 1).compute_s == pytest.approx(row(expected, 1).compute_s)
+    without = read_calibration(write_run(tmp_path / "run", LINES), S3Config())
+    with pytest.raises(InputError, match="ran on instance=local, and without the peaks of both"):
+        of(load(*LOCAL, "global_batch_size=64", "instance=p4d.24xlarge"), 1, 8, 32, calibration=without)
+
+
+def test_only_the_last_attempt_that_ended_counts(tmp_path):
+    killed = [{**trained(40, 1.0), "attempt": 2}, {**trained(50, 1.1), "attempt": 2}]
+    assert read_calibration(write_run(tmp_path / "run", [*LINES, *killed]), S3Config()).sequences_per_s == 100.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], "it has no summary"),
+        (LINES[:-1], "it has no summary: the run has not ended yet"),
+        ([END], "its last attempt has 0 train lines, and a speed needs 2"),
+        ([LINES[0], END], "its last attempt has 1 train lines"),
+        ([*LINES[:-1], {**END, "world_size": "2"}], "world_size holds '2', not a count"),
+        ([*LINES[:-1], {**END, "world_size": 0}], "world_size=0 is no number of ranks"),
+        ([*LINES[:-1], {**END, "precision": 7}], "precision holds 7, not a text"),
+        ([trained(10, 25.0), trained(10, 30.0), END], "its train lines are not in the order of time"),
+        ([trained(10, 25.0), {**trained(30, 1.0), "train_s": None}, END], "train_s holds None"),
+        ([trained(10, 25.0), {**trained(30, 1.0), "examples": 1e300}, END], "is not that of steps"),
+        ([trained(10, 25.0), {**trained(30, 30.0), "tokens": 16001}, END], "tokens in 1000 sequences are not those"),
+    ],
+)
+def test_a_run_without_a_speed_is_refused_in_one_line(tmp_path, lines, says: str):
+    where = write_run(tmp_path / "run", lines)
+    with pytest.raises(InputError, match=f"^calibrate={where}: metrics.jsonl is damaged: .*{says}"):
+        read_calibration(where, S3Config())
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="is no run folder: it holds no metrics.jsonl"):
+        read_calibration(str(tmp_path), S3Config())
+    where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
+    with pytest.raises(InputError, match="the size of its model is unknown"):
+        read_calibration(where, S3Config())
+    (tmp_path / "run/config.yaml").write_text("run_dir: ${oc.env:HOME}\n")
+    with pytest.raises(InputError, match="nothing in a run's file is looked up"):
+        read_calibration(where, S3Config())
+
+
+FIELDS = st.sampled_from(["examples", "train_s", "tokens", "world_size", "precision", "backend", "kind", "attempt"])
+
+
+@pytest.fixture(scope="module")
+def run_config() -> TrainConfig:
+    return load(*LOCAL, "global_batch_size=50")
+
+
+@quick
+@given(
+    number=st.integers(0, len(LINES) - 1), changes=st.dictionaries(FIELDS, values, max_size=3), cut=st.integers(0, 40)
+)
+def test_any_metrics_give_a_speed_or_a_refusal_in_one_line(run_config, number: int, changes, cut: int):
+    lines = [dict(each) for each in LINES]
+    lines[number] |= changes
+    content = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    try:
+        run = measured(run_config, LocalFolder(Path("no/such/run")), read_lines(content[: len(content) - cut]))
+    except InputError as error:
+        assert "\n" not in str(error)
+    else:
+        assert isinstance(run, Calibration) and run.flops_per_s > 0

@@ -1,0 +1,95 @@
+"""The variables that a launched job's processes start with."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from running import ROOT
+
+from launch.environment import VARIABLES, environment
+from train.cli import compose as cli
+from train.config import InputError, InstanceConfig, TrainConfig
+from train.host import machine
+from train.host.cluster import cluster_environment
+from train.host.launched import Launched
+
+GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
+
+
+def of(name: str, *, nodes: int, processes: int) -> dict[str, str]:
+    instance = cli.load_config(TrainConfig, [*GIVEN, f"instance={name}"]).instance
+    return environment(instance, nodes=nodes, processes_per_node=processes)
+
+
+SHARED_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "processes", "variables"),
+    [
+        ("local", 1, 2, {}),
+        ("local", 2, 2, SHARED_STORE),
+        ("trn1.2xlarge", 1, 2, {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}),
+        (
+            "trn1.32xlarge",
+            16,
+            32,
+            SHARED_STORE
+            | {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"},
+        ),
+        ("p4d.24xlarge", 1, 8, ALLOCATOR | {"OMP_NUM_THREADS": "12"}),
+        ("p4d.24xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"FI_PROVIDER": "efa", "OMP_NUM_THREADS": "12"}),
+        ("p3.16xlarge", 2, 8, SHARED_STORE | ALLOCATOR | {"OMP_NUM_THREADS": "8"}),  # no EFA
+    ],
+)
+def test_a_job_gets_what_its_machines_need(name: str, nodes: int, processes: int, variables: dict[str, str]):
+    assert of(name, nodes=nodes, processes=processes) == variables
+
+
+@given(vcpus=st.integers(1, 256), processes=st.integers(1, 256), nodes=st.integers(1, 64))
+def test_the_threads_of_all_processes_fit_the_machine(vcpus: int, processes: int, nodes: int):
+    variables = environment(InstanceConfig(vcpus=vcpus), nodes=nodes, processes_per_node=processes)
+    threads = int(variables["OMP_NUM_THREADS"])
+    assert threads >= 1 and (threads * processes <= vcpus or threads == 1)
+
+
+def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
+    """The run leaves what it is given, so a value of the launcher would win."""
+    vendor = tmp_path / "class/infiniband/rdmap0/device/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x1d0f\n")
+    ours = of("trn1.32xlarge", nodes=2, processes=32)
+    launch = Launched(0, 64, 0, 32, master_addr="192.0.2.1")
+    runs = cluster_environment({}, launch, forks=True, sysfs=tmp_path)
+    runs |= machine.neuron_environment({"MASTER_ADDR": "10.0.0.4"}, nodes=2, stochastic_rounding=False)
+    assert {name: ours[name] for name in set(ours) & set(runs)} == {name: runs[name] for name in set(ours) & set(runs)}
+    assert not machine.bad_knobs(ours)
+
+
+def test_every_variable_has_a_reason_and_stands_once():
+    assert len({variable.name for variable in VARIABLES}) == len(VARIABLES)
+    assert all(variable.why for variable in VARIABLES)
+
+
+@pytest.mark.parametrize("sizes", [{"nodes": 0, "processes_per_node": 1}, {"nodes": 1, "processes_per_node": 0}])
+def test_a_job_without_processes_is_refused(sizes: dict[str, int]):
+    with pytest.raises(InputError, match="must be above 0"):
+        environment(InstanceConfig(), **sizes)
+
+
+def test_torch_reads_the_switch_of_the_shared_store():
+    """Should torch rename the variable, this is where it shows."""
+    code = (
+        "from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as H;"
+        "print(H.use_agent_store.fget(None))"
+    )
+    for variables, shares in ((SHARED_STORE, "False"), ({}, "True")):
+        environ = {name: value for name, value in os.environ.items() if name not in SHARED_STORE} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=environ, check=True, capture_output=True, text=True
+        )
+        assert done.stdout.strip() == shares

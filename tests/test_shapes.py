@@ -1,0 +1,113 @@
+"""Sizes and parameters of models without transformers, beside what transformers builds."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from train.config import InputError, ModelConfig
+from train.models.flops import train_flops_per_sequence
+from train.models.shapes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
+from train.storage.untrusted import BadContent
+
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("architecture", DEFAULTS)
+def test_defaults_are_those_of_transformers(architecture: str):
+    config = AutoConfig.for_model(architecture)
+    values = json.loads(config.to_json_string())
+    assert shape_of(values) == DEFAULTS[architecture]
+    assert config.hidden_size == DEFAULTS[architecture].hidden_size
+    assert train_flops_per_sequence(config, seq_len=64, predictions=10) == train_flops_per_sequence(
+        DEFAULTS[architecture], seq_len=64, predictions=10
+    )
+
+
+@pytest.mark.parametrize("architecture", DEFAULTS)
+@pytest.mark.parametrize(
+    ("head", "auto"), [("mlm", AutoModelForMaskedLM), ("classify", AutoModelForSequenceClassification)]
+)
+def test_parameters_are_counted_as_in_the_model(architecture: str, head: str, auto):
+    shape = replace(DEFAULTS[architecture], hidden_size=96, intermediate_size=384, num_hidden_layers=3, vocab_size=500)
+    shape = replace(shape, embedding_size=32) if shape.is_albert else shape
+    sizes = {name: getattr(shape, name) for name in NAMES} | {"num_attention_heads": 4}
+    if architecture == "distilbert":
+        sizes |= {"dim": 96, "hidden_dim": 384, "n_layers": 3, "n_heads": 4}
+    if shape.is_albert:
+        sizes["embedding_size"] = 32
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model(architecture, **sizes))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.trained_parameters(head=head) == pytest.approx(count, rel=0.01)
+
+
+def test_the_published_counts_of_parameters():
+    """BERT-large has 335 million with its head, ALBERT-base 11.2 with its own."""
+    assert PUBLISHED["bert-large-uncased"].trained_parameters(head="mlm") == pytest.approx(335e6, rel=0.01)
+    assert PUBLISHED["albert-base-v2"].trained_parameters(head="mlm") == pytest.approx(11.2e6, rel=0.01)
+
+
+def test_frozen_parts_have_no_gradients():
+    shape = PUBLISHED["bert-base-cased"]
+    whole = shape.trained_parameters(head="classify")
+    assert shape.trained_parameters(head="classify", freeze_embeddings=True) == whole - shape.embedding_parameters()
+    four = shape.trained_parameters(head="classify", freeze_layers=4)
+    assert four == whole - shape.embedding_parameters() - 4 * shape.layer_parameters()
+
+
+def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "vocab_size": 99}
+    new = find_shape(ModelConfig(architecture="bert", **sizes))
+    assert new == Shape("bert", 99, 64, 128, 2)
+    assert find_shape(ModelConfig(architecture="bert"), vocab_size=7) == replace(DEFAULTS["bert"], vocab_size=7)
+    assert find_shape(ModelConfig(architecture="deberta-v2")) is None
+    assert find_shape(ModelConfig(pretrained="google-bert/bert-base-cased")) == PUBLISHED["bert-base-cased"]
+    assert find_shape(ModelConfig(pretrained="someone/bert-base-cased")) is None  # may be any model
+    assert find_shape(ModelConfig(init_from="s3://bucket/run")) is None
+    assert not knows_vocabulary(ModelConfig()) and knows_vocabulary(ModelConfig(), vocab_size=7)
+    (tmp_path / "run/export").mkdir(parents=True)
+    assert find_shape(ModelConfig(init_from=str(tmp_path / "run"))) is None
+    config = {"model_type": "distilbert", "vocab_size": 99, "dim": 64, "hidden_dim": 128, "n_layers": 2}
+    (tmp_path / "run/export/config.json").write_text(json.dumps(config))
+    shape = find_shape(ModelConfig(init_from=str(tmp_path / "run")))
+    assert shape == Shape("distilbert", 99, 64, 128, 2, type_vocab_size=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "it is not a JSON object"),
+        ('{"model_type": "bert", "hidden_size": "768"}', "hidden_size holds '768', not a count"),
+        ('{"model_type": "bert", "hidden_size": 0}', "hidden_size=0 is no size of a model"),
+        ('{"model_type": "bert", "num_hidden_layers": 1000000000000}', "num_hidden_layers=1000000000000 is no size"),
+        ("{" * 100_000, "it is not JSON"),
+    ],
+)
+def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, text: str, says: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=f"config.json is damaged: {says}"):
+        find_shape(ModelConfig(pretrained=str(tmp_path)))
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+)
+KEYS = st.sampled_from([*NAMES, "type_vocab_size", "embedding_size", "num_hidden_groups", "dim", "n_layers", "x"])
+
+
+@given(st.dictionaries(KEYS, VALUES), st.sampled_from([*DEFAULTS, "x", None]))
+def test_any_configuration_gives_a_shape_nothing_or_a_refusal(values: dict[str, object], kind: object):
+    try:
+        shape = shape_of({**values, "model_type": kind})
+    except BadContent as error:
+        assert "\n" not in str(error)
+        return
+    assert (shape is None) == (kind not in DEFAULTS)
+    if shape is not None:
+        assert shape.trained_parameters(head="mlm") > 0
+        assert (train_flops_per_sequence(shape, seq_len=8) or 0) > 0

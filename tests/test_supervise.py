@@ -1,0 +1,113 @@
+"""What follows an attempt: another one, a requeue, or the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.config import ClusterConfig
+from launch.record import Event, Record
+from launch.supervise import Attempt, History, Seen, history_of, judge, look, supervise
+from train.config import S3Config
+from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
+
+CLUSTER = ClusterConfig(attempts=5, idle_attempts=2)
+FIRST = History(attempts=1, idle=0, is_stop_asked=False)
+NOTHING = Seen({}, -1)
+
+
+def outcome(kind, reason="it says why", *, goes_on=True):
+    return {"outcome": kind, "kind": "x", "reason": reason, "step": 6, "checkpoint": 6, "goes_on": goes_on}
+
+
+def ended(kind, reason="it says why", *, goes_on=True, asked=None, code=1):
+    return Attempt(NOTHING, Seen(outcome(kind, reason, goes_on=goes_on), 6), code, asked)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "expected"),
+    [
+        (ended("done", code=0), ("end", "done")),
+        (ended("refused", goes_on=False), ("end", "refused")),
+        (ended("failed", goes_on=False), ("end", "failed")),
+        (ended("failed"), ("again", "failed")),
+        (ended("failed", asked="the time limit is near"), ("requeue", "failed")),
+        (ended("stopped", "the file STOP in the run folder"), ("end", "stopped")),
+        (ended("stopped", "the file STOP in the run folder", asked="the time limit is near"), ("requeue", "stopped")),
+        (ended("stopped", "SIGTERM"), ("requeue", "stopped")),  # preempted: Slurm signals the tasks alone
+        (ended("stopped", "EC2 spot notice: terminate at 12:00"), ("requeue", "stopped")),
+        (ended("stopped", "max_run_s=60 is over"), ("end", "stopped")),
+        (Attempt(NOTHING, NOTHING, 1), ("again", "failed")),  # killed with its machine
+        (Attempt(NOTHING, NOTHING, 2), ("end", "refused")),  # before the run folder was taken
+        (Attempt(Seen(outcome("done"), 6), Seen(outcome("done"), 6), 1), ("again", "failed")),  # an older outcome
+    ],
+)
+def test_what_follows_an_attempt(attempt, expected):
+    verdict = judge(attempt, FIRST, CLUSTER)
+    assert (verdict.next, verdict.outcome) == expected and verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["failed", "stopped"])
+@pytest.mark.parametrize(
+    ("history", "limit"), [(History(5, 0, False), "cluster.attempts"), (History(3, 2, False), "cluster.idle_attempts")]
+)
+def test_a_job_gives_up(kind, history, limit):
+    verdict = judge(ended(kind, asked="the time limit is near"), history, CLUSTER)
+    assert (verdict.next, verdict.outcome) == ("end", "failed") and limit in verdict.reason
+
+
+def test_a_stop_that_was_asked_for_ends_even_a_run_that_failed():
+    verdict = judge(ended("failed"), History(1, 0, is_stop_asked=True), CLUSTER)
+    assert (verdict.next, verdict.outcome) == ("end", "stopped")
+
+
+def test_history_counts_since_the_last_submission():
+    def event(kind, **details):
+        return Event(kind, 0.0, "n1", details)
+
+    idle, busy = event("attempt_ended", made_progress=False), event("attempt_ended", made_progress=True)
+    events = [event("submitting"), idle, event("stop_asked"), event("submitting"), busy, idle, idle]
+    assert history_of(events) == History(attempts=3, idle=2, is_stop_asked=False)
+    assert history_of([*events, busy]) == History(attempts=4, idle=0, is_stop_asked=False)
+
+
+def test_only_committed_checkpoints_are_progress(tmp_path):
+    record = Record(str(tmp_path / "run"), S3Config())
+    assert look(record) == NOTHING
+    record.run.write("checkpoints/step_00000003/manifest.json", b"{}")
+    record.run.write("checkpoints/step_00000009/model.pt", b"")
+    assert look(record).checkpoint == 3
+
+
+class Run:
+    """A trainer that fails as it is asked to."""
+
+    def __init__(self, folder: Path, *endings: tuple[str, int]) -> None:
+        self.record, self.endings, self.seen_stop = Record(str(folder), S3Config()), list(endings), []
+
+    def __call__(self, number: int) -> int:
+        self.seen_stop.append(self.record.run.size(STOP_FILE) is not None)
+        kind, step = self.endings[number - 1]
+        self.record.run.write(f"checkpoints/step_{step:08d}/manifest.json", b"{}")
+        made = Outcome(kind, kind, f"attempt {number}", step, step, goes_on=kind == "failed", launch=[])
+        write_outcome(self.record.run, made, replaces_all=True)
+        return 1
+
+
+def test_attempts_are_made_until_the_run_is_done(tmp_path):
+    run = Run(tmp_path / "run", ("failed", 3), ("failed", 6), ("done", 9))
+    run.record.run.write(STOP_FILE, b"")  # of a job that was killed
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], pause_s=0)
+    assert (verdict.outcome, verdict.reason) == ("done", "attempt 3")
+    assert run.seen_stop == [False] * 3
+    kinds = [event.kind for event in run.record.events()]
+    assert kinds == ["attempt_began", "attempt_ended"] * 3
+    assert [event.details["next"] for event in run.record.events()[1::2]] == ["again", "again", "end"]
+
+
+def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
+    run = Run(tmp_path / "run", ("failed", 3), ("failed", 3), ("failed", 3), ("done", 9))
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], pause_s=0)
+    assert verdict.outcome == "failed" and "2 attempts in a row saved nothing new" in verdict.reason
+    assert read_outcome(run.record.run)["reason"] == "attempt 3"

@@ -1,0 +1,192 @@
+"""The sizes of an encoder and the number of its parameters, from its configuration alone. No torch here.
+
+The defaults of architectures are those of transformers, the sizes of published models those of the config.json of each
+on the Hub (2026-11).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from train.config import InputError, ModelConfig, check
+from train.storage.folders import Folder, LocalFolder, is_s3, local_path
+from train.storage.untrusted import BadContent, of_type, read_object
+
+MOST = 10**9  # of any size: their products stay numbers that a float holds
+MAX_CONFIG_BYTES = 2**20
+CONFIGS = ("config.json", "export/config.json", "model/config.json")  # of transformers' folder, and of a run's
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes by the names that transformers gives them."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2  # 0: no segments
+    embedding_size: int = 0  # of ALBERT, whose embedding is factorised; 0: hidden_size
+    num_hidden_groups: int = 1  # of ALBERT, whose layers share their weights
+
+    @property
+    def hidden_dim(self) -> int:
+        """DistilBERT's name of the intermediate size."""
+        return self.intermediate_size
+
+    @property
+    def is_albert(self) -> bool:
+        return self.model_type == "albert"
+
+    def embedding_parameters(self) -> int:
+        width = self.embedding_size if self.is_albert else self.hidden_size
+        rows = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
+        return (rows + 2) * width  # and the weight and bias of a LayerNorm
+
+    def layer_parameters(self) -> int:
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        attention = 4 * (hidden**2 + hidden)
+        return attention + 2 * hidden * ffn + ffn + hidden + 4 * hidden  # two products with biases, two LayerNorms
+
+    def trained_parameters(self, *, head: str, freeze_embeddings: bool = False, freeze_layers: int = 0) -> int:
+        """Parameters that have a gradient. `head` is the kind of the task: mlm | classify | qa. The few thousand of a
+        label's or a span's scores are left out.
+        """
+        hidden = self.hidden_size
+        layers = self.num_hidden_groups if self.is_albert else max(0, self.num_hidden_layers - freeze_layers)
+        total = layers * self.layer_parameters()
+        if self.is_albert:
+            total += self.embedding_size * hidden + hidden  # from the embedding to the layers
+        if not (freeze_embeddings or freeze_layers):
+            total += self.embedding_parameters()
+        if head == "mlm":  # a dense layer, a LayerNorm, and the bias of the scores; their weights are the embedding's
+            width = self.embedding_size if self.is_albert else hidden
+            return total + hidden * width + 3 * width + self.vocab_size
+        return total + (hidden**2 + hidden if head == "classify" else 0)  # a pooler, or a dense layer
+
+
+DEFAULTS = {
+    shape.model_type: shape
+    for shape in (
+        Shape("albert", 30_000, 4096, 16_384, 12, embedding_size=128),
+        Shape("bert", 30_522, 768, 3072, 12),
+        Shape("roberta", 50_265, 768, 3072, 12),
+        Shape("xlm-roberta", 30_522, 768, 3072, 12),
+        Shape("camembert", 30_522, 768, 3072, 12),
+        Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
+    )
+}
+
+
+def albert(hidden: int, layers: int) -> Shape:
+    return Shape("albert", 30_000, hidden, 4 * hidden, layers, embedding_size=128)
+
+
+def bert(vocab_size: int, hidden: int = 768, layers: int = 12) -> Shape:
+    return Shape("bert", vocab_size, hidden, 4 * hidden, layers)
+
+
+def roberta(kind: str, vocab_size: int, hidden: int = 768, layers: int = 12) -> Shape:
+    return Shape(kind, vocab_size, hidden, 4 * hidden, layers, max_position_embeddings=514, type_vocab_size=1)
+
+
+def distilbert(vocab_size: int) -> Shape:
+    return Shape("distilbert", vocab_size, 768, 3072, 6, type_vocab_size=0)
+
+
+PUBLISHED = {  # Hub ids without their organisation, which is one of OWNERS
+    **{f"albert-base-v{version}": albert(768, 12) for version in (1, 2)},
+    **{f"albert-large-v{version}": albert(1024, 24) for version in (1, 2)},
+    **{f"albert-xlarge-v{version}": albert(2048, 24) for version in (1, 2)},
+    **{f"albert-xxlarge-v{version}": albert(4096, 12) for version in (1, 2)},
+    "bert-base-uncased": bert(30_522),
+    "bert-base-cased": bert(28_996),
+    "bert-base-multilingual-cased": bert(119_547),
+    "bert-large-uncased": bert(30_522, 1024, 24),
+    "bert-large-cased": bert(28_996, 1024, 24),
+    "bert-large-uncased-whole-word-masking": bert(30_522, 1024, 24),
+    "bert-large-cased-whole-word-masking": bert(28_996, 1024, 24),
+    "distilbert-base-uncased": distilbert(30_522),
+    "distilbert-base-cased": distilbert(28_996),
+    "distilbert-base-multilingual-cased": distilbert(119_547),
+    "roberta-base": roberta("roberta", 50_265),
+    "roberta-large": roberta("roberta", 50_265, 1024, 24),
+    "xlm-roberta-base": roberta("xlm-roberta", 250_002),
+    "xlm-roberta-large": roberta("xlm-roberta", 250_002, 1024, 24),
+    "camembert-base": roberta("camembert", 32_005),
+}
+OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
+
+
+def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | None:
+    """The sizes of the model that a run would train; None if only transformers or the Hub can tell them.
+
+    `vocab_size` is that of the tokenizer, if it is known: a new model without `vocab_size` of its own takes it.
+    """
+    source = cfg.init_from or cfg.pretrained
+    if source is not None:
+        is_here = not is_s3(source) and local_path(source).is_dir()
+        return read_shape(LocalFolder(local_path(source))) if is_here else published(source)
+    default = DEFAULTS.get(cfg.architecture)
+    if default is None:
+        return None
+    given = {
+        "vocab_size": cfg.vocab_size or vocab_size,
+        "max_position_embeddings": cfg.max_positions,
+        "embedding_size": cfg.embedding_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+    }
+    return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
+    """Whether `find_shape` takes the vocabulary from something else than the architecture's default."""
+    return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
+
+
+def published(source: str) -> Shape | None:
+    """The sizes of a published model, by its Hub id."""
+    owner, _, name = source.rpartition("/")
+    return PUBLISHED.get(name) if owner in OWNERS else None
+
+
+def read_shape(folder: Folder) -> Shape | None:
+    """The sizes in the config.json of a folder, of transformers or of a run; None if there is none, or if it is of an
+    architecture that is not known here. InputError for a damaged file.
+    """
+    sizes = ((name, folder.size(name)) for name in CONFIGS)
+    name, num_bytes = next(((name, num_bytes) for name, num_bytes in sizes if num_bytes is not None), ("", 0))
+    if not name:
+        return None
+    path = f"{folder.location}/{name}"
+    check(num_bytes <= MAX_CONFIG_BYTES, f"{path} is larger than any configuration of transformers")
+    try:
+        return shape_of(read_object(folder.read(name)))
+    except BadContent as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+
+
+def shape_of(values: dict[str, Any]) -> Shape | None:
+    """The sizes in a config.json of transformers, whose defaults stand for what is missing. BadContent for a size that
+    no model has.
+    """
+    default = DEFAULTS.get(str(values.get("model_type")))
+    if default is None:
+        return None
+    theirs = {"distilbert": {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}}
+    names = theirs.get(default.model_type, {})
+    sizes = {}
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings",
+                 "type_vocab_size", "embedding_size", "num_hidden_groups"):  # fmt: skip
+        value = values.get(names.get(name, name), values.get(name))
+        if value is not None:
+            number = of_type(int, value, name)
+            if not (0 if name == "type_vocab_size" else 1) <= number <= MOST:
+                raise BadContent(f"{name}={number} is no size of a model")
+            sizes[name] = number
+    return replace(default, **sizes)
