@@ -61,6 +61,8 @@ def shown_moment(unix_s: float | None) -> str:
 def shown_duration(seconds: float) -> str:
     """A duration in its two largest units."""
     minutes, hours = seconds / 60, seconds / 3600
+    if seconds < 1:
+        return f"{seconds:.1g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     if minutes < 100:
