@@ -11,9 +11,7 @@ import os
 import shutil
 import signal
 import socket
-import socketserver
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +21,7 @@ from pathlib import Path
 from forks import TORCHRUN, free_port, start_forked
 from running import eventually
 from services.process import Process
+from services.relay import relaying
 
 PACKAGES = ("iproute2", "util-linux")
 NOT_PERMITTED = "the kernel permits no network namespaces here"  # a skip that --require-services accepts
@@ -131,15 +130,8 @@ class Machines:
             1
         ) as thread:  # namespaces are those of a thread, and its sockets stay where it made them
             listener = thread.submit(listen_inside, self.pids[0], ADDRESSES[0]).result()
-        relay = Relay((ADDRESSES[0], 0), Forward, bind_and_activate=False)
-        relay.socket.close()
-        relay.socket, relay.target = listener, ("127.0.0.1", port)
-        threading.Thread(target=relay.serve_forever, daemon=True).start()
-        try:
-            yield f"{ADDRESSES[0]}:{listener.getsockname()[1]}"
-        finally:
-            relay.shutdown()
-            relay.server_close()
+        with relaying(listener, port) as address:
+            yield address
 
     @contextmanager
     def slow(self, number: int, rate: str) -> Iterator[None]:
@@ -174,28 +166,6 @@ def three_machines(folder: Path) -> Iterator[Machines]:
         for number, (pid, address) in enumerate(zip(pids, ADDRESSES, strict=True)):
             inside(pid, "sh", "-ec", SET_UP, "sh", NAME.format(number), str(folder), address)
         yield Machines(pids)
-
-
-class Relay(socketserver.ThreadingTCPServer):
-    target: tuple[str, int]
-    daemon_threads = True
-
-
-class Forward(socketserver.BaseRequestHandler):
-    def handle(self) -> None:
-        assert isinstance(self.server, Relay)
-        with socket.create_connection(self.server.target) as server:
-            back = threading.Thread(target=pass_on, args=(server, self.request), daemon=True)
-            back.start()
-            pass_on(self.request, server)
-            back.join()
-
-
-def pass_on(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):  # one side was killed
-        while piece := source.recv(2**16):
-            target.sendall(piece)
-        target.shutdown(socket.SHUT_WR)
 
 
 def listen_inside(pid: int, address: str) -> socket.socket:

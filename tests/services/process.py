@@ -69,3 +69,11 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def is_alive(pid: int) -> bool:
+    """Also False for a zombie, which waits for its parent only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from services.fault_proxy import Fault
-from services.process import Process, free_port
+from services.process import Process, free_port, is_alive
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
 
@@ -122,14 +122,6 @@ def test_a_process_does_not_outlive_the_tests(tmp_path):
     while is_alive(int(done.stdout)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Also False for a zombie, which waits for its parent only."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_program_that_does_not_start_shows_its_log(tmp_path):

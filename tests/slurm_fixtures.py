@@ -1,0 +1,34 @@
+"""Fixtures: a real Slurm cluster for each process of a test run, and its commands for a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from services.machines import NOT_PERMITTED
+from services.slurm_cluster import PACKAGES, SlurmCluster, fault, missing_programs, slurm_cluster
+
+
+@pytest.fixture(scope="session")
+def shared_slurm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two nodes, or as many as `@pytest.mark.parametrize("shared_slurm", [3], indirect=True)` wants."""
+    if missing := missing_programs():
+        reason = f"no Slurm to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
+        if request.config.getoption("--require-services"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+    if said := fault():
+        pytest.skip(f"{NOT_PERMITTED}: {said}")
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=getattr(request, "param", 2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm(shared_slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SlurmCluster:
+    """The cluster without jobs and with all nodes idle, in an environment and a folder from which to submit to it."""
+    shared_slurm.restore()
+    for name, value in shared_slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)  # where jobs print what they print
+    return shared_slurm
