@@ -1,0 +1,350 @@
+"""Slurm's commands: what is read of their output, whatever stands in it, and what they do on a real cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hostile import quick
+from hypothesis import given
+from hypothesis import strategies as st
+from running import eventually
+from services.slurm_jobs import output, submit, wait_for_state, write_script
+
+from launch.slurm.commands import Slurm, check_name, check_request, clock, job_name
+from launch.slurm.records import Partition, duration_s, read_accounted, read_jobs, read_partitions
+from train.config import Failure, InputError, Unreachable
+from train.storage.untrusted import BadContent
+
+RECORDED = Path(__file__).parent / "recorded/slurm"
+TWO = {"n[1-2]": ("n1", "n2"), "n1": ("n1",)}
+SLEEP = "echo started ${SLURM_RESTART_COUNT-first} on $SLURM_JOB_NODELIST; exec sleep 600"
+
+
+def recorded(name: str) -> str:
+    return (RECORDED / f"{name}.txt").read_text()
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_read_from_what_scontrol_shows():
+    (job,) = read_jobs(recorded("job_running"), 6, TWO.__getitem__)
+    assert (job.job_id, job.name, job.state, job.is_over) == (6, "train-1.a_b", "RUNNING", False)
+    assert (job.nodes, job.partition, job.reason, job.restarts) == (("n1", "n2"), "main", "", 0)
+    assert (job.submitted_s, job.started_s, job.ended_s) == (1795371300, 1795371300, 1795376700)  # date --utc +%s
+    assert job.time_limit_s == 5400
+    (job,) = read_jobs(recorded("job_requeued"), 6, TWO.__getitem__)
+    assert (job.state, job.reason, job.restarts, job.nodes) == ("PENDING", "BeginTime", 1, ())
+    (job,) = read_jobs(recorded("job_pending"), 7, TWO.__getitem__)
+    assert (job.reason, job.started_s, job.ended_s, job.time_limit_s) == ("Dependency", None, None, None)
+    (job,) = read_jobs(recorded("job_failed"), 1, TWO.__getitem__)
+    assert (job.state, job.exit_code, job.exit_signal, job.is_over) == ("FAILED", 7, 0, True)
+
+
+def test_the_tasks_of_an_array_are_read():
+    tasks = read_jobs(recorded("job_array"), 3, TWO.__getitem__)
+    assert [(task.job_id, task.array_task, task.state) for task in tasks] == [
+        (3, "2-9", "PENDING"),
+        (5, "1", "RUNNING"),
+        (4, "0", "RUNNING"),
+    ]
+    tasks = read_accounted(recorded("sacct_array"), 3, TWO.__getitem__)
+    assert [(task.array_task, task.exit_code) for task in tasks] == [("0", 0), ("1", 1), ("2", 0), ("3", 0), ("4", 0)]
+
+
+def test_accounting_has_a_line_for_each_start():
+    (job,) = read_accounted(recorded("sacct_requeued"), 4, TWO.__getitem__)
+    assert (job.state, job.restarts, job.nodes, job.time_limit_s) == ("CANCELLED", 1, ("n1", "n2"), 86400)
+
+
+def test_a_name_that_imitates_scontrol_is_refused():
+    with pytest.raises(BadContent, match="job 8 cannot be read: 2 of its lines"):
+        read_jobs(recorded("job_hostile"), 8, TWO.__getitem__)
+
+
+RECORD = recorded("job_running")
+HEAD, BODY = RECORD.split("\n", 1)
+FORGED = BODY.replace("RUNNING", "FAILED")
+pieces = [*BODY.splitlines(keepends=True), "\n", FORGED, HEAD, "JobId=6 ArrayJobId=6 ArrayTaskId=1 JobName="]
+forgeries = st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=5)), max_size=5).map("".join)
+
+
+@quick
+@given(forgeries, forgeries)
+def test_neither_name_nor_comment_of_a_job_changes_what_is_read_of_it(name: str, comment: str):
+    text = RECORD.replace("train-1.a_b", name).replace("   Power=\n", f"   Comment={comment}\n   Power=\n")
+    try:
+        (job,) = read_jobs(text, 6, TWO.__getitem__)
+    except BadContent:
+        return
+    (good,) = read_jobs(RECORD, 6, TWO.__getitem__)
+    assert replace(job, name="") == replace(good, name="")
+
+
+texts = st.one_of(
+    st.text(),
+    st.tuples(st.sampled_from([recorded(path.stem) for path in RECORDED.glob("*.txt")]), st.text(max_size=5)).flatmap(
+        lambda pair: st.integers(0, len(pair[0])).map(lambda at: pair[0][:at] + pair[1] + pair[0][at + 3 :])
+    ),
+)
+
+
+@quick
+@given(texts)
+def test_damaged_output_is_refused_or_read_never_a_traceback(text: str):
+    def expand(hosts: str) -> tuple[str, ...]:
+        return tuple(hosts.split(","))
+
+    for read in (
+        lambda: read_jobs(text, 6, expand),
+        lambda: read_accounted(text, 3, expand),
+        lambda: read_partitions(text),
+    ):
+        try:
+            read()
+        except BadContent as error:
+            assert "\n" not in str(error)
+
+
+def test_durations_are_read_and_written():
+    for seconds, text in ((59, "0-00:00:59"), (5400, "0-01:30:00"), (86400, "1-00:00:00"), (1e6, "11-13:46:40")):
+        assert clock(seconds) == text
+        assert duration_s(text) == seconds
+    assert [duration_s(text) for text in ("05:00", "01:30:00", "UNLIMITED")] == [300, 5400, None]
+
+
+@quick
+@given(st.text(max_size=100))
+def test_any_run_folder_gives_a_job_name(run_dir: str):
+    check_name(job_name(run_dir))
+
+
+def test_job_names_say_which_run():
+    assert re.fullmatch("albert_v1-[0-9a-f]{8}", job_name("s3://bucket/runs/albert v1/"))
+    assert job_name("a/run/") == job_name("a/run") != job_name("b/run")
+    for name in ("", "a b", "a\n", "$(x)", "x" * 65, "a/b"):
+        with pytest.raises(InputError, match="is not a job name"):
+            check_name(name)
+
+
+SMALL = Partition("small", num_nodes=4, max_nodes=2, max_time_s=3600, is_default=True)
+LARGE = Partition("large", num_nodes=9, max_nodes=None, max_time_s=None, is_default=False)
+
+
+def test_a_request_that_would_wait_for_ever_is_refused():
+    check_request(SMALL, nodes=2, time_limit_s=3600)
+    check_request(LARGE, nodes=9, time_limit_s=None)
+    with pytest.raises(
+        InputError, match="nodes=3 is more .* small can have; ask for at most 2, or choose partition large"
+    ):
+        check_request(SMALL, nodes=3, time_limit_s=60, others=[SMALL, LARGE])
+    with pytest.raises(InputError, match="limit of 0-01:00:01 is more than the 0-01:00:00 of partition small"):
+        check_request(SMALL, nodes=1, time_limit_s=3601)
+    with pytest.raises(InputError, match="no time limit is more than"):
+        check_request(SMALL, nodes=1, time_limit_s=None)
+
+
+# ---- a machine without Slurm ---------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_slurm_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match="scontrol is not on the PATH; start this on a login node"):
+        Slurm().job(1)
+
+
+def tool(folder: Path, name: str, body: str) -> None:
+    """A program of this name, first on the PATH."""
+    write_script(folder / name, body).chmod(0o755)
+
+
+def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    tool(tmp_path, "sbatch", "echo 'sbatch: error: please wait' >&2; exec sleep 600")
+    with pytest.raises(
+        Unreachable, match=r"gave no answer in 0.5 s; it said: please wait; .*whether the job was submitted"
+    ):
+        Slurm(timeout_s=0.5).submit([], tmp_path / "x")
+
+
+def test_accounting_that_does_not_answer_is_not_taken_for_a_job_that_is_gone(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    tool(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    tool(tmp_path, "sacct", "echo 'sacct: error: Problem talking to the database: x' >&2; exit 1")
+    with pytest.raises(Unreachable, match="accounting does not answer: Problem talking"):
+        Slurm().job(3)
+    tool(tmp_path, "sacct", f"head -n 1 {RECORDED}/sacct_array.txt")
+    job = Slurm().job(5)
+    assert job is not None and (job.state, job.nodes) == ("COMPLETED", ("n1",))
+
+
+# ---- a real cluster ------------------------------------------------------------------------------------------------
+
+
+def test_the_states_of_jobs(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC-05:45")
+    began_s = time.time()
+    done, failed = submit(slurm, tmp_path, "srun hostname", "-N2"), submit(slurm, tmp_path, "exit 7")
+    killed, runs = submit(slurm, tmp_path, "kill -KILL $$"), submit(slurm, tmp_path, SLEEP, "-N2", "--time=5")
+    waits = submit(slurm, tmp_path, SLEEP, f"--dependency=afterok:{runs}")
+    for job_id, state in ((done, "COMPLETED"), (failed, "FAILED"), (killed, "FAILED"), (runs, "RUNNING")):
+        wait_for_state(slurm, job_id, state)
+        job = Slurm().job(job_id)
+        assert job is not None and job.state == state
+    job = Slurm().job(runs)
+    assert job is not None and job.nodes == ("n1", "n2") and job.time_limit_s == 300
+    assert job.submitted_s is not None and began_s - 1 < job.submitted_s < time.time() + 1  # whole seconds
+    assert job.ended_s == (job.started_s or 0) + 300
+    assert [(job.exit_code, job.exit_signal) for i in (failed, killed) if (job := Slurm().job(i))] == [(7, 0), (0, 9)]
+    waiting = Slurm().job(waits)
+    assert waiting is not None and (waiting.state, waiting.reason) == ("PENDING", "Dependency")
+    Slurm().cancel(runs)
+    wait_for_state(slurm, runs, "CANCELLED")
+    job = Slurm().job(runs)
+    assert job is not None and job.is_over
+    assert sorted(output(tmp_path, done).split()) == ["n1", "n2"]
+
+
+def test_arguments_of_a_script_arrive_as_they_are(slurm, tmp_path):
+    arguments = ["--x=$(touch leaked)", "a,b=[1,2]", "two\nlines", "'\"", "", "-N9", "ünï"]
+    script = write_script(tmp_path / "a script.sh", "printf '%s\\0' \"$@\"")
+    job_id = Slurm().submit(["--job-name=a-b", f"--output={tmp_path}/out"], script, arguments)
+    wait_for_state(slurm, job_id, "COMPLETED")
+    assert (tmp_path / "out").read_text().split("\0")[:-1] == arguments
+    assert not (tmp_path / "leaked").exists()
+
+
+def test_variables_of_the_environment_add_no_options(slurm, tmp_path, monkeypatch):
+    for name, value in {"SBATCH_ARRAY_INX": "0-9", "SBATCH_WAIT": "1", "SLURM_TIME_FORMAT": "relative"}.items():
+        monkeypatch.setenv(name, value)
+    job_id = Slurm().submit([f"--output={tmp_path}/out"], write_script(tmp_path / "s", "sleep 600"))
+    (job,) = Slurm().tasks(job_id)
+    assert job.array_task is None and job.submitted_s is not None
+
+
+def test_an_estimate_submits_nothing(slurm, tmp_path):
+    said = Slurm().estimate(["--nodes=2"], write_script(tmp_path / "s", "true"))
+    assert said.startswith("to start at 20") and "on nodes n[1-2] in partition main" in said
+    assert Slurm().job_ids("s") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--partition=nosuch"], "invalid partition specified: nosuch; .*`sinfo --summarize` shows"),
+        (["--constraint=fast"], "Invalid feature specification; `sinfo --format='%N %f'`"),
+        (["--reservation=x"], "Requested reservation is invalid; `scontrol show reservations`"),
+        (["--nodelist=n9"], "Invalid node name specified; `sinfo --Node"),
+        (["--gres=gpu:1"], "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`"),
+        (["--bogus"], "unrecognized option '--bogus'"),
+        (["--export=ALL,A=1,2"], "--export splits values at commas"),
+    ],
+)
+def test_a_refused_job_says_why_and_what_to_do(slurm, tmp_path, options: list[str], said: str):
+    script = write_script(tmp_path / "s", "true")
+    with pytest.raises(InputError, match=said) as refused:
+        Slurm().submit(options, script)
+    assert "\n" not in str(refused.value)
+
+
+def test_partitions_and_their_limits(slurm):
+    main, urgent = Slurm().partition(), Slurm().partition("urgent")
+    assert main == Partition("main", num_nodes=2, max_nodes=None, max_time_s=86400, is_default=True)
+    assert urgent.max_time_s is None
+    with pytest.raises(InputError, match="there is no partition 'nosuch'; choose one of: main, urgent"):
+        Slurm().partition("nosuch")
+
+
+def test_a_requeued_job_starts_again_on_other_nodes(slurm, tmp_path):
+    job_id = submit(slurm, tmp_path, SLEEP, "--requeue", "--job-name=again")
+    wait_for_state(slurm, job_id, "RUNNING")
+    assert Slurm().job_ids("again") == [job_id]
+    with pytest.raises(Failure, match="no longer pending"):
+        Slurm().exclude(job_id, ["n1"])
+    Slurm().requeue(job_id)
+    Slurm().exclude(job_id, ["n1"])
+    wait_for_state(slurm, job_id, "PENDING", restarts=1)
+    Slurm().start_now(job_id)
+    wait_for_state(slurm, job_id, "RUNNING", restarts=1)
+    job = Slurm().job(job_id)
+    assert job is not None and (job.restarts, job.nodes) == (1, ("n2",))
+    eventually(lambda: output(tmp_path, job_id).endswith("started 1 on n2\n"))
+    assert output(tmp_path, job_id).startswith("started first on n1\n")
+
+
+def test_a_signal_reaches_the_batch_script(slurm, tmp_path):
+    job_id = submit(slurm, tmp_path, "trap 'echo got USR1; exit 3' USR1; echo ready; while :; do sleep 0.1; done")
+    eventually(lambda: "ready" in output(tmp_path, job_id))
+    Slurm().signal(job_id, "USR1")
+    wait_for_state(slurm, job_id, "FAILED")
+    assert "got USR1" in output(tmp_path, job_id)
+    with pytest.raises(Failure, match="scancel .*Invalid job id"):
+        Slurm().signal(job_id, "USR1")
+
+
+def test_tasks_of_an_array(slurm, tmp_path):
+    job_id = submit(slurm, tmp_path, "exit $SLURM_ARRAY_TASK_ID", "--array=0-2")
+    eventually(lambda: all(task.is_over for task in Slurm().tasks(job_id)))
+    codes = {task.array_task: (task.state, task.exit_code) for task in Slurm().tasks(job_id)}
+    assert codes == {"0": ("COMPLETED", 0), "1": ("FAILED", 1), "2": ("FAILED", 2)}
+
+
+def test_a_hostile_name_on_the_cluster_is_refused(slurm, tmp_path):
+    job_id = submit(slurm, tmp_path, SLEEP, "--job-name=x\n   JobState=COMPLETED Reason=None Dependency=(null)\n")
+    with pytest.raises(BadContent, match=f"job {job_id} cannot be read"):
+        Slurm().job(job_id)
+
+
+def test_a_drained_node_takes_no_jobs(slurm, tmp_path):
+    Slurm().drain("n1", "failed\nthe $(health) check")
+    shown = slurm.run("scontrol", "show", "node", "n1")
+    assert "DRAIN" in shown and "Reason=failed the $(health) check [" in shown
+    job_id = submit(slurm, tmp_path, SLEEP, "-N2")
+    eventually(lambda: (job := Slurm().job(job_id)) and job.reason == "ReqNodeNotAvail,_UnavailableNodes:n1")
+    with pytest.raises(BadContent, match="is not the name of a host"):
+        Slurm().drain("n1 State=UP", "x")
+
+
+def test_lists_of_hosts_are_expanded(slurm):
+    assert Slurm().hostnames("n[1-3,7],x") == ("n1", "n2", "n3", "n7", "x")
+    for hosts in ("n[1-", "$(x)", "-h", ""):
+        with pytest.raises(InputError):
+            Slurm().hostnames(hosts)
+
+
+def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
+    with pytest.raises(InputError, match="no configuration of Slurm .SLURM_CONF=/nowhere/slurm.conf.; start this on"):
+        Slurm(timeout_s=0.5).partitions()
+
+
+def test_a_job_of_a_lost_node_is_queued_again(slurm, tmp_path):
+    job_id = submit(slurm, tmp_path, SLEEP, "-N2", "--requeue")
+    wait_for_state(slurm, job_id, "RUNNING")
+    slurm.lose("n2")
+    wait_for_state(slurm, job_id, "PENDING", restarts=1)
+    job = Slurm().job(job_id)
+    assert job is not None and (job.state, job.restarts, job.nodes) == ("PENDING", 1, ())
+    slurm.start("n2")
+    Slurm().start_now(job_id)
+    eventually(lambda: "started 1 on n[1-2]" in output(tmp_path, job_id))
+
+
+def test_while_slurmctld_is_away_commands_say_so_and_jobs_go_on(slurm, tmp_path):
+    job_id = submit(slurm, tmp_path, SLEEP)
+    wait_for_state(slurm, job_id, "RUNNING")
+    slurm.stop_controller()
+    said = "slurmctld does not answer sbatch; it said: .*; `scontrol ping` shows .*; `squeue --me` shows whether"
+    with pytest.raises(Unreachable, match=said):
+        Slurm().submit([], write_script(tmp_path / "s", "true"))
+    slurm.start_controller()
+    job = Slurm().job(job_id)
+    assert job is not None and job.state == "RUNNING"
+    slurm.stop_controller()
+    slurm.start_controller(forget=True)
+    assert Slurm().job(job_id) is None
