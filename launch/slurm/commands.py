@@ -161,6 +161,15 @@ class Slurm:
         check(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)), f"{shown(hosts)} is not a list of hosts")
         return check_hosts(self.answer("scontrol", "show", "hostnames", hosts, reads=True).split())
 
+    def address(self, node: str) -> str:
+        """The address at which the other nodes reach this one: what the site has given Slurm (NodeAddr)."""
+        check_hosts([node])
+        text = self.answer("scontrol", "--oneliner", "show", "node", node, reads=True)
+        matches = re.findall(r" NodeAddr=(\S+)", text)
+        if len(matches) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", matches[0]):
+            raise Failure(f"scontrol shows no address of node {node}: {one_line(text)[:80]}")
+        return str(matches[0])
+
     def partitions(self) -> list[Partition]:
         return read_partitions(self.answer("scontrol", "--oneliner", "show", "partition", reads=True))
 
