@@ -113,13 +113,16 @@ def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State
 
 
 def state_of(kind: str, answer: Answer, history: History) -> str:
-    """One term: waiting, starting, running, stopping, done, stopped, failed, refused, ended (another program's term),
-    cancelled, vanished (the record has no end), not submitted, or unknown.
+    """One term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped, failed,
+    refused, ended (with an outcome that is not known), cancelled, vanished (the record has no end), not submitted. The
+    scheduler does not say: unknown.
     """
     submission, ended = history.submission, history.ended
     if submission is None or submission.refusal:
         return "not submitted"
     if answer.is_active:
+        if ended is not None:
+            return "ending"
         if history.stop_asked_unix_s is not None or history.cancelled_unix_s is not None:
             return "stopping"
         if history.running_attempt is not None:
