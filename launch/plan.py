@@ -13,6 +13,7 @@ from launch.config import LaunchConfig
 from launch.environment import environment
 from launch.job import Code, Job
 from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
+from train.config.backend import check_backend
 from train.host.launched import Launched, check_launch
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.untrusted import FileName, Sha256
@@ -56,7 +57,7 @@ def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
     if isinstance(run, TrainConfig):
         world = cfg.nodes * ranks
         check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
-        check_backend(run, cfg)
+        check_backend(run.backend, cfg.instance)
     else:
         check(
             cfg.nodes == 1, f"nodes={cfg.nodes} are for training: a preparation has parts={cfg.nodes}, a machine each"
@@ -82,12 +83,6 @@ def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
         parts=cfg.parts or 1,
         parts_at_once=cfg.parts_at_once,
     )
-
-
-def check_backend(run: TrainConfig, cfg: LaunchConfig) -> None:
-    device, backend = cfg.instance.device, run.backend.name
-    wrong = (device == "cuda" and backend == "xla") or (device == "neuron" and backend == "ddp")
-    check(not wrong, f"backend={backend} does not run on {cfg.instance.name}; leave it out, or choose another instance")
 
 
 def safe_name(location: str) -> str:

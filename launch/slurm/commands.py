@@ -6,6 +6,7 @@ refuses for another reason.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -273,9 +274,12 @@ def check_name(name: str) -> None:
 
 
 def job_name(run_dir: str) -> str:
-    """A name for the job of a run: the last part of its folder's path, other characters as "_"."""
-    last = run_dir.rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]", "_", last)[:64] or "run"
+    """A name for the job of a run, which no run in another folder has, so that jobs of one name can exclude each other:
+    the last part of the folder's path with other characters as "_", and eight digits that stand for the whole path.
+    """
+    path = run_dir.rstrip("/")
+    last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
+    return f"{last}-{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def is_kept(variable: str) -> bool:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.job import Job
-from launch.plan import safe_name
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.slurm.commands import Slurm, check_request
+from launch.slurm.commands import Slurm, check_request, job_name
 from launch.slurm.config import SlurmConfig, time_limit_s
 from launch.slurm.records import Job as SlurmJob
 from train.config import InputError
-from train.storage.folders import sha256_bytes
 
 SCRIPT = Path(__file__).with_name("job.sh")
 AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
@@ -81,7 +79,7 @@ def options(job: Job, record: Record) -> list[str]:
     """The options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
     cluster = settings(job)
     logs = record.local_folder() / "logs"
-    name = f"{safe_name(record.run_dir)}-{sha256_bytes(record.location.encode())[:8]}"
+    name = job_name(record.run_dir)
     given = [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
     given += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
     given += ["--exclusive", "--mem=0"] if cluster.exclusive else []
