@@ -25,7 +25,7 @@ from launch.logs import Wanted
 from launch.record import Record
 from launch.schedulers import MODULES, State
 from launch.status import status
-from launch.values import shown_duration
+from launch.values import count, moment, number, shown_duration
 from launch.verbs import VERBS, main
 from train.cli.command import DONE, FAILED, REFUSED
 from train.config import InputError, Unreachable
@@ -525,6 +525,13 @@ LINE = {
     "goodput": 1.0,
 }
 EVALUATED = {"kind": "eval", "attempt": 1, "step": 3, "time_unix_s": 1.8e9, "loss": 2.0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, -(10**400), True, "1", None, [1]])
+def test_a_value_that_is_no_sensible_number_is_unknown(value):
+    assert number({"key": value}, "key") is count({"key": value}, "key") is moment({"key": value}, "key") is None
+
+
 text = st.one_of(names, st.sampled_from(["\x1b[2J", "\x9b31m", "\u2028", "[red]x[/red]", "\x1b]0;x\x07"]))
 
 
