@@ -74,7 +74,7 @@ def of_run(status: Status) -> list[Row]:
         ("time left", "" if left_s is None else shown_duration(left_s)),
         ("checkpoint", "" if progress.checkpoint is None else f"step {progress.checkpoint:,}"),
         ("cost", "" if progress.cost_usd is None else f"${progress.cost_usd:,.2f}"),
-        ("last line", "" if age_s is None else f"{shown_duration(age_s)} ago"),
+        ("last line", "" if age_s is None else f"{shown_duration(round(age_s))} ago"),
         ("outcome", f"{end.outcome}: {end.reason}" if end and not status.history.running_attempt else ""),
     ]
 

@@ -220,8 +220,8 @@ def lost(seen: Status) -> str:
     if step is None or seen.history.running_attempt is None:
         return "no step is lost"
     if checkpoint is None:
-        return f"all {step:,} steps are lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: what lies between is lost"
+        return f"all {step:,} steps may be lost: there is no checkpoint yet"
+    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: what lies between may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------

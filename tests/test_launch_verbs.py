@@ -25,6 +25,7 @@ from launch.logs import Wanted
 from launch.record import Record
 from launch.schedulers import MODULES, State
 from launch.status import status
+from launch.values import count, moment, number, shown_duration
 from launch.verbs import VERBS, main
 from train.cli.command import DONE, FAILED, REFUSED
 from train.config import InputError, Unreachable
@@ -280,6 +281,22 @@ def test_every_verb_has_help(verb, capsys):
     assert f"python -m launch {verb}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        *[(0, "0 s"), (0.16, "0.2 s"), (99, "99 s"), (101, "2 min"), (5970, "1 h 40 min")],
+        *[
+            (6840, "1 h 54 min"),
+            (2 * 86400, "2 days 0 h"),
+            (4 * 86400 - 60, "4 days 0 h"),
+            (1e12, "11,574,074 days 2 h"),
+        ],
+    ],
+)
+def test_a_duration_has_its_largest_units(seconds, shown):
+    assert shown_duration(seconds) == shown
+
+
 # ---- list ------------------------------------------------------------------------------------------------------------
 
 
@@ -478,7 +495,7 @@ def test_a_preparation_is_not_stopped_but_cancelled(run, fake, capsys):
 
 def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake, capsys):
     run.begin().trained(step=40)
-    lost = "step 40 was reached, the newest checkpoint is of step 30: what lies between is lost"
+    lost = "step 40 was reached, the newest checkpoint is of step 30: what lies between may be lost"
     assert main(["cancel", "runs/mine"]) == DONE
     assert lost in capsys.readouterr().out and fake.cancelled == []
     assert main(["cancel", "runs/mine", "--yes"]) == DONE
@@ -489,7 +506,7 @@ def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake, capsys
 def test_cancel_of_a_run_without_a_checkpoint_loses_all(run, capsys):
     run.begin().describe().metrics({"kind": "train", "step": 5})
     assert main(["cancel", "runs/mine"]) == DONE
-    assert "all 5 steps are lost" in capsys.readouterr().out
+    assert "all 5 steps may be lost" in capsys.readouterr().out
 
 
 # ---- what others wrote -----------------------------------------------------------------------------------------------
@@ -508,6 +525,13 @@ LINE = {
     "goodput": 1.0,
 }
 EVALUATED = {"kind": "eval", "attempt": 1, "step": 3, "time_unix_s": 1.8e9, "loss": 2.0}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, -(10**400), True, "1", None, [1]])
+def test_a_value_that_is_no_sensible_number_is_unknown(value):
+    assert number({"key": value}, "key") is count({"key": value}, "key") is moment({"key": value}, "key") is None
+
+
 text = st.one_of(names, st.sampled_from(["\x1b[2J", "\x9b31m", "\u2028", "[red]x[/red]", "\x1b]0;x\x07"]))
 
 
