@@ -1,6 +1,7 @@
 # make setup   .venv with all that is needed to train and test on a CPU
 # make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
+# make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
 # make test    run the tests          make lint   style and types          make bench   the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
