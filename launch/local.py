@@ -9,17 +9,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType
+
+import psutil
 
 from launch import processes
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.supervise import CODES, Verdict, attempt_name, supervise
+from launch.supervise import CODES, StopRequest, Verdict, attempt_name, supervise
 from train.cli.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host.processes import is_alive, read_process
-from train.run_folder.outcome import STOP_FILE
 
 
 class Scheduler:
@@ -55,9 +55,13 @@ class Scheduler:
         return State(True, f"process {pid} on {host}", [str(host)])
 
     def cancel(self, handle: Handle) -> None:
-        if self.state(handle).is_active:
-            with suppress(ProcessLookupError):  # it ended meanwhile
-                os.killpg(handle["pid"], signal.SIGKILL)  # a session of its own: torchrun's ranks are in it
+        if not self.state(handle).is_active:
+            return
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            supervisor = psutil.Process(handle["pid"])
+            for process in [supervisor, *supervisor.children(recursive=True)]:  # ranks have sessions of their own
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -92,24 +96,18 @@ def prepare(record: Record, job: Job) -> Verdict:
 
 
 def train(record: Record, job: Job) -> Verdict:
-    stops: list[str] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        if not stops:
-            stops.append(signal.Signals(number).name)
-            record.note("stop_asked", reason=stops[0])
-        record.run.write(STOP_FILE, b"")
-
+    stop = StopRequest(record)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
     cluster = cluster_of(job)
     if cluster.gate and (failure := gate(record, job)):
         return Verdict("end", "failed", failure)
     return supervise(
         record,
         cluster,
-        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}"),
+        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}", stop=stop),
         nodes=[platform.node()],
+        stop=stop,
     )
 
 
@@ -125,9 +123,10 @@ def gate(record: Record, job: Job) -> str:
     return f"this machine is not fit to train: {reason}" if reason else ""
 
 
-def on_this_machine(record: Record, job: Job, verb: str, *arguments: str) -> int:
+def on_this_machine(record: Record, job: Job, verb: str, *arguments: str, stop: StopRequest | None = None) -> int:
     command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
-    return processes.exit_code(processes.start(command, env=os.environ))
+    process = processes.start(command, env=os.environ)
+    return processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from train.host.launcher import PR_SET_PDEATHSIG
 
+POLL_S = 1.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -31,7 +32,12 @@ def start(
     return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=end_with_parent)
 
 
-def exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process; its exit code as shells report it."""
-    code = process.wait()
-    return 128 - code if code < 0 else code
+def exit_code(process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Wait for a process, and call `meanwhile` every POLL_S; its exit code as shells report it."""
+    while True:
+        try:
+            code = process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            meanwhile()
+        else:
+            return 128 - code if code < 0 else code

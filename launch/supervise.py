@@ -15,10 +15,12 @@ from typing import Any
 from launch.config import ClusterConfig
 from launch.record import Event, Record
 from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
 
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
+FIRST_FILE = "environment.json"  # of a run folder
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
 
@@ -121,6 +123,32 @@ def history_of(events: list[Event]) -> History:
     return History(len(ended), idle, any(event.kind == "stop_asked" for event in events[first:]))
 
 
+class StopRequest:
+    """A request to a run to stop with a checkpoint: signals leave it, and it becomes the file STOP in the run folder."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.reason: str | None = None
+        self.is_written = False
+
+    def ask(self, reason: str) -> None:
+        """Note the request; the first reason stays. Signal handlers call this, so nothing is written yet."""
+        self.reason = self.reason or reason
+
+    def write(self) -> None:
+        """Write the file once it has been asked for, and once the trainer has made its folder: it takes a folder with
+        nothing but STOP for another program's. What cannot be written now is tried again at the next call.
+        """
+        if self.reason is None or self.is_written:
+            return
+        try:
+            if self.record.run.size(FIRST_FILE) is not None:
+                self.record.run.write(STOP_FILE, b"")
+                self.is_written = True
+        except (InputError, Unreachable, OSError) as error:
+            print(f"the run cannot be asked to stop: {error}; tried again", flush=True)
+
+
 def attempt_name(number: int) -> str:
     """Of the folder in logs/ that holds what an attempt printed."""
     return f"attempt_{number:04d}"
@@ -132,15 +160,17 @@ def supervise(
     start: Callable[[int], int],
     *,
     nodes: list[str],
-    asked: Callable[[], str | None] = lambda: None,
+    stop: StopRequest,
     pause_s: float = PAUSE_S,
 ) -> Verdict:
     """Make attempts until the verdict is another than "again", and note each in the record.
 
-    `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `asked` tells why the
-    scheduler wants the machines back.
+    `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `stop` holds the
+    scheduler's request for the machines.
     """
     while True:
+        if stop.reason is not None:  # it came between two attempts, or before the first
+            return Verdict("requeue", "stopped", stop.reason)
         events = record.events()
         number = 1 + sum(event.kind == "attempt_began" for event in events)
         if not history_of(events).is_stop_asked and record.run.size(STOP_FILE) is not None:
@@ -148,7 +178,7 @@ def supervise(
         before = look(record)
         record.note("attempt_began", number=number, nodes=nodes)
         code = start(number)
-        attempt = Attempt(before, look(record), code, asked())
+        attempt = Attempt(before, look(record), code, stop.reason)
         details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
         details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
         ended = Event("attempt_ended", time.time(), "", details)

@@ -8,7 +8,7 @@ import pytest
 
 from launch.config import ClusterConfig
 from launch.record import Event, Record
-from launch.supervise import Attempt, History, Seen, history_of, judge, look, supervise
+from launch.supervise import Attempt, History, Seen, StopRequest, history_of, judge, look, supervise
 from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
@@ -98,7 +98,7 @@ class Run:
 def test_attempts_are_made_until_the_run_is_done(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 6), ("done", 9))
     run.record.run.write(STOP_FILE, b"")  # of a job that was killed
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], pause_s=0)
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
     assert (verdict.outcome, verdict.reason) == ("done", "attempt 3")
     assert run.seen_stop == [False] * 3
     kinds = [event.kind for event in run.record.events()]
@@ -108,6 +108,27 @@ def test_attempts_are_made_until_the_run_is_done(tmp_path):
 
 def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 3), ("failed", 3), ("done", 9))
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], pause_s=0)
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
     assert verdict.outcome == "failed" and "2 attempts in a row saved nothing new" in verdict.reason
     assert read_outcome(run.record.run)["reason"] == "attempt 3"
+
+
+def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
+    record = Record(str(tmp_path / "run"), S3Config())
+    stop = StopRequest(record)
+    stop.write()
+    stop.ask("the time limit is near")
+    stop.ask("SIGTERM from Slurm")
+    stop.write()
+    assert not (tmp_path / "run").exists()  # the trainer would refuse a folder that holds only STOP
+    record.run.write("environment.json", b"{}")
+    stop.write()
+    assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"
+
+
+def test_no_attempt_begins_after_a_request(tmp_path):
+    run = Run(tmp_path / "run", ("done", 3))
+    stop = StopRequest(run.record)
+    stop.ask("the time limit is near")
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=stop)
+    assert (verdict.next, verdict.outcome) == ("requeue", "stopped") and not run.record.events()

@@ -22,10 +22,9 @@ from launch.job import Job
 from launch.record import Record
 from launch.slurm.commands import Slurm
 from launch.slurm.scheduler import settings
-from launch.supervise import CODES, Verdict, attempt_name, history_of, supervise
+from launch.supervise import CODES, StopRequest, Verdict, attempt_name, history_of, supervise
 from train.cli.command import FAILED, add_s3_flags, command_parser, run_flags
 from train.config import Failure, S3Config, check
-from train.run_folder.outcome import STOP_FILE
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
@@ -59,7 +58,7 @@ class Batch:
         self.slurm = Slurm()
         self.all_nodes = list(self.slurm.hostnames(os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
-        self.asked: str | None = None
+        self.stop = StopRequest(record)
         self.meetings = 0  # of the nodes' torchruns
         self.excluded: list[str] = []  # nodes that a requeued job shall not get
 
@@ -68,7 +67,7 @@ class Batch:
             signal.signal(number, self.ask)
         verdict = self.gate() if self.cluster.gate else None
         if verdict is None:
-            verdict = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, asked=lambda: self.asked)
+            verdict = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
         if verdict.next == "requeue":
             return self.requeue(verdict)
         self.record.note("ended", outcome=verdict.outcome, reason=verdict.reason)
@@ -76,10 +75,7 @@ class Batch:
 
     def ask(self, number: int, _frame: FrameType | None) -> None:
         """Have the run stop with a checkpoint: the time limit is near, or Slurm takes the nodes back."""
-        name = signal.Signals(number).name
-        self.asked = self.asked or ("the time limit is near" if number == signal.SIGUSR1 else f"{name} from Slurm")
-        print(f"{name}: {self.asked}; the run is asked to stop", flush=True)
-        self.record.run.write(STOP_FILE, b"")
+        self.stop.ask("the time limit is near" if number == signal.SIGUSR1 else "SIGTERM from Slurm")
 
     def attempt(self, number: int) -> int:
         return self.on_nodes("train", self.nodes, name=attempt_name(number), ends_together=True)
@@ -94,7 +90,7 @@ class Batch:
         size = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
         srun = ["srun", *size, f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
         process = processes.start([*srun, *self.container(), *node], env=os.environ)
-        return processes.exit_code(process)
+        return processes.exit_code(process, meanwhile=self.stop.write)
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts
