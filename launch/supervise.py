@@ -124,7 +124,7 @@ def history_of(events: list[Event]) -> History:
 
 
 class StopRequest:
-    """A request to a run to stop with a checkpoint: signals leave it, and it becomes the file STOP in the run folder."""
+    """A request to stop with a checkpoint: signals leave it, and it becomes the file STOP in the run folder."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
