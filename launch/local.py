@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from types import FrameType
 
 from launch import processes
@@ -20,6 +19,8 @@ from train.cli.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host.processes import is_alive, read_process
 from train.run_folder.outcome import STOP_FILE
+
+ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
 
 
 class Scheduler:
@@ -56,8 +57,8 @@ class Scheduler:
 
     def cancel(self, handle: Handle) -> None:
         if self.state(handle).is_active:
-            with suppress(ProcessLookupError):  # it ended meanwhile
-                os.killpg(handle["pid"], signal.SIGKILL)  # a session of its own: torchrun's ranks are in it
+            pid = int(handle["pid"])
+            processes.kill([pid, *processes.descendants(pid)])  # torchrun gives each rank a session of its own
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -127,7 +128,10 @@ def gate(record: Record, job: Job) -> str:
 
 def on_this_machine(record: Record, job: Job, verb: str, *arguments: str) -> int:
     command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
-    return processes.exit_code(processes.start(command, env=os.environ))
+    processes.adopt_orphans()
+    code = processes.exit_code(processes.start(command, env=os.environ))
+    processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
+    return code
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ ROOMS = """
 ROOMS = [[f"train.{room}" for room in line.split()] for line in ROOMS]
 TOOLS = "report publish doctor precompile prepare convert shards records predict hub"
 TOOLS = {f"train.{room}" for room in TOOLS.split()}
-FOR_LAUNCH = "config host cli storage run_folder models.flops models.shapes"  # of train, without torch
+# Of train, without torch.
+FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.flops models.shapes"
 FOR_LAUNCH = tuple(f"train.{room}" for room in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
