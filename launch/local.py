@@ -8,9 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-
-import psutil
 
 from launch import processes
 from launch.job import Job
@@ -20,6 +17,8 @@ from launch.supervise import CODES, StopRequest, Verdict, attempt_name, supervis
 from train.cli.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host.processes import is_alive, read_process
+
+ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
 
 
 class Scheduler:
@@ -55,13 +54,9 @@ class Scheduler:
         return State(True, f"process {pid} on {host}", [str(host)])
 
     def cancel(self, handle: Handle) -> None:
-        if not self.state(handle).is_active:
-            return
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            supervisor = psutil.Process(handle["pid"])
-            for process in [supervisor, *supervisor.children(recursive=True)]:  # ranks have sessions of their own
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        if self.state(handle).is_active:
+            pid = int(handle["pid"])
+            processes.kill([pid, *processes.descendants(pid)])  # torchrun gives each rank a session of its own
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -125,8 +120,11 @@ def gate(record: Record, job: Job) -> str:
 
 def on_this_machine(record: Record, job: Job, verb: str, *arguments: str, stop: StopRequest | None = None) -> int:
     command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
+    processes.adopt_orphans()
     process = processes.start(command, env=os.environ)
-    return processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
+    code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
+    processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
+    return code
 
 
 if __name__ == "__main__":

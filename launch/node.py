@@ -22,8 +22,9 @@ from launch.config import ClusterConfig
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
-from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, add_s3_flags, command_parser, printable, run_flags
 from train.config import S3Config, check
+from train.host.launcher import REFUSAL
 from train.host.machine import cache_root
 from train.storage.folders import canonical_json, wait_for_file
 from train.storage.untrusted import FileName
@@ -123,7 +124,11 @@ def rendezvous(node: Node, cluster: ClusterConfig) -> list[str]:
 
 
 def train(node: Node) -> int:
-    return node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
+    code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
+    for path in sorted((node.logs / node.name).rglob(REFUSAL))[-1:]:  # torchrun's own exit code is 1 whatever came
+        reason = printable(path.read_text(errors="replace"))
+        node.record.note("refused", attempt=node.options.attempt, node=node.name, reason=reason)
+    return code
 
 
 def gate(node: Node) -> int:

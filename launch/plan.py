@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,9 +11,9 @@ from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.environment import environment
 from launch.job import Code, Job
+from train.cli.compose import literal
 from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
-from train.host.launched import Launched, check_launch
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.untrusted import FileName, Sha256
 
@@ -42,7 +41,7 @@ def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
     """The overrides with the folder `key` written out, so that every node takes the same one."""
     others = [each for each in overrides if each.partition("=")[0] != key]
-    return [*others, f"{key}={json.dumps(location, ensure_ascii=False)}"]
+    return [*others, f"{key}={literal(location)}"]
 
 
 def absolute(location: str) -> str:
@@ -55,8 +54,7 @@ def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
     cfg, run = request.launch, request.run
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
-        world = cfg.nodes * ranks
-        check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
+        check_ranks(cfg)
         check_backend(run.backend, cfg.instance)
     else:
         check(
@@ -82,6 +80,19 @@ def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
         s3=asdict(run.s3),
         parts=cfg.parts or 1,
         parts_at_once=cfg.parts_at_once,
+    )
+
+
+def check_ranks(cfg: LaunchConfig) -> None:
+    """InputError for a number of ranks that an instance cannot run: see train.host.launched.check_launch."""
+    counts = cfg.instance.rank_counts
+    if counts is None:
+        return
+    valid = counts if cfg.nodes == 1 else [max(counts)]
+    name = cfg.instance.name if cfg.nodes == 1 else f"each of several {cfg.instance.name}"
+    check(
+        cfg.ranks_per_node in valid,
+        f"processes_per_node={cfg.ranks_per_node}: {name} runs {' or '.join(map(str, valid))}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent."""
+"""Child processes that end with their parent, and those that outlive theirs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from train.host.launcher import PR_SET_PDEATHSIG
+from train.host.processes import read_process
 
-POLL_S = 1.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
+POLL_S, ORPHANS_POLL_S = 1.0, 0.1
 
 
 def start(
@@ -41,3 +46,38 @@ def exit_code(process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None]
             meanwhile()
         else:
             return 128 - code if code < 0 else code
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends: of ranks whose torchrun was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_orphans(limit_s: float) -> None:
+    """Wait for the processes that this one adopted, which may be saving, and kill those that take longer. Call it while
+    no child of its own runs.
+    """
+    until_s = time.monotonic() + limit_s
+    with suppress(ChildProcessError):  # all have ended
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until_s:
+                    kill(descendants(os.getpid()))
+                time.sleep(ORPHANS_POLL_S)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """All processes below one, parents first."""
+    running = {int(path.name): read_process(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    parents = [pid]
+    for parent in parents:
+        children = [child for child, process in running.items() if process is not None and process.parent == parent]
+        parents += children
+        yield from children
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in list(pids):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL)

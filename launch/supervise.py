@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.config import ClusterConfig
 from launch.record import Event, Record
+from launch.values import text
 from train.cli.command import DONE, FAILED, REFUSED, STOPPED
 from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
@@ -21,6 +22,7 @@ from train.run_folder.outcome import STOP_FILE, read_outcome
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 FIRST_FILE = "environment.json"  # of a run folder
+KILLED = "SIGTERM"  # why a run stopped whose torchrun or scheduler has signalled it, or whose torchrun was killed
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
 
@@ -40,6 +42,7 @@ class Attempt:
     after: Seen
     exit_code: int
     asked: str | None = None  # why the scheduler wants the machines back; None: it does not
+    refusal: str = ""  # what the trainer refused before it took the run folder: then there is no outcome
 
     @property
     def outcome(self) -> dict[str, Any]:
@@ -79,8 +82,9 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
     kind, reason = str(outcome.get("outcome", "")), str(outcome.get("reason", ""))
     if not outcome:
         kind, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
-        if attempt.exit_code == REFUSED:
-            return Verdict("end", "refused", "refused its settings or data; see the log")
+        if attempt.refusal or attempt.exit_code == REFUSED:
+            why = attempt.refusal or "its settings or data; see the log"
+            return Verdict("end", "refused", f"refused: {why}")
     if kind in ("done", "refused"):
         return Verdict("end", kind, reason)
     if history.is_stop_asked:
@@ -92,7 +96,10 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
         if attempt.asked is None and not is_taken_back(reason):
             return Verdict("end", "stopped", reason)
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
-        return Verdict("end", "failed", limit) if limit else Verdict("requeue", "stopped", attempt.asked or reason)
+        if limit:
+            return Verdict("end", "failed", limit)
+        is_here = cluster.kind == "local" and reason.startswith(KILLED)  # of torchrun alone: we run
+        return Verdict("again" if is_here else "requeue", "stopped", attempt.asked or reason)
     if limit:
         return Verdict("end", "failed", f"{limit}; the last one {reason}")
     return Verdict("requeue" if attempt.asked else "again", "failed", reason)
@@ -100,7 +107,7 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
 
 def is_taken_back(reason: str) -> bool:
     """Whether a run stopped since its machine is taken away: by a scheduler's SIGTERM, or after EC2's notice."""
-    return reason.startswith(("SIGTERM", "EC2 ", "the capacity block"))
+    return reason.startswith((KILLED, "EC2 ", "the capacity block"))
 
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:
@@ -154,6 +161,12 @@ def attempt_name(number: int) -> str:
     return f"attempt_{number:04d}"
 
 
+def refusal_of(record: Record, attempt: str) -> str:
+    """What the trainer refused in an attempt, as a machine has noted it; empty if it refused nothing."""
+    noted = [event.details for event in record.events() if event.kind == "refused"]
+    return next((text(each, "reason") for each in noted if each.get("attempt") == attempt), "")
+
+
 def supervise(
     record: Record,
     cluster: ClusterConfig,
@@ -178,7 +191,7 @@ def supervise(
         before = look(record)
         record.note("attempt_began", number=number, nodes=nodes)
         code = start(number)
-        attempt = Attempt(before, look(record), code, stop.reason)
+        attempt = Attempt(before, look(record), code, stop.reason, refusal_of(record, attempt_name(number)))
         details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
         details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
         ended = Event("attempt_ended", time.time(), "", details)

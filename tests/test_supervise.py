@@ -12,7 +12,7 @@ from launch.supervise import Attempt, History, Seen, StopRequest, history_of, ju
 from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
-CLUSTER = ClusterConfig(attempts=5, idle_attempts=2)
+CLUSTER = ClusterConfig(kind="slurm", attempts=5, idle_attempts=2)
 FIRST = History(attempts=1, idle=0, is_stop_asked=False)
 NOTHING = Seen({}, -1)
 
@@ -39,13 +39,21 @@ def ended(kind, reason="it says why", *, goes_on=True, asked=None, code=1):
         (ended("stopped", "EC2 spot notice: terminate at 12:00"), ("requeue", "stopped")),
         (ended("stopped", "max_run_s=60 is over"), ("end", "stopped")),
         (Attempt(NOTHING, NOTHING, 1), ("again", "failed")),  # killed with its machine
-        (Attempt(NOTHING, NOTHING, 2), ("end", "refused")),  # before the run folder was taken
+        (Attempt(NOTHING, NOTHING, 2), ("end", "refused")),  # before torchrun
+        (Attempt(NOTHING, NOTHING, 1, refusal="no data"), ("end", "refused")),  # before the run folder was taken
         (Attempt(Seen(outcome("done"), 6), Seen(outcome("done"), 6), 1), ("again", "failed")),  # an older outcome
     ],
 )
 def test_what_follows_an_attempt(attempt, expected):
     verdict = judge(attempt, FIRST, CLUSTER)
     assert (verdict.next, verdict.outcome) == expected and verdict.reason
+
+
+def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
+    """Its ranks stop on SIGTERM, as those that a scheduler ends; but no scheduler is there to requeue the job."""
+    here = ClusterConfig(kind="local")
+    assert judge(ended("stopped", "SIGTERM"), FIRST, here).next == "again"
+    assert judge(ended("stopped", "EC2 spot notice: terminate at 12:00"), FIRST, here).next == "requeue"
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])

@@ -49,6 +49,13 @@ class SlurmConfig(ClusterConfig):
             self.time_limit is None or time_limit_s(self.time_limit) is not None,
             f"cluster.time_limit={self.time_limit} must be a time above 0 as 30 (minutes), 12:00:00 or 2-00:00:00",
         )
+        check(
+            self.container is None or re.match(r"[\w./]", self.container) is not None,
+            f"cluster.container={self.container!r} is no image: a path or a registry's name",
+        )
+        for folder in self.container_mounts:
+            ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # which part a list of mounts
+            check(ok, f"cluster.container_mounts holds {folder!r}: folders have whole paths, without colons and commas")
         check_choice("cluster.container_runtime", self.container_runtime, ("pyxis", "apptainer"))
         check(0 < self.stop_before_s <= 65535, f"cluster.stop_before_s={self.stop_before_s} must be from 1 to 65,535")
 

@@ -10,7 +10,7 @@ from launch.schedulers import Handle, State, cluster_of
 from launch.slurm.commands import Slurm, check_request, job_name
 from launch.slurm.config import SlurmConfig, time_limit_s
 from launch.slurm.records import Job as SlurmJob
-from train.config import InputError
+from train.config import InputError, check
 
 SCRIPT = Path(__file__).with_name("job.sh")
 AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
@@ -78,7 +78,7 @@ def settings(job: Job) -> SlurmConfig:
 def options(job: Job, record: Record) -> list[str]:
     """The options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
     cluster = settings(job)
-    logs = record.local_folder() / "logs"
+    logs = file_pattern(record.local_folder() / "logs")
     name = job_name(record.run_dir)
     given = [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
     given += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
@@ -107,6 +107,12 @@ def options(job: Job, record: Record) -> list[str]:
         f"--signal=B:USR1@{cluster.stop_before_s}",
         *given,
     ]
+
+
+def file_pattern(path: Path) -> str:
+    """A path as sbatch's --output reads it (man sbatch, "filename pattern")."""
+    check("\\" not in str(path), f"{path}: Slurm drops backslashes from the names of logs; choose a folder without one")
+    return str(path).replace("%", "%%")
 
 
 def at_once(job: Job) -> str:

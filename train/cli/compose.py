@@ -9,7 +9,6 @@ import argparse
 import copy
 import difflib
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -199,8 +198,17 @@ def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         elif key == LABELS:
             users_own[key] = own_names(key, text, list)
         else:
-            for_hydra.append(f"{key}={json.dumps(text, ensure_ascii=False)}" if text.startswith("~") else override)
+            for_hydra.append(f"{key}={in_quotes(text)}" if text.startswith("~") else override)
     return for_hydra, users_own
+
+
+def in_quotes(text: str) -> str:
+    return QuotedString(text, Quote.double).with_quotes()
+
+
+def literal(text: str) -> str:
+    """A value of an override that is read as this text, whatever it holds: nothing in it is looked up."""
+    return in_quotes(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def own_names(key: str, text: str, kind: type) -> Any:
@@ -253,16 +261,8 @@ def explain(error: BaseException, schema: type, overrides: Sequence[str] = ()) -
         return f"{seen}: {full_key} holds other settings; give one of them, as {full_key}.name=value"
     if "is not Optional" in first:
         return f"{seen or first}: it must have a value"
-    noise = (
-        "full_key:",
-        "object_type=",
-        "reference_type=",
-        "Set the env",
-        "See https",
-        "Config search path",
-        "provider=",
-    )
-    message = " ".join(line.strip() for line in lines if not line.startswith(noise))
+    noise = "full_key:|object_type=|reference_type=|Set the env|See https|Config search path|provider="
+    message = " ".join(line for line in lines if not re.match(noise, line))
     return f"{seen}: {message}" if full_key and full_key not in message else message
 
 

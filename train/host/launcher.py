@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from train.host.processes import read_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+REFUSAL = "refused.txt"  # in torchrun's folder of a start of its ranks: what they refused
 FIRST_REPORTS_S = 5.0  # for local rank 0 to refuse what another rank has refused
 
 
@@ -77,6 +79,13 @@ def leave_it_to_the_first(local_rank: int) -> bool:
     except (IndexError, OSError):  # torchrun keeps no such files; an error that is printed twice is better than none
         pass
     return False
+
+
+def leave_refusal(refusal: str) -> None:
+    """Leave what was refused in a file for what started torchrun, whose exit code is 1 for every failure."""
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    with suppress(IndexError, OSError):  # torchrun keeps no such files
+        (error_file.parents[1] / REFUSAL).write_text(refusal)
 
 
 def end_launcher() -> None:
