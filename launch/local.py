@@ -47,7 +47,10 @@ class Scheduler:
         if not isinstance(pid, int) or pid <= 1:
             raise InputError(f"the record names no process: {pid!r}")
         if host != platform.node():
-            raise Unreachable(f"the job runs on {host}, this is {platform.node()}; ask there")
+            raise Unreachable(
+                f"the job runs on {host}, this is {platform.node()}: ask there; if that machine is gone, remove "
+                "the record (the folder RUN.launch) and launch the run again"
+            )
         started = handle.get("started")
         if not is_alive(pid, started if isinstance(started, int) else None):
             return State(False, "the supervisor has ended")
