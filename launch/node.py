@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
     parser.add_argument("--address", default="", help="of the first machine")
     parser.add_argument("--port", type=int, default=0, help="at which the machines meet")
-    parser.add_argument("--attempt", default="prepare", help="name of what is tried, for logs and answers")
+    parser.add_argument("--attempt", default="", help="name of what is tried, for logs and answers")
     parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
     parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
     add_s3_flags(parser, caches=False)
@@ -71,7 +71,9 @@ class Node:
         self.hosts = options.hosts.split(",") if options.hosts else [self.name]
         check(self.name in self.hosts, f"this machine is {self.name}, none of the job's: {', '.join(self.hosts)}")
         self.rank = self.hosts.index(self.name)
-        self.logs = record.local_folder() / "logs" / FileName(options.attempt)
+        self.logs = record.local_folder() / "logs"
+        if options.attempt:
+            self.logs /= FileName(options.attempt)
 
     def environment(self) -> dict[str, str]:
         return {**self.job.environment, **os.environ}  # what the user has set goes before

@@ -1,0 +1,78 @@
+"""How tests plan a launch, and stand in for the machines that it would be for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from launch import code
+from launch.code import Bundle
+from launch.config import LaunchConfig
+from launch.job import Code, Job
+from launch.node import Node
+from launch.plan import Request, make_job, run_overrides
+from launch.record import Record
+from launch.schedulers import SETTINGS
+from train.cli import compose as cli
+from train.config import PrepareConfig, S3Config, TrainConfig
+from train.storage.folders import sha256_bytes
+from train.storage.untrusted import FileName, Sha256
+
+BUNDLE = Bundle(b"", "0" * 64, "0123456789ab")
+PYTHON = "/opt/venv/bin/python"
+ADDRESS, PORT = "10.0.0.1", 20_707
+
+
+def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
+    """What `python -m launch OWN -- OF_RUN` makes of these settings."""
+    cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
+    cfg = cli.load_config(LaunchConfig, own)
+    overrides = of_run if cfg.prepare else run_overrides(of_run, own)
+    run = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
+    return cfg, make_job(Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster)), BUNDLE, python=PYTHON)
+
+
+def script(path: Path, body: str) -> str:
+    """A program that stands in for a job's interpreter, or for a command of Slurm."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def two_nodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """The inside of a job on n1 and n2: a scontrol that knows them, and an srun that writes its arguments to the file
+    that is returned, each with a zero byte after it.
+    """
+    folder.mkdir()
+    script(folder / "srun", f"printf '%s\\0' \"$@\" > '{folder}/arguments'")
+    node = f"NodeName=n1 NodeAddr={ADDRESS} NodeHostName=n1"
+    script(folder / "scontrol", f"case \"$*\" in *hostnames*) echo n1 n2;; *) echo '{node}';; esac")
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return folder / "arguments"
+
+
+def with_module(job: Job, name: str, source: bytes) -> tuple[Job, Record]:
+    """The job with a code bundle that holds nothing but this module, and its record."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        code.add(archive, code.START, code.START_CODE)
+        code.add(archive, f"{name}.py", source)
+    content = packed.getvalue()
+    bundled = dataclasses.replace(job, code=Code(FileName("code.tar.gz"), Sha256(sha256_bytes(content)), ""))
+    record = Record(job.run_dir, S3Config())
+    record.write(bundled, plan={}, config="", bundle=content)
+    return bundled, record
+
+
+def node(monkeypatch: pytest.MonkeyPatch, record: Record, name: str, *, hosts: str = "n1,n2") -> Node:
+    """What the machine `name` of a job makes of its record."""
+    monkeypatch.setenv("SLURMD_NODENAME", name)
+    options = argparse.Namespace(verb="train", hosts=hosts, address=ADDRESS, port=PORT, attempt="attempt_0001")
+    return Node(record, record.job(), options)

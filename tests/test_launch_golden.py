@@ -1,0 +1,110 @@
+"""What a launch on Slurm writes and starts, to be read as a whole in tests/golden/launch/.
+
+After a change that is meant, `GOLDEN=write python -m pytest tests/test_launch_golden.py` writes the files again; look
+at the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from planning import node, plan, two_nodes, with_module
+from running import ROOT
+
+from launch.job import Job
+from launch.record import Record
+from launch.slurm.batch import Batch
+from launch.slurm.scheduler import SCRIPT, Scheduler
+from train.config import S3Config
+from train.storage.untrusted import FileName, Sha256
+
+GOLDEN = Path(__file__).parent / "golden/launch"
+OWN = ["cluster=slurm", "instance=trn1.32xlarge", "nodes=2", "spares=1", "cluster.partition=trn1"]
+OWN += ['cluster.constraint="efa&nvme"', "cluster.time_limit=2-00:00:00"]
+RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
+RUN += ["s3.region=us-east-1"]
+MOUNTS = ["cluster.container_mounts=[/fsx,/scratch]"]
+
+
+def check_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("GOLDEN") == "write":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert path.is_file() and path.read_text() == text, (
+        f"{path.relative_to(ROOT)} differs; if that is meant, write it again: GOLDEN=write python -m pytest "
+        "tests/test_launch_golden.py"
+    )
+
+
+def lines(words: list[str], **replaced: object) -> str:
+    """A command, one argument a line. Paths of this machine are replaced by names."""
+    text = "".join(f"{word}\n" for word in words)
+    for name, path in sorted(replaced.items(), key=lambda pair: -len(str(pair[1]))):
+        text = text.replace(str(path), name.upper())
+    return text
+
+
+def job_of(*own: str, **changes: object) -> Job:
+    """The job of OWN and RUN, without the checksum of all settings, which every new one changes."""
+    _, job = plan([*OWN, *own], RUN)
+    return dataclasses.replace(job, id=FileName("mine-00000000"), config_sha256=Sha256("0" * 64), **changes)
+
+
+def test_the_job():
+    check_golden("job.json", json.dumps(json.loads(job_of().to_json()), indent=1) + "\n")
+
+
+def test_the_request_to_slurm(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = job_of()
+    record = Record(job.run_dir, job.s3_config)
+    check_golden(
+        "sbatch.txt", lines(Scheduler().request(job, record), cache=record.local_folder(), launch=ROOT / "launch")
+    )
+    prepare = ["cluster=slurm", "prepare=true", "parts=64", "parts_at_once=16"]
+    _, job = plan(prepare, ["corpus=text", "corpus.path=/fsx/text", "output=/fsx/albert", "seq_len=128"])
+    words = Scheduler().request(job, Record(job.run_dir, S3Config()))
+    check_golden("sbatch_prepare.txt", lines(words, launch=ROOT / "launch"))
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("srun", []),
+        ("srun_pyxis", ['cluster.container="nvcr.io#nvidia/pytorch:26.10-py3"', *MOUNTS]),
+        ("srun_apptainer", ["cluster.container=/fsx/train.sif", "cluster.container_runtime=apptainer", *MOUNTS]),
+    ],
+)
+def test_an_attempt(monkeypatch, tmp_path, name: str, own: list[str]):
+    arguments = two_nodes(monkeypatch, tmp_path / "bin")
+    job = job_of(*own, run_dir=str(tmp_path / "mine"))
+    assert Batch(Record(job.run_dir, job.s3_config), job, 1234).attempt(1) == 0
+    check_golden(f"{name}.txt", lines(arguments.read_text().split("\0")[:-1], runs=tmp_path))
+
+
+@pytest.mark.parametrize("meets", ["static", "c10d"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_torchrun_of_a_node(monkeypatch, tmp_path, meets: str, rank: int):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = job_of(f"cluster.rendezvous={meets}", run_dir=str(tmp_path / "mine"))
+    job, record = with_module(job, "train", b"")
+    machine = node(monkeypatch, record, ("n1", "n2")[rank])
+    code = Path(machine.start_py()).parent
+    check_golden(
+        f"torchrun_{meets}_{rank}.txt", lines(machine.torchrun("train", job.overrides), runs=tmp_path, code=code)
+    )
+
+
+def test_the_script_of_a_job_is_clean():
+    check_golden("job.sh", SCRIPT.read_text())
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck to test with: apt-get install shellcheck")
+    done = subprocess.run(["shellcheck", "-s", "bash", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

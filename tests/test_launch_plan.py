@@ -1,0 +1,289 @@
+"""From a command line to a job: what is planned, what is refused, and that every setting arrives as it was typed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import node, plan, script, two_nodes, with_module
+from running import eventually, train_overrides
+from torch.distributed.run import parse_args
+
+from launch.__main__ import expect, main
+from launch.job import Job
+from launch.plan import absolute, check_unchanged, located, run_overrides, safe_name
+from launch.record import Record
+from launch.schedulers import scheduler
+from launch.slurm.batch import Batch
+from launch.slurm.scheduler import arguments, options
+from train.cli import compose as cli
+from train.cli.command import DONE, REFUSED
+from train.config import InputError, S3Config, TrainConfig
+from train.storage.untrusted import FileName
+
+OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
+
+
+# ---- what is planned -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "steps"), [(2, 2500), (4, 1250)])
+def test_640_000_examples_on_n_machines(nodes: int, steps: int):
+    """The arithmetic is in tests/test_estimate.py; here it gets the machines of the launch."""
+    own = ["cluster=slurm", "instance=p4d.24xlarge", f"nodes={nodes}"]
+    cfg, job = plan(own, ["experiment=albert_scaling"])
+    assert (job.nodes, job.processes_per_node, job.instance) == (nodes, 8, "p4d.24xlarge")
+    run = cli.load_config(TrainConfig, job.overrides)
+    assert run.instance == cfg.instance  # the run knows the machine, for its MFU and its cost
+    (row,) = [row for row in expect(cfg, run).rows if row.nodes == nodes]
+    assert (row.world_size, row.steps) == (8 * nodes, steps)
+
+
+def test_the_run_gets_the_instance_of_the_launch_unless_it_has_its_own():
+    own = ["cluster=slurm", "nodes=2", "instance=trn1.32xlarge", "instance.usd_per_hour=1", "submit=true"]
+    assert run_overrides(["a=1"], own) == ["instance=trn1.32xlarge", "instance.usd_per_hour=1", "a=1"]
+    assert run_overrides(["instance=local"], own) == ["instance.usd_per_hour=1", "instance=local"]
+
+
+def test_a_location_means_the_same_everywhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    shown = [absolute(each) for each in ("runs/mine", "~/mine", "/runs/mine/", "file:///runs/mine", "s3://b/mine/")]
+    assert shown == [f"{tmp_path}/runs/mine", "/home/me/mine", "/runs/mine", "/runs/mine", "s3://b/mine"]
+    assert located(["run_dir=a", "seed=1", "run_dir=b"], "run_dir", "/b") == ["seed=1", 'run_dir="/b"']
+
+
+@given(st.text(max_size=60))
+def test_names_hold_nothing_that_a_shell_reads(location: str):
+    assert re.fullmatch("[A-Za-z0-9_-]{1,40}", safe_name(location)) and FileName(safe_name(location))
+
+
+KEPT = {"task": {"kind": "mlm"}, "model": {"name": "a"}, "optim": {"lr": 0.1}, "seed": 1, "global_batch_size": 8}
+KEPT |= {"seq_len": 32, "data": {"path": "a", "num_workers": 1}, "max_steps": 6, "backend": {"name": "ddp"}}
+
+
+@pytest.mark.parametrize(
+    "now",
+    [{"optim": {"lr": 0.2}}, {"model": {}}, {"seed": 2}, {"data": {"path": "b"}}, {"seq_len": None}, {"task": {}}],
+    ids=str,
+)
+def test_what_a_run_learns_may_not_change(now: dict):
+    with pytest.raises(InputError, match="^the settings of runs/mine changed since it began .* -> ") as refused:
+        check_unchanged(KEPT, {**KEPT, **now}, run_dir="runs/mine")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("now", [{"max_steps": 9}, {"backend": {}}, {"data": {"path": "a", "num_workers": 4}}], ids=str)
+def test_where_and_how_long_it_runs_may_change(now: dict):
+    check_unchanged(KEPT, {**KEPT, **now}, run_dir="runs/mine")
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+SLURM = ["cluster=slurm", "nodes=2"]
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "message"),
+    [
+        ([], [], "settings of the run are missing: give them after --"),
+        (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
+        (["cluster=lsf"], OF_RUN, "there is no such cluster; choose one of: local, slurm"),
+        (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm"),
+        (["nods=2"], OF_RUN, "nods is not a setting; did you mean nodes?"),
+        (["cluster=slurm", "cluster.partitoin=x"], OF_RUN, "cluster.partitoin is not a setting; did you mean"),
+        (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
+        (["--submit"], OF_RUN, "--submit is not a flag; settings have no dashes"),
+        ([], [*OF_RUN, "max_step=3"], "max_step is not a setting; did you mean max_steps?"),
+        ([], [*OF_RUN, "optim.lr=fast"], "optim.lr must be a number"),
+        ([], [*OF_RUN, "--"], "-- is not key=value"),
+        ([], [*OF_RUN, "--bogus"], "--bogus is not key=value"),
+        ([], [*OF_RUN, 'run_dir="a\nb"'], "run_dir='a\\nb' must be one line"),
+        ([], [*OF_RUN, "run_dir=runs/${oc.env:HOME}"], "settings are not looked up"),
+        ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
+        (["nodes=2"], OF_RUN, "cluster=local has one machine, this one, not 2; choose cluster=slurm"),
+        (["spares=1", "cluster.gate=true"], OF_RUN, "cluster=local has one machine"),
+        (["nodes=0"], OF_RUN, "nodes=0 must be from 1 to 4,096"),
+        (["cluster=slurm", "detach=true"], OF_RUN, "detach is for cluster=local"),
+        ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),
+        ([*SLURM, "mfu=30"], OF_RUN, "mfu=30.0 is a share of the peak"),
+        ([*SLURM, "mfu=0.3", "calibrate=runs/a"], OF_RUN, "give mfu or calibrate, not both"),
+        ([*SLURM, "parts=2"], OF_RUN, "parts and parts_at_once are for prepare=true"),
+        (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is no run folder"),
+        (["instance=trn1.32xlarge", "processes_per_node=16"], OF_RUN, "trn1.32xlarge runs 1 or 2 or 8 or 32"),
+        ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each of several trn1.32xlarge runs 32"),
+        (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
+        (["instance=p5.48xlarge"], [*OF_RUN, "backend=neuron"], "backend=neuron does not run on p5.48xlarge"),
+        (["instance=trn1.2xlarge"], [*OF_RUN, "backend=ddp"], "backend=ddp does not run on trn1.2xlarge"),
+        ([*SLURM, 'cluster.partition="$(x)"'], OF_RUN, "cluster.partition='$(x)' is not in Slurm's notation"),
+        ([*SLURM, "cluster.time_limit=soon"], OF_RUN, "cluster.time_limit=soon must be a time"),
+        ([*SLURM, "cluster.container=--writable"], OF_RUN, "cluster.container='--writable' is no image"),
+        ([*SLURM, "cluster.container_mounts=[runs]"], OF_RUN, "holds 'runs': folders have whole paths"),
+        ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': folders have whole paths"),
+        (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
+        (
+            [*SLURM, "prepare=true"],
+            ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"],
+            "nodes=2 are for training: a preparation has parts=2, a machine each",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path, capsys, own, of_run, message):
+    monkeypatch.chdir(tmp_path)
+    assert main([*own, "submit=true", "--", *of_run]) == REFUSED
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert len(said) == 1 and said[0].startswith("error: ") and message in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepared, capsys):
+    """The job itself does nothing here, and does not end the second time."""
+
+    def launch(*more: str) -> int:
+        given = {each.partition("=")[0]: each for each in train_overrides(tmp_path / "run", prepared, *more)}
+        return main(["cluster=local", "detach=true", "submit=true", "--", *given.values()])
+
+    def written() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "ends", "exit 0"))
+    assert launch() == DONE
+    handle = Record(str(tmp_path / "run"), S3Config()).events()[-1].details["handle"]
+    eventually(lambda: not scheduler("local").state(handle).is_active)
+    before = written()
+    capsys.readouterr()
+    assert launch("optim.lr=0.01") == REFUSED
+    assert "changed since it began (optim.lr: 0.003 -> 0.01); launch it with the same" in capsys.readouterr().err
+    assert written() == before
+    monkeypatch.setattr(sys, "executable", script(tmp_path / "stays", "exec sleep 600"))
+    assert launch("max_steps=12") == DONE
+    before = written()
+    try:
+        capsys.readouterr()
+        assert launch("max_steps=12") == REFUSED
+        assert f"{tmp_path}/run has a job: process " in capsys.readouterr().err
+        assert written() == before
+    finally:
+        assert main(["cancel", str(tmp_path / "run"), "--yes"]) == DONE
+
+
+# ---- what arrives ----------------------------------------------------------------------------------------------------
+
+EVIL = [
+    "$(touch leaked)",
+    "`touch leaked`",
+    "; touch leaked #",
+    "'\" '\\''",
+    'a"b',
+    "-rf",
+    "--exclude=n1",
+    "a,b=[1,2],{c: d}",
+    "%j%%A%",
+    "two  words\t",
+    "${seed}",
+    "$HOME ~ * ? !!",
+    "\u2028ü\x1b[31m\x85",
+    "null",
+    "x" * 150,
+]
+LINES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\n\r"), min_size=1, max_size=30)
+hostile = st.one_of(
+    st.sampled_from(EVIL), LINES, st.lists(st.sampled_from([*'"\\$%{}[],= -']), min_size=1).map("".join)
+)
+names = hostile.filter(lambda name: "/" not in name and len(name.encode()) < 200 and name.strip("./") != "")
+names = names.filter(lambda name: not name.endswith(".launch"))
+TWO = ["cluster=slurm", "nodes=2", "cluster.gate=false"]
+
+
+def hostile_job(name: str, value: str, *, own: list[str], parent: str = "/runs") -> Job:
+    of_run = ["experiment=demo", f"data.path={cli.literal(value)}", "model=pretrained"]
+    of_run += [f"model.pretrained={cli.literal(value)}", f"run_dir={cli.literal(f'{parent}/{name}')}"]
+    return plan(own, of_run)[1]
+
+
+@pytest.fixture(scope="module")
+def slurm_job() -> Job:
+    return plan(TWO, OF_RUN)[1]
+
+
+@settings(max_examples=25, deadline=None)  # Hydra takes a while for each
+@given(names, hostile)
+def test_a_job_holds_what_was_typed_and_its_name_does_not(name: str, value: str):
+    try:
+        job = hostile_job(name, value, own=TWO)
+    except InputError as refused:
+        assert "settings are not looked up" in str(refused) and re.search(r"\$\{.*:", name + value)
+        return
+    assert Job.from_json(job.to_json()) == job
+    assert job.run_dir == f"/runs/{name}"
+    run = cli.load_config(TrainConfig, job.overrides)  # as the trainer reads it
+    assert (run.run_dir, run.data.path, run.model.pretrained) == (job.run_dir, value, value)
+    assert re.fullmatch("[A-Za-z0-9_.-]+", job.id)
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, hostile)
+def test_a_command_of_slurm_has_one_argument_for_each_thing(slurm_job, name: str, value: str):
+    job = dataclasses.replace(slurm_job, run_dir=f"/runs/{name}", overrides=[f"data.path={value}"])
+    record = Record(job.run_dir, S3Config())
+    if "\\" in name:
+        with pytest.raises(InputError, match="Slurm drops backslashes"):
+            options(job, record)
+        return
+    plain, given = (
+        {each.partition("=")[0]: each for each in options(*request)}
+        for request in ((slurm_job, Record("/runs/a", S3Config())), (job, record))
+    )
+    assert given.pop("--output") == f"--output={record.location}/logs/job.txt".replace("%", "%%")
+    assert re.fullmatch("--job-name=[A-Za-z0-9_.-]+", given.pop("--job-name"))
+    assert given == {key: plain[key] for key in plain if key not in ("--output", "--job-name")}
+    assert arguments(job, record) == [job.python, job.run_dir]
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_an_attempt_leads_every_node_to_the_run(monkeypatch, tmp_path, name: str):
+    given = two_nodes(monkeypatch, tmp_path / "bin")
+    job = hostile_job(name, name, own=[*TWO, "cluster.container=image.sqsh"], parent=str(tmp_path / "runs"))
+    assert Batch(Record(job.run_dir, S3Config()), job, 7).attempt(1) == 0
+    words = given.read_text().split("\0")[:-1]
+    at = words.index(job.python)
+    assert all(each.startswith("--") for each in words[:at]) and not any(name in each for each in words[:at])
+    assert words[at : at + 5] == [job.python, "-m", "launch.node", "train", job.run_dir]
+
+
+ECHO = b"import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+
+
+def test_a_trainer_gets_its_settings_byte_for_byte(slurm_job, monkeypatch, tmp_path):
+    """By torchrun's own parser, and by the entry point of the code in a process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    overrides = [*EVIL, *(f"data.path={each}" for each in EVIL), "--help", "-m", "", "a\nb"]
+    job = dataclasses.replace(slurm_job, run_dir=str(tmp_path / "run"), overrides=overrides)
+    job, record = with_module(job, "echo", ECHO)
+    command = node(monkeypatch, record, "n2").torchrun("echo", record.job().overrides)
+    assert command[:3] == [job.python, "-m", "torch.distributed.run"]
+    read = parse_args(command[3:])
+    words = [sys.executable, read.training_script, *read.training_script_args]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, check=True)
+    assert json.loads(done.stdout) == overrides
+    assert not list(tmp_path.rglob("leaked"))
+
+
+def test_a_real_slurm_leads_a_job_to_its_run(slurm, slurm_job, tmp_path):
+    """The job's interpreter prints its arguments here."""
+    echo = script(tmp_path / "echo", 'printf "%s\\0" "$@"')
+    for name in (name for name in EVIL if "\\" not in name):
+        job = dataclasses.replace(slurm_job, run_dir=f"{tmp_path}/runs/{name}", python=echo, nodes=1)
+        record = Record(job.run_dir, S3Config())
+        handle = scheduler("slurm").submit(job, record)
+        eventually(lambda handle=handle: not scheduler("slurm").state(handle).is_active)
+        printed = (record.local_folder() / "logs" / "job.txt").read_text().split("\0")
+        assert printed == ["-m", "launch.slurm.batch", job.run_dir, ""]
+    assert not list(tmp_path.rglob("leaked"))
