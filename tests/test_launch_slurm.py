@@ -17,6 +17,7 @@ from launch.__main__ import main
 from launch.record import Event, Record
 from launch.schedulers import last_submission
 from launch.slurm.scheduler import Scheduler
+from launch.supervise import look
 from train.cli.command import DONE, REFUSED
 from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, read_outcome
@@ -95,10 +96,9 @@ def wait_for(record: Record, kind: str, number: int = 1) -> Event:
 def wait_for_checkpoint(record: Record, *, after: int = 0) -> int:
     """A committed step beyond `after`."""
 
-    def newest() -> int:
-        names = record.run.names("checkpoints/")
-        steps = [int(name.split("/")[1].removeprefix("step_")) for name in names if name.endswith("manifest.json")]
-        return max([step for step in steps if step > after], default=0)
+    def newest() -> int | None:
+        step = look(record).checkpoint
+        return step if step > after else None
 
     return eventually(newest)
 
@@ -193,7 +193,7 @@ def test_a_cancelled_job_does_not_come_back(slurm, prepared, tmp_path):
     assert "CANCELLED" in state(record) and not events(record, "requeued")
     assert not slurm.run("squeue", "--noheader")
     again = launch(tmp_path / "run", prepared)  # the record and the run folder are as they were
-    wait_for(again, "attempt_began", 2)
+    eventually(lambda: len(events(again, "attempt_began")) == 2)
     slurm.run("scancel", str(job_id(again)))  # past launch
     eventually(lambda: not state_is_active(again))
     assert "CANCELLED" in state(again) and not events(again, "requeued")
