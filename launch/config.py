@@ -20,8 +20,6 @@ class ClusterConfig:
     idle_attempts: int = 2  # starts in a row without a new checkpoint before the job gives up
     torchrun_restarts: int = 3  # restarts of failed ranks by torchrun itself, in one attempt
     rendezvous: str = "static"  # how several machines meet: static (rank 0 is on the first) | c10d
-    log_dir: str | None = None  # folder of a machine for logs of its ranks; None: in the run's record, or for a record
-    # in S3 below ~/.cache/baretrain
 
     def __post_init__(self) -> None:
         check_choice("cluster.rendezvous", self.rendezvous, ("static", "c10d"))

@@ -272,12 +272,6 @@ def check_name(name: str) -> None:
     )
 
 
-def job_name(run_dir: str) -> str:
-    """A name for the job of a run: the last part of its folder's path, other characters as "_"."""
-    last = run_dir.rstrip("/").rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]", "_", last)[:64] or "run"
-
-
 def is_kept(variable: str) -> bool:
     return variable in KEPT or not variable.startswith(("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_"))
 
