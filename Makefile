@@ -1,6 +1,7 @@
 # make setup   .venv with all that is needed to train and test on a CPU
 # make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
+# make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
 # make test    run the tests          make lint   style and types          make bench   the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
@@ -17,8 +18,10 @@ PEERS = $(VENV)/peers
 TWEETS ?= tests/data/tweets.csv
 TWEETS_DIR ?= runs/tweets
 TWEETS_ARGS ?=
+SLURM_DIR ?= runs/slurm
+SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets test lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm test lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +44,10 @@ demo-tweets: setup
 	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model.init_from=$(RUN_DIR) run_dir=$(TWEETS_DIR)/pretrained $(TWEETS_ARGS)
 	@$(BIN)/python -m train experiment=demo_tweets data.path=$(TWEETS) model=albert_tiny model.init_from=null model.tokenizer=$(RUN_DIR) run_dir=$(TWEETS_DIR)/scratch $(TWEETS_ARGS)
 	@$(BIN)/python -m train.report $(TWEETS_DIR)/pretrained $(TWEETS_DIR)/scratch
+
+demo-slurm: setup
+	@test -f data/demo/manifest.json || $(BIN)/python -m train.prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
+	@PYTHONPATH=.:tests $(BIN)/python -m services.demo_slurm $(SLURM_DIR) experiment=demo $(SLURM_ARGS)
 
 test: setup
 	@$(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4 $(TEST_ARGS) # tests wait a lot
@@ -73,6 +80,7 @@ bench-smoke: $(PEERS)/.ready
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
+	@$(BIN)/python -m benchmarks.estimate --data data/demo --rounds 1 --steps 15 --cases "2 ranks"
 	@XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m benchmarks.xla --shape demo --rounds 1 --steps 3 --variants naive scan --log-every 3
 	@$(BIN)/python -m benchmarks.data --parts speed resume shuffle --rounds 1 --seconds 0.05 --rows 256 --epochs 2 --peers --text data/demo
 	@$(BIN)/python -m benchmarks.prepare --mb 1 --rounds 1 --vocab 1000

@@ -9,6 +9,7 @@ from train.models.flops import train_flops_per_sequence
 from train.models.shapes import Shape
 
 LABELS = 2  # of a classifier, whose number the data decides; each more costs a classifier 6 x hidden size
+WITHOUT_BF16 = ("V100", "T4")
 NETWORK_HOP_S = 50e-6  # assumed, of a message between two machines, software included
 DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
 
@@ -61,7 +62,8 @@ def ring_s(num_bytes: float, members: int, bytes_per_s: float, hop_s: float) -> 
 
 def precision_of(cfg: TrainConfig) -> str:
     """The precision that a run would choose: fp32 on CPUs, which is where nothing is known of the machine."""
-    chosen: Any = cfg.backend.precision
-    if chosen != "auto":
-        return str(chosen)
-    return "fp32" if cfg.instance.device is None else "bf16"
+    if cfg.backend.precision != "auto":
+        return cfg.backend.precision
+    if cfg.instance.device is None:
+        return "fp32"
+    return "fp16" if cfg.instance.accelerator in WITHOUT_BF16 else "bf16"

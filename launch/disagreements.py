@@ -81,14 +81,18 @@ def of_outcome(status: Status) -> Iterator[str]:
             f"the record says {history.ended.outcome}, {run}/outcome.json says {end.outcome} ({end.reason}): the run "
             "folder counts; another job has written one of the two"
         )
-    attempt, ended_unix_s = history.running_attempt, end.time_unix_s or 0.0
-    age_s = status.time_unix_s - ended_unix_s
-    is_its_own = attempt is not None and ended_unix_s > (attempt.began_unix_s or 0.0)
-    if status.is_active and is_its_own and age_s > LEAVING_S:
+    age_s = status.time_unix_s - (end.time_unix_s or 0.0)
+    if status.is_active and has_written_end(status) and age_s > LEAVING_S:
         yield (
             f"the trainer wrote {shown_duration(age_s)} ago how it ended ({end.outcome}), but its attempt goes on: a "
             f"rank hangs; python -m launch logs {run} shows which, python -m launch cancel {run} --yes ends it"
         )
+
+
+def has_written_end(status: Status) -> bool:
+    """Whether outcome.json is of the attempt that still runs."""
+    attempt, end = status.history.running_attempt, status.progress.outcome
+    return attempt is not None and end is not None and (end.time_unix_s or 0.0) > (attempt.began_unix_s or 0.0)
 
 
 def of_writer(status: Status) -> Iterator[str]:
@@ -113,7 +117,7 @@ def is_ours(job: str | None, host: str, status: Status) -> bool:
 def of_silence(status: Status) -> Iterator[str]:
     """An attempt that runs and writes nothing."""
     attempt, progress, run = status.history.running_attempt, status.progress, status.run_dir
-    if not status.is_active or attempt is None or attempt.began_unix_s is None:
+    if not status.is_active or attempt is None or attempt.began_unix_s is None or has_written_end(status):
         return
     silent_s = status.time_unix_s - max(attempt.began_unix_s, progress.line_unix_s or 0.0)
     usual_s = max(progress.line_gap_s, progress.save_gap_s)

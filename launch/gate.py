@@ -10,6 +10,7 @@ from train.cli.command import printable
 from train.storage.folders import wait_for_file
 from train.storage.untrusted import BadContent, read_object
 
+NO_ANSWER = "no answer"
 SHOWN = 300  # characters of a reason
 
 
@@ -23,7 +24,7 @@ def reason_of(record: Record, name: str) -> str:
     try:
         content = wait_for_file(record.folder, name, record.folder.read)
     except FileNotFoundError:
-        return f"no answer in {record.location}: the machine does not see that folder, or train.doctor could not start"
+        return f"{NO_ANSWER} in {record.location}: the machine does not see that folder, or cannot start train.doctor"
     try:
         answer = read_object(content)
     except BadContent as error:
@@ -32,4 +33,4 @@ def reason_of(record: Record, name: str) -> str:
         return ""
     red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]
     texts = [f"{each.get('name')}: {each.get('text')} ({each.get('cure')})" for each in red]
-    return "; ".join(texts) or f"train.doctor ended with {answer.get('exit_code', 'no findings')}"
+    return "; ".join(texts) or str(answer.get("fault") or "train.doctor has no findings")

@@ -8,17 +8,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from launch import processes
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.supervise import CODES, Verdict, attempt_name, supervise
+from launch.supervise import CODES, StopRequest, Verdict, attempt_name, supervise
 from train.cli.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host.processes import is_alive, read_process
-from train.run_folder.outcome import STOP_FILE
 
 ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
 
@@ -49,7 +47,10 @@ class Scheduler:
         if not isinstance(pid, int) or pid <= 1:
             raise InputError(f"the record names no process: {pid!r}")
         if host != platform.node():
-            raise Unreachable(f"the job runs on {host}, this is {platform.node()}; ask there")
+            raise Unreachable(
+                f"the job runs on {host}, this is {platform.node()}: ask there; if that machine is gone, remove "
+                "the record (the folder RUN.launch) and launch the run again"
+            )
         started = handle.get("started")
         if not is_alive(pid, started if isinstance(started, int) else None):
             return State(False, "the supervisor has ended")
@@ -93,24 +94,18 @@ def prepare(record: Record, job: Job) -> Verdict:
 
 
 def train(record: Record, job: Job) -> Verdict:
-    stops: list[str] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        if not stops:
-            stops.append(signal.Signals(number).name)
-            record.note("stop_asked", reason=stops[0])
-        record.run.write(STOP_FILE, b"")
-
+    stop = StopRequest(record)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
     cluster = cluster_of(job)
     if cluster.gate and (failure := gate(record, job)):
         return Verdict("end", "failed", failure)
     return supervise(
         record,
         cluster,
-        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}"),
+        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}", stop=stop),
         nodes=[platform.node()],
+        stop=stop,
     )
 
 
@@ -126,10 +121,11 @@ def gate(record: Record, job: Job) -> str:
     return f"this machine is not fit to train: {reason}" if reason else ""
 
 
-def on_this_machine(record: Record, job: Job, verb: str, *arguments: str) -> int:
+def on_this_machine(record: Record, job: Job, verb: str, *arguments: str, stop: StopRequest | None = None) -> int:
     command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
     processes.adopt_orphans()
-    code = processes.exit_code(processes.start(command, env=os.environ))
+    process = processes.start(command, env=os.environ)
+    code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
     processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
     return code
 

@@ -241,6 +241,7 @@ def follow(
             if time.monotonic() - asked_s >= ask_s:  # before the files are read: an ended job has written all of them
                 asked_s, submission = time.monotonic(), history.submission
                 is_over = not (submission and submission.handle) or not asks(*called(submission)).is_active
+                history = read_history(record.events()) if is_over else history
             follower.show_new(history, is_over=is_over)
         except Unreachable as error:
             problem, is_over = printable(str(error)), False

@@ -29,6 +29,7 @@ from train.host.machine import cache_root
 from train.storage.folders import canonical_json, wait_for_file
 from train.storage.untrusted import FileName
 
+DOCTOR_S = 300.0  # for train.doctor, which takes seconds
 GATE = "gate/{}/{}.json"
 
 
@@ -75,7 +76,7 @@ class Node:
             self.logs /= FileName(options.attempt)
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, **self.job.environment}
+        return {**self.job.environment, **os.environ}  # what the user has set goes before
 
     def start_py(self) -> str:
         """The job's code, unpacked; its entry point."""
@@ -138,9 +139,12 @@ def gate(node: Node) -> int:
     job, known = node.job, node.job.instance != "local"
     command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
     command += [f"--machines={job.nodes}", *([f"--instance={job.instance}"] if known else [])]
-    done = subprocess.run(command, env=node.environment(), stdout=subprocess.PIPE, check=False)
-    name = GATE.format(node.options.attempt, node.name)
-    node.record.folder.write(name, done.stdout or canonical_json({"ok": False, "exit_code": done.returncode}))
+    try:
+        done = subprocess.run(command, env=node.environment(), stdout=subprocess.PIPE, check=False, timeout=DOCTOR_S)
+        answer = done.stdout or canonical_json({"ok": False, "fault": f"train.doctor ended with {done.returncode}"})
+    except subprocess.TimeoutExpired:  # a driver, or a file system, that never answers
+        answer = canonical_json({"ok": False, "fault": f"train.doctor did not end in {DOCTOR_S:g} s"})
+    node.record.folder.write(GATE.format(node.options.attempt, node.name), answer)
     return DONE
 
 

@@ -13,6 +13,7 @@ from launch.environment import environment
 from launch.job import Code, Job
 from train.cli.compose import literal
 from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
+from train.config.backend import check_backend
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.untrusted import FileName, Sha256
 
@@ -54,7 +55,7 @@ def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
         check_ranks(cfg)
-        check_backend(run, cfg)
+        check_backend(run.backend, cfg.instance)
     else:
         check(
             cfg.nodes == 1, f"nodes={cfg.nodes} are for training: a preparation has parts={cfg.nodes}, a machine each"
@@ -93,13 +94,6 @@ def check_ranks(cfg: LaunchConfig) -> None:
         cfg.ranks_per_node in valid,
         f"processes_per_node={cfg.ranks_per_node}: {name} runs {' or '.join(map(str, valid))}",
     )
-
-
-def check_backend(run: TrainConfig, cfg: LaunchConfig) -> None:
-    """InputError for a backend that does not run on the instance's devices."""
-    device, backend = cfg.instance.device, run.backend.name
-    fits = device is None or backend == "auto" or (backend == "ddp") == (device != "neuron")
-    check(fits, f"backend={backend} does not run on {cfg.instance.name}; leave it out, or choose another instance")
 
 
 def safe_name(location: str) -> str:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -18,7 +18,7 @@ from train.host.processes import read_process
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
-POLL_S = 0.1
+POLL_S, ORPHANS_POLL_S = 1.0, 0.1
 
 
 def start(
@@ -37,10 +37,15 @@ def start(
     return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=end_with_parent)
 
 
-def exit_code(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process; its exit code as shells report it."""
-    code = process.wait()
-    return 128 - code if code < 0 else code
+def exit_code(process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Wait for a process, and call `meanwhile` every POLL_S; its exit code as shells report it."""
+    while True:
+        try:
+            code = process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            meanwhile()
+        else:
+            return 128 - code if code < 0 else code
 
 
 def adopt_orphans() -> None:
@@ -59,7 +64,7 @@ def end_orphans(limit_s: float) -> None:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 if time.monotonic() > until_s:
                     kill(descendants(os.getpid()))
-                time.sleep(POLL_S)
+                time.sleep(ORPHANS_POLL_S)
 
 
 def descendants(pid: int) -> Iterator[int]:

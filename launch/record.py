@@ -87,11 +87,11 @@ class Record:
         """Add an event."""
         event = Event(kind, round(time.time(), 3), f"{platform.node()}:{os.getpid()}", details)
         number = len(self.event_names())
-        while not self.folder.create(f"{EVENTS}{number + 1:05d}-{kind}.json", canonical_json(asdict(event))):
+        while not self.folder.create(f"{EVENTS}{number + 1:05d}.json", canonical_json(asdict(event))):
             number += 1
 
     def event_names(self) -> list[str]:
-        return [name for name in self.folder.names(EVENTS) if re.fullmatch(r"events/\d{5,}-[a-z_]+\.json", name)]
+        return [name for name in self.folder.names(EVENTS) if re.fullmatch(r"events/\d{5,}\.json", name)]
 
     def events(self) -> list[Event]:
         """All events in order. InputError for one that is damaged."""

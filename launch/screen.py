@@ -20,6 +20,7 @@ from train.config import Unreachable
 Row = tuple[str, str]
 MOST_ATTEMPTS = 5  # shown: the last ones
 MOST_CHARS = 400  # of a text from elsewhere
+BAR_CHARS = 40
 GOOD, BAD, OPEN = "green", "red", "yellow"
 STYLES = {"running": GOOD, "done": GOOD, "failed": BAD, "refused": BAD, "vanished": BAD, "unknown": BAD}
 
@@ -73,7 +74,7 @@ def of_run(status: Status) -> list[Row]:
         ("time left", "" if left_s is None else shown_duration(left_s)),
         ("checkpoint", "" if progress.checkpoint is None else f"step {progress.checkpoint:,}"),
         ("cost", "" if progress.cost_usd is None else f"${progress.cost_usd:,.2f}"),
-        ("last line", "" if age_s is None else f"{shown_duration(age_s)} ago"),
+        ("last line", "" if age_s is None else f"{shown_duration(round(age_s))} ago"),
         ("outcome", f"{end.outcome}: {end.reason}" if end and not status.history.running_attempt else ""),
     ]
 
@@ -127,12 +128,13 @@ def open_console() -> Console:
 
 def screen(status: Status) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
+    step, total = status.progress.step, status.progress.total_steps
     for label, text in rows(status):
         facts.add_row(Text(label, style="dim"), Text(text))
-    step, total = status.progress.step, status.progress.total_steps
-    bar = [ProgressBar(total=total, completed=min(step, total), width=60)] if step and total else []
+        if label == "step" and step and total:
+            facts.add_row("", ProgressBar(total=total, completed=min(step, total), width=BAR_CHARS))
     title = Text.assemble((clean(status.run_dir), "bold"), "  ", (status.state, STYLES.get(status.state, OPEN)))
-    return Group(title, *bar, facts, *(Text(f"attention: {clean(each)}", style=OPEN) for each in status.disagreements))
+    return Group(title, facts, *(Text(f"attention: {clean(each)}", style=OPEN) for each in status.disagreements))
 
 
 def show(status: Status, *, as_json: bool = False) -> None:

@@ -14,7 +14,7 @@ from launch.progress import Progress, read_progress
 from launch.record import PLAN, Record
 from launch.schedulers import Handle, State, scheduler
 from launch.values import count, table
-from train.config import InputError, Unreachable
+from train.config import Failure, InputError
 from train.storage.untrusted import BadContent, read_object
 
 
@@ -52,7 +52,7 @@ class Status:
     @property
     def is_waiting(self) -> bool:
         """Whether the job has no machine yet, or none now."""
-        return self.is_active and not self.answer.nodes and self.history.running_attempt is None
+        return self.is_active and not self.answer.nodes
 
     def to_json(self) -> str:
         """One line. All characters that a terminal could act on are escaped."""
@@ -107,24 +107,27 @@ def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State
         return Answer(submission.scheduler, failure="the submission was not answered")
     try:
         state = asks(submission.scheduler, submission.handle)
-    except (Unreachable, InputError) as error:
+    except (Failure, InputError) as error:
         return Answer(submission.scheduler, failure=str(error))
     return Answer(submission.scheduler, state.is_active, state.text, list(state.nodes))
 
 
 def state_of(kind: str, answer: Answer, history: History) -> str:
-    """One term: waiting, starting, running, stopping, done, stopped, failed, refused, ended (another program's term),
-    cancelled, vanished (the record has no end), not submitted, or unknown.
+    """One term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped, failed,
+    refused, ended (with an outcome that is not known), cancelled, vanished (the record has no end), not submitted. The
+    scheduler does not say: unknown.
     """
     submission, ended = history.submission, history.ended
     if submission is None or submission.refusal:
         return "not submitted"
     if answer.is_active:
+        if ended is not None:
+            return "ending"
         if history.stop_asked_unix_s is not None or history.cancelled_unix_s is not None:
             return "stopping"
-        if history.running_attempt is not None:
-            return "running"
-        return ("running" if kind == "prepare" else "starting") if answer.nodes else "waiting"
+        if not answer.nodes:  # as after the loss of one, when the record still has an attempt
+            return "waiting"
+        return "running" if kind == "prepare" or history.running_attempt is not None else "starting"
     if history.cancelled_unix_s is not None:
         return "cancelled"
     if ended is not None:

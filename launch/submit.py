@@ -43,7 +43,7 @@ def start(record: Record, job: Job) -> Handle:
     record.note("submitting", scheduler=job.scheduler, nodes=job.nodes, config_sha256=job.config_sha256, id=job.id)
     try:
         handle = scheduler(job.scheduler).submit(job, record)
-    except Exception as error:
+    except InputError as error:  # after any other error nobody knows whether there is a job
         record.note("not_submitted", reason=str(error))
         raise
     record.note("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)

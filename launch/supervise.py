@@ -8,20 +8,38 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from launch.config import ClusterConfig
 from launch.record import Event, Record
-from launch.values import text
+from launch.values import count, text
 from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
 
+Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
+FIRST_FILE = "environment.json"  # of a run folder
 KILLED = "SIGTERM"  # why a run stopped whose torchrun or scheduler has signalled it, or whose torchrun was killed
+PATIENCE_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
+
+
+def patiently(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
+    """Act, and again for PATIENCE_S while a service does not answer."""
+    again = Retrying(
+        retry=retry_if_exception_type((Unreachable, OSError)),
+        stop=stop_after_delay(PATIENCE_S),
+        wait=wait_fixed(ASKS_S),
+        before_sleep=lambda state: print(f"tried again: {state.outcome and state.outcome.exception()}", flush=True),
+        reraise=True,
+    )
+    return again(act, *arguments, **named)
 
 
 @dataclass(frozen=True)
@@ -65,7 +83,7 @@ class Verdict:
 class History:
     attempts: int  # that have ended, this one included
     idle: int  # attempts in a row, up to this one, without a new checkpoint
-    is_stop_asked: bool  # by the user
+    is_stop_asked: bool  # by the user, who may have cancelled the job as well
 
 
 def look(record: Record) -> Seen:
@@ -85,10 +103,10 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
             return Verdict("end", "refused", f"refused: {why}")
     if kind in ("done", "refused"):
         return Verdict("end", kind, reason)
-    if history.is_stop_asked:
-        return Verdict("end", "stopped", "stopped as asked")
     if kind == "failed" and outcome and not outcome["goes_on"]:
         return Verdict("end", "failed", reason)
+    if history.is_stop_asked:
+        return Verdict("end", "stopped", "stopped as asked")
     limit = exhausted(history, cluster)
     if kind == "stopped":
         if attempt.asked is None and not is_taken_back(reason):
@@ -96,7 +114,8 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
         if limit:
             return Verdict("end", "failed", limit)
-        is_here = cluster.kind == "local" and reason.startswith(KILLED)  # of torchrun alone: we run
+        # A signal to torchrun alone, on a machine that nobody takes back.
+        is_here = cluster.kind == "local" and attempt.asked is None and reason.startswith(KILLED)
         return Verdict("again" if is_here else "requeue", "stopped", attempt.asked or reason)
     if limit:
         return Verdict("end", "failed", f"{limit}; the last one {reason}")
@@ -116,16 +135,55 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
     return ""
 
 
-def history_of(events: list[Event]) -> History:
-    """What the record says of the attempts since the last submission."""
+def history_of(events: Sequence[Event]) -> History:
+    """What the record says since the last submission. An attempt that left no end, since its machine was lost, made
+    progress if the next one began further on. A requeue without an attempt before it counts as an idle attempt.
+    """
     first = max((index for index, event in enumerate(events) if event.kind == "submitting"), default=0)
-    ended = [event.details for event in events[first:] if event.kind == "attempt_ended"]
-    idle = 0
-    for details in reversed(ended):
-        if details.get("made_progress") is True:
-            break
-        idle += 1
-    return History(len(ended), idle, any(event.kind == "stop_asked" for event in events[first:]))
+    made: list[bool] = []  # whether each attempt made progress
+    begun_at: int | None = None  # the checkpoint of an attempt without an end
+    has_attempt = False
+    for event in events[first:]:
+        if event.kind == "attempt_began":
+            begins_at = count(event.details, "checkpoint") or 0
+            if begun_at is not None:
+                made.append(begins_at > begun_at)
+            begun_at, has_attempt = begins_at, True
+        elif event.kind == "attempt_ended":
+            made.append(event.details.get("made_progress") is True)
+            begun_at = None
+        elif event.kind == "requeued":
+            made += [] if has_attempt else [False]
+            has_attempt = False
+    idle = next((number for number, progress in enumerate(reversed(made)) if progress), len(made))
+    asked = [event.kind for event in events[first:] if event.kind in ("stop_asked", "cancelled")]
+    return History(len(made), idle, bool(asked))
+
+
+class StopRequest:
+    """A request to stop with a checkpoint: signals leave it, and it becomes the file STOP in the run folder."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.reason: str | None = None
+        self.is_written = False
+
+    def ask(self, reason: str) -> None:
+        """Note the request; the first reason stays. Signal handlers call this, so nothing is written yet."""
+        self.reason = self.reason or reason
+
+    def write(self) -> None:
+        """Write the file once it has been asked for, and once the trainer has made its folder: it takes a folder with
+        nothing but STOP for another program's. What cannot be written now is tried again at the next call.
+        """
+        if self.reason is None or self.is_written:
+            return
+        try:
+            if self.record.run.size(FIRST_FILE) is not None:
+                self.record.run.write(STOP_FILE, b"")
+                self.is_written = True
+        except (InputError, Unreachable, OSError) as error:
+            print(f"the run cannot be asked to stop: {error}; tried again", flush=True)
 
 
 def attempt_name(number: int) -> str:
@@ -145,28 +203,35 @@ def supervise(
     start: Callable[[int], int],
     *,
     nodes: list[str],
-    asked: Callable[[], str | None] = lambda: None,
+    stop: StopRequest,
     pause_s: float = PAUSE_S,
 ) -> Verdict:
     """Make attempts until the verdict is another than "again", and note each in the record.
 
-    `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `asked` tells why the
-    scheduler wants the machines back.
+    `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `stop` holds the
+    scheduler's request for the machines.
     """
     while True:
-        events = record.events()
+        has_stop_file = patiently(record.run.size, STOP_FILE) is not None  # before the events: a stop is noted first
+        events = patiently(record.events)
+        if history_of(events).is_stop_asked:
+            return Verdict("end", "stopped", "stopped as asked")
+        if stop.reason is not None:  # it came between two attempts, or before the first
+            return Verdict("requeue", "stopped", stop.reason)
+        if has_stop_file:
+            patiently(record.run.remove, STOP_FILE)  # of an attempt that died before it could obey
         number = 1 + sum(event.kind == "attempt_began" for event in events)
-        if not history_of(events).is_stop_asked and record.run.size(STOP_FILE) is not None:
-            record.run.remove(STOP_FILE)  # of an attempt that died before it could obey
-        before = look(record)
-        record.note("attempt_began", number=number, nodes=nodes)
+        before = patiently(look, record)
+        patiently(record.note, "attempt_began", number=number, nodes=nodes, checkpoint=max(0, before.checkpoint))
         code = start(number)
-        attempt = Attempt(before, look(record), code, asked(), refusal_of(record, attempt_name(number)))
+        refusal = patiently(refusal_of, record, attempt_name(number))
+        attempt = Attempt(before, patiently(look, record), code, stop.reason, refusal)
         details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
         details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
         ended = Event("attempt_ended", time.time(), "", details)
-        verdict = judge(attempt, history_of([*record.events(), ended]), cluster)
-        record.note("attempt_ended", **details, next=verdict.next, outcome=verdict.outcome, reason=verdict.reason)
+        verdict = judge(attempt, history_of([*patiently(record.events), ended]), cluster)
+        details |= {"next": verdict.next, "outcome": verdict.outcome, "reason": verdict.reason}
+        patiently(record.note, "attempt_ended", **details)
         print(f"attempt {number}: {verdict.outcome}, {verdict.reason}; next: {verdict.next}", flush=True)
         if verdict.next != "again":
             return verdict

@@ -59,10 +59,15 @@ def shown_moment(unix_s: float | None) -> str:
 
 
 def shown_duration(seconds: float) -> str:
-    """A duration in its two largest units."""
-    minutes, hours = seconds / 60, seconds / 3600
+    """A duration in its one or two largest units."""
+    if seconds < 1:
+        return f"{seconds:.1g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
     if minutes < 100:
-        return f"{minutes:.0f} min"
-    return f"{hours:.0f} h {minutes % 60:.0f} min" if hours < 48 else f"{hours // 24:.0f} days {hours % 24:.0f} h"
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24:,} days {hours % 24} h"

@@ -14,7 +14,7 @@ from launch.schedulers import scheduler
 from launch.status import Status, status
 from launch.values import shown_duration, shown_moment
 from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
-from train.config import InputError, S3Config, check
+from train.config import Failure, InputError, S3Config, check
 from train.run_folder.outcome import STOP_FILE
 from train.storage.folders import open_folder
 from train.storage.untrusted import is_path
@@ -113,11 +113,11 @@ def logs_flags(parser: Parser) -> None:
     of_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="print what comes, until the job has ended")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rank", type=at_least_0, metavar="N", help="of one rank")
+    which.add_argument("--rank", type=count, metavar="N", help="of one rank")
     which.add_argument("--node", metavar="HOST", help="of one machine")
-    parser.add_argument("--attempt", type=at_least_0, metavar="K", help="default: the last one, and those that follow")
+    parser.add_argument("--attempt", type=count, metavar="K", help="default: the last one, and those that follow")
     parser.add_argument(
-        "--lines", type=at_least_0, metavar="N", default=logs.LINES, help=f"last ones of each file ({logs.LINES})"
+        "--lines", type=count, metavar="N", default=logs.LINES, help=f"last ones of each file ({logs.LINES})"
     )
 
 
@@ -133,7 +133,7 @@ def seconds(text: str) -> float:
     return value
 
 
-def at_least_0(text: str) -> int:
+def count(text: str) -> int:
     value = int(text)
     check(0 <= value < 10**9, f"{text} must be a whole number from 0 on")
     return value
@@ -198,12 +198,10 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 
 
 def asked(record: Record) -> Status:
-    """How the run stands. Unreachable if its scheduler does not say whether it has a job."""
+    """How the run stands. Failure if its scheduler does not say whether it has a job."""
     seen = status(record)
-    submission = seen.history.submission
-    if seen.answer.is_active is None and submission is not None and submission.handle:
-        scheduler(submission.scheduler).state(submission.handle)  # raises what the status only mentions
-    check(seen.answer.is_active is not None, seen.disagreements[0] if seen.disagreements else seen.answer.failure)
+    if seen.answer.is_active is None:
+        raise Failure("; ".join([f"{record.run_dir}: {seen.answer.failure}", *seen.disagreements[:1]]))
     return seen
 
 
@@ -222,8 +220,8 @@ def lost(seen: Status) -> str:
     if step is None or seen.history.running_attempt is None:
         return "no step is lost"
     if checkpoint is None:
-        return f"all {step:,} steps are lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: what lies between is lost"
+        return f"all {step:,} steps may be lost: there is no checkpoint yet"
+    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: what lies between may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------

@@ -205,12 +205,13 @@ def line(kind: str, **values: object) -> dict[str, object]:
 END = line("summary", step=30, world_size=2, backend="ddp", precision="fp32", tokens_per_s=1.0, train_s=30.0)
 
 
-def write_run(folder: Path, lines: list[dict[str, object]], *overrides: str) -> str:
+def write_run(folder: Path, lines: list[object], *overrides: str) -> str:
     """2 ranks of a small BERT; 100 sequences/s between the lines of steps 10 and 30."""
     folder.mkdir(exist_ok=True)
     cfg = load(*LOCAL, "global_batch_size=50", *overrides)
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    rows = (each if isinstance(each, str) else json.dumps(each) for each in lines)
+    (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     return str(folder)
 
 
@@ -248,7 +249,7 @@ def test_a_known_peak_makes_a_run_tell_of_other_machines(tmp_path):
 
 
 def test_only_the_last_attempt_that_ended_counts(tmp_path):
-    killed = [{**trained(40, 1.0), "attempt": 2}, {**trained(50, 1.1), "attempt": 2}]
+    killed = [{**trained(40, 1.0), "attempt": 2}, {**trained(50, 1.1), "attempt": 2}, '{"kind": "tra']
     assert read_calibration(write_run(tmp_path / "run", [*LINES, *killed]), S3Config()).sequences_per_s == 100.0
 
 
@@ -256,6 +257,8 @@ def test_only_the_last_attempt_that_ended_counts(tmp_path):
     ("lines", "says"),
     [
         ([], "it has no summary"),
+        (["{", *LINES], "line 1: it is not JSON"),
+        ([["a list"], *LINES], "line 1: it is not a JSON object"),
         (LINES[:-1], "it has no summary: the run has not ended yet"),
         ([END], "its last attempt has 0 train lines, and a speed needs 2"),
         ([LINES[0], END], "its last attempt has 1 train lines"),
@@ -270,7 +273,7 @@ def test_only_the_last_attempt_that_ended_counts(tmp_path):
 )
 def test_a_run_without_a_speed_is_refused_in_one_line(tmp_path, lines, says: str):
     where = write_run(tmp_path / "run", lines)
-    with pytest.raises(InputError, match=f"^calibrate={where}: metrics.jsonl is damaged: .*{says}"):
+    with pytest.raises(InputError, match=f"^calibrate={where}: its metrics.jsonl tells no speed: .*{says}"):
         read_calibration(where, S3Config())
 
 

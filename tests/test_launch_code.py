@@ -118,8 +118,8 @@ def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
     Record(record.run_dir, S3Config()).note("ended")
     assert [event.kind for event in record.events()] == ["gate"] * 3 + ["ended"]
     assert record.events()[2].details == {"number": 2, "failed": {"n1": "x\n$(touch y)"}}
-    record.folder.write("events/00002-gate.json", b"{}")
-    with pytest.raises(InputError, match="00002-gate.json cannot be read"):
+    record.folder.write("events/00002.json", b"{}")
+    with pytest.raises(InputError, match="00002.json cannot be read"):
         record.events()
 
 

@@ -162,20 +162,41 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbe
 def test_a_run_is_preempted_stopped_and_resumed(slurm, prepared, undisturbed, tmp_path):
     record = launch(tmp_path / "run", prepared)
     step = wait_for_checkpoint(record)
-    slurm.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=30")  # of SIGTERM to the ranks alone
+    urgent = ("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    slurm.run(*urgent)
+    preempted = wait_for(record, "attempt_ended").details
+    assert (preempted["outcome"], preempted["next"]) == ("stopped", "requeue") and preempted["checkpoint"] > step
     wait_for(record, "attempt_began", 2)
-    preempted = events(record, "attempt_ended")
-    assert all(event.details["outcome"] == "stopped" for event in preempted)
+    slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=0")  # KillWait after SIGTERM to all
+    wait_for_checkpoint(record, after=preempted["checkpoint"])
+    slurm.run(*urgent)
+    eventually(lambda: len(events(record, "attempt_began")) == 3)
     with pytest.raises(Exception, match="has a job: job"):
         submit.resume(record)
-    wait_for_checkpoint(record, after=step)
+    wait_for_checkpoint(record, after=preempted["checkpoint"] + 20)
     assert main(["stop", str(tmp_path / "run")]) == DONE
-    assert ended(record)["outcome"] == "stopped", logs(record)
+    eventually(lambda: not state_is_active(record))
+    assert events(record, "ended")[-1].details == {"outcome": "stopped", "reason": "stopped as asked"}, logs(record)
     assert state(record).endswith("exit code 75")
     assert read_outcome(record.run)["outcome"] == "stopped" and record.run.size(STOP_FILE) is None
     assert main(["resume", str(tmp_path / "run")]) == DONE
-    eventually(lambda: len(events(record, "ended")) == 2)
+    eventually(lambda: events(record, "ended")[-1].details["outcome"] == "done")
     assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_a_cancelled_job_does_not_come_back(slurm, prepared, tmp_path):
+    record = launch(tmp_path / "run", prepared)
+    wait_for_checkpoint(record)
+    assert main(["cancel", str(tmp_path / "run"), "--yes"]) == DONE
+    eventually(lambda: not state_is_active(record))
+    assert "CANCELLED" in state(record) and not events(record, "requeued")
+    assert not slurm.run("squeue", "--noheader")
+    again = launch(tmp_path / "run", prepared)  # the record and the run folder are as they were
+    wait_for(again, "attempt_began", 2)
+    slurm.run("scancel", str(job_id(again)))  # past launch
+    eventually(lambda: not state_is_active(again))
+    assert "CANCELLED" in state(again) and not events(again, "requeued")
 
 
 def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, prepared, tmp_path):
@@ -189,8 +210,7 @@ def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, pre
         gate = events(record, "gate")[0].details
         assert gate["passed"] == ["n1", "n3"] and "does not see that folder" in gate["failed"]["n2"]
         assert events(record, "attempt_began")[0].details["nodes"] == ["n1", "n3"]
-        assert "drain" in slurm.run("sinfo", "--noheader", "--nodes=n2", "--format=%T").lower()
-        slurm.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+        assert "drain" not in slurm.run("sinfo", "--noheader", "--nodes=n2", "--format=%T").lower()
         other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.gate=true",))
         eventually(lambda: events(other, "requeued"))
         assert ended(other)["outcome"] == "done", logs(other)

@@ -55,6 +55,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "boto3": {"train/storage/s3.py", "train/doctor/checks_s3.py", "launch/ec2.py"},
     "psutil": {"train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
+    "rich": {"launch/screen.py"},
     "matplotlib": {"train/report/figures.py"},
     "jinja2": {"train/report/page.py"},
     "huggingface_hub": {"train/publish/push.py", "train/publish/card.py", "train/storage/hub_access.py"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from running import eventually
 from services.slurm_jobs import output, submit, wait_for_state, write_script
 
-from launch.slurm.commands import Slurm, check_name, check_request, clock
+from launch.slurm.commands import Slurm, check_name, check_request, clock, job_name
 from launch.slurm.records import Partition, duration_s, read_accounted, read_jobs, read_partitions
 from train.config import Failure, InputError, Unreachable
 from train.storage.untrusted import BadContent
@@ -116,7 +118,15 @@ def test_durations_are_read_and_written():
     assert [duration_s(text) for text in ("05:00", "01:30:00", "UNLIMITED")] == [300, 5400, None]
 
 
-def test_a_name_that_no_job_can_have_is_refused():
+@quick
+@given(st.text(max_size=100))
+def test_any_run_folder_gives_a_job_name(run_dir: str):
+    check_name(job_name(run_dir))
+
+
+def test_job_names_say_which_run():
+    assert re.fullmatch("albert_v1-[0-9a-f]{8}", job_name("s3://bucket/runs/albert v1/"))
+    assert job_name("a/run/") == job_name("a/run") != job_name("b/run")
     for name in ("", "a b", "a\n", "$(x)", "x" * 65, "a/b"):
         with pytest.raises(InputError, match="is not a job name"):
             check_name(name)
@@ -176,7 +186,9 @@ def test_accounting_that_does_not_answer_is_not_taken_for_a_job_that_is_gone(mon
 # ---- a real cluster ------------------------------------------------------------------------------------------------
 
 
-def test_the_states_of_jobs(slurm, tmp_path):
+def test_the_states_of_jobs(slurm, tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC-05:45")
+    began_s = time.time()
     done, failed = submit(slurm, tmp_path, "srun hostname", "-N2"), submit(slurm, tmp_path, "exit 7")
     killed, runs = submit(slurm, tmp_path, "kill -KILL $$"), submit(slurm, tmp_path, SLEEP, "-N2", "--time=5")
     waits = submit(slurm, tmp_path, SLEEP, f"--dependency=afterok:{runs}")
@@ -186,6 +198,7 @@ def test_the_states_of_jobs(slurm, tmp_path):
         assert job is not None and job.state == state
     job = Slurm().job(runs)
     assert job is not None and job.nodes == ("n1", "n2") and job.time_limit_s == 300
+    assert job.submitted_s is not None and began_s - 1 < job.submitted_s < time.time() + 1  # whole seconds
     assert job.ended_s == (job.started_s or 0) + 300
     assert [(job.exit_code, job.exit_signal) for i in (failed, killed) if (job := Slurm().job(i))] == [(7, 0), (0, 9)]
     waiting = Slurm().job(waits)

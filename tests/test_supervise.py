@@ -8,8 +8,8 @@ import pytest
 
 from launch.config import ClusterConfig
 from launch.record import Event, Record
-from launch.supervise import Attempt, History, Seen, history_of, judge, look, supervise
-from train.config import S3Config
+from launch.supervise import Attempt, History, Seen, StopRequest, history_of, judge, look, patiently, supervise
+from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
 CLUSTER = ClusterConfig(kind="slurm", attempts=5, idle_attempts=2)
@@ -66,8 +66,10 @@ def test_a_job_gives_up(kind, history, limit):
 
 
 def test_a_stop_that_was_asked_for_ends_even_a_run_that_failed():
-    verdict = judge(ended("failed"), History(1, 0, is_stop_asked=True), CLUSTER)
+    asked = History(1, 0, is_stop_asked=True)
+    verdict = judge(ended("failed"), asked, CLUSTER)
     assert (verdict.next, verdict.outcome) == ("end", "stopped")
+    assert judge(ended("failed", goes_on=False), asked, CLUSTER).outcome == "failed"  # no request hides that
 
 
 def test_history_counts_since_the_last_submission():
@@ -78,6 +80,43 @@ def test_history_counts_since_the_last_submission():
     events = [event("submitting"), idle, event("stop_asked"), event("submitting"), busy, idle, idle]
     assert history_of(events) == History(attempts=3, idle=2, is_stop_asked=False)
     assert history_of([*events, busy]) == History(attempts=4, idle=0, is_stop_asked=False)
+    assert history_of([*events, event("cancelled")]).is_stop_asked
+
+
+def test_history_counts_attempts_that_left_no_end_and_requeues_without_an_attempt():
+    def event(kind, **details):
+        return Event(kind, 0.0, "n1", details)
+
+    at = [event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)]
+    began = event("submitting")
+    assert history_of([began, *at[:2]]) == History(attempts=1, idle=0, is_stop_asked=False)
+    assert history_of([began, *at]) == History(attempts=3, idle=2, is_stop_asked=False)  # lost with their nodes
+    requeued = event("requeued")
+    assert history_of([began, requeued, requeued]).idle == 2  # the gate alone was run, twice
+    ended = event("attempt_ended", made_progress=True)
+    assert history_of([began, at[0], ended, requeued, at[1], ended, requeued]).idle == 0
+
+
+def test_a_run_that_the_user_stopped_is_not_begun_again(tmp_path):
+    run = Run(tmp_path / "run", ("done", 3))
+    run.record.note("stop_asked")
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record))
+    assert (verdict.next, verdict.outcome) == ("end", "stopped") and not run.seen_stop
+
+
+def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr("launch.supervise.ASKS_S", 0.0)
+    answers = iter([Unreachable("S3 is away"), OSError("disk"), "here"])
+
+    def ask(name):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return f"{answer}, {name}"
+
+    assert patiently(ask, "you") == "here, you"
+    with pytest.raises(InputError):
+        patiently(lambda: check(False, "no patience helps"))
 
 
 def test_only_committed_checkpoints_are_progress(tmp_path):
@@ -106,7 +145,7 @@ class Run:
 def test_attempts_are_made_until_the_run_is_done(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 6), ("done", 9))
     run.record.run.write(STOP_FILE, b"")  # of a job that was killed
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], pause_s=0)
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
     assert (verdict.outcome, verdict.reason) == ("done", "attempt 3")
     assert run.seen_stop == [False] * 3
     kinds = [event.kind for event in run.record.events()]
@@ -116,6 +155,27 @@ def test_attempts_are_made_until_the_run_is_done(tmp_path):
 
 def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 3), ("failed", 3), ("done", 9))
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], pause_s=0)
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
     assert verdict.outcome == "failed" and "2 attempts in a row saved nothing new" in verdict.reason
     assert read_outcome(run.record.run)["reason"] == "attempt 3"
+
+
+def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
+    record = Record(str(tmp_path / "run"), S3Config())
+    stop = StopRequest(record)
+    stop.write()
+    stop.ask("the time limit is near")
+    stop.ask("SIGTERM from Slurm")
+    stop.write()
+    assert not (tmp_path / "run").exists()  # the trainer would refuse a folder that holds only STOP
+    record.run.write("environment.json", b"{}")
+    stop.write()
+    assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"
+
+
+def test_no_attempt_begins_after_a_request(tmp_path):
+    run = Run(tmp_path / "run", ("done", 3))
+    stop = StopRequest(run.record)
+    stop.ask("the time limit is near")
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=stop)
+    assert (verdict.next, verdict.outcome) == ("requeue", "stopped") and not run.record.events()

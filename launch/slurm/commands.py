@@ -6,6 +6,7 @@ refuses for another reason.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -270,6 +271,15 @@ def check_name(name: str) -> None:
         bool(re.fullmatch(NAME, name)),
         f"{shown(name)} is not a job name; letters, digits and . _ - make one, at most 64",
     )
+
+
+def job_name(run_dir: str) -> str:
+    """A name for the job of a run, which no run in another folder has, so that jobs of one name can exclude each other:
+    the last part of the folder's path with other characters as "_", and eight digits that stand for the whole path.
+    """
+    path = run_dir.rstrip("/")
+    last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
+    return f"{last}-{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def is_kept(variable: str) -> bool:

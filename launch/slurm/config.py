@@ -49,6 +49,12 @@ class SlurmConfig(ClusterConfig):
             self.time_limit is None or time_limit_s(self.time_limit) is not None,
             f"cluster.time_limit={self.time_limit} must be a time above 0 as 30 (minutes), 12:00:00 or 2-00:00:00",
         )
+        limit_s = None if self.time_limit is None else time_limit_s(self.time_limit)
+        check(
+            limit_s is None or limit_s > self.stop_before_s,
+            f"cluster.stop_before_s={self.stop_before_s} is not below cluster.time_limit={self.time_limit}: the run "
+            "would be stopped as soon as it begins",
+        )
         check(
             self.container is None or re.match(r"[\w./]", self.container) is not None,
             f"cluster.container={self.container!r} is no image: a path or a registry's name",

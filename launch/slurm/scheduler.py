@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch.job import Job
-from launch.plan import safe_name
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.slurm.commands import Slurm, check_request
+from launch.slurm.commands import Slurm, check_request, job_name
 from launch.slurm.config import SlurmConfig, time_limit_s
 from launch.slurm.records import Job as SlurmJob
 from train.config import InputError, check
-from train.storage.folders import sha256_bytes
 
 SCRIPT = Path(__file__).with_name("job.sh")
+HINTS = {"JobLaunchFailure": "perhaps its first node does not see the folder of the logs"}
 AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
 
 
@@ -30,28 +30,30 @@ class Scheduler:
         return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
 
     def submit(self, job: Job, record: Record) -> Handle:
-        (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
-        number = Slurm().submit(options(job, record), SCRIPT, arguments(job, record))
+        slurm = Slurm()
+        if there := slurm.job_ids(job_name(record.run_dir)):  # of a submission whose answer was lost
+            raise InputError(f"Slurm has job {there[0]} of this run, which no record knows: scancel {there[0]} ends it")
+        if not record.is_remote:
+            (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
+        number = slurm.submit(options(job, record), SCRIPT, arguments(job, record))
         if job.kind == "train" or job.parts == 1:
             return {"job_id": number}
         merge = [*(each for each in options(job, record) if not each.startswith("--array")), *after(number)]
-        return {"job_id": Slurm().submit(merge, SCRIPT, [*arguments(job, record), "--merge"]), "parts_id": number}
+        try:
+            return {"job_id": slurm.submit(merge, SCRIPT, [*arguments(job, record), "--merge"]), "parts_id": number}
+        except BaseException:
+            slurm.cancel(number)  # or the parts would run with nobody to know of them
+            raise
 
     def state(self, handle: Handle) -> State:
-        """The state of the first of its jobs that is not over: the merge of parts waits for all of them."""
-        text = ""
+        """The state of the first of its jobs that is not over, or that failed: the merge of parts waits for all."""
         for name in ("parts_id", "job_id"):
-            if name in handle:
-                job_id = number(handle, name)
-                jobs = Slurm().tasks(job_id)
-                waiting = next((job for job in jobs if not job.is_over), None)
-                shown = waiting or (jobs[-1] if jobs else None)
-                text = (
-                    f"job {job_id} is not known to Slurm any more" if shown is None else f"job {job_id} {said(shown)}"
-                )
-                if waiting is not None:
-                    return State(True, text, sorted({node for job in jobs for node in job.nodes}))
-        return State(False, text)
+            jobs = Slurm().tasks(number(handle, name)) if name in handle else []
+            if any(not job.is_over for job in jobs):
+                return State(True, said(handle, name, jobs), sorted({node for job in jobs for node in job.nodes}))
+            if name == "parts_id" and any(job.state != "COMPLETED" for job in jobs):
+                return State(False, said(handle, name, [job for job in jobs if job.state != "COMPLETED"]))
+        return State(False, said(handle, "job_id", jobs))
 
     def cancel(self, handle: Handle) -> None:
         for name in ("job_id", "parts_id"):
@@ -59,9 +61,15 @@ class Scheduler:
                 Slurm().cancel(number(handle, name))
 
 
-def said(job: SlurmJob) -> str:
+def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
+    """The jobs of one id in Slurm's terms; of several tasks of an array the one that is furthest from its end."""
+    if not jobs:
+        return f"job {handle[name]} is not known to Slurm any more"
+    job = min(jobs, key=lambda job: job.is_over)
+    tasks = f", part {', '.join(str(each.array_task) for each in jobs[:8])}" if name == "parts_id" else ""
+    reason = f" ({job.reason}{f', {HINTS[job.reason]}' if job.reason in HINTS else ''})" if job.reason else ""
     code = f", exit code {job.exit_code}" if job.is_over and job.exit_code else ""
-    return f"{job.state}{f' ({job.reason})' if job.reason else ''}{code}"
+    return f"job {handle[name]}{tasks} {job.state}{reason}{code}"
 
 
 def number(handle: Handle, name: str) -> int:
@@ -80,14 +88,15 @@ def settings(job: Job) -> SlurmConfig:
 def options(job: Job, record: Record) -> list[str]:
     """The options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
     cluster = settings(job)
-    logs = file_pattern(record.local_folder() / "logs")
-    name = f"{safe_name(record.run_dir)}-{sha256_bytes(record.location.encode())[:8]}"
+    name = job_name(record.run_dir)
+    # Nodes need not share a folder with this machine if the record is in S3: the job puts its output there at its end.
+    logs = f"/tmp/{name}-%j-" if record.is_remote else f"{file_pattern(record.local_folder() / 'logs')}/"
     given = [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
     given += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
     given += ["--exclusive", "--mem=0"] if cluster.exclusive else []
     if job.kind == "prepare":
         tasks = [f"--array=1-{job.parts}{at_once(job)}"] if job.parts > 1 else []
-        log = f"--output={logs}/part_%a.txt" if tasks else f"--output={logs}/job.txt"
+        log = f"--output={logs}part_%a.txt" if tasks else f"--output={logs}job.txt"
         return [
             f"--job-name={name}",
             "--nodes=1",
@@ -105,7 +114,7 @@ def options(job: Job, record: Record) -> list[str]:
         "--ntasks-per-node=1",
         "--requeue",
         "--open-mode=append",  # or a requeued job would begin with an empty log
-        f"--output={logs}/job.txt",
+        f"--output={logs}job.txt",
         f"--signal=B:USR1@{cluster.stop_before_s}",
         *given,
     ]

@@ -93,8 +93,8 @@ def missing_programs() -> list[str]:
 
 def fault() -> str | None:
     """Why the kernel permits no such cluster; None if it does."""
-    script = "mount --bind /etc /etc && ip link add type veth peer netns $1"
-    words = [*ISOLATED, "sh", "-c", script, "sh", str(os.getpid())]
+    script = 'mount --bind /etc /etc; ip link add type veth peer netns "$1"; unshare --pid --fork --mount-proc true'
+    words = [*ISOLATED, "sh", "-ec", script, "sh", str(os.getpid())]
     done = subprocess.run(words, capture_output=True, text=True, check=False)  # the cards end with the program
     return None if done.returncode == 0 else done.stderr.strip()
 

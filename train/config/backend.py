@@ -127,3 +127,12 @@ def is_iso_date(text: str) -> bool:
         return bool(re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text) and date.fromisoformat(text))
     except ValueError:
         return False
+
+
+def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:
+    """Raise InputError for a backend that no device of the instance runs."""
+    wrong = (instance.device, backend.name) in (("cuda", "xla"), ("cuda", "neuron"), ("neuron", "ddp"))
+    check(
+        not wrong or backend.device == "cpu",
+        f"backend={backend.name} does not run on {instance.name}; leave it out, or choose another instance",
+    )

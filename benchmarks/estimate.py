@@ -1,0 +1,100 @@
+"""How far launch's estimate is from what runs measure: one short run tells the speed, others are predicted by it.
+
+    python -m benchmarks.estimate --data data/demo [--rounds 3] [--steps 40] [--cases NAME ...]
+
+--data is what `make demo` prepares. Each case runs right after the demo on one rank, from whose run folder the
+estimate predicts it in sequences per second. Every rank has one thread. The network of two ranks, this machine's
+memory, has no figure in the catalogue, so their all-reduce is not in the estimate. The speed of a run is that of its
+fastest 5 steps, since other programs may share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from launch.calibration import Calibration, read_calibration
+from launch.estimate import estimate
+from train.cli import compose as cli
+from train.config import S3Config, TrainConfig
+
+LARGER = ["model.hidden_size=256", "model.intermediate_size=1024"]
+CASES = {  # name -> ranks and settings beside the demo's
+    "4 micro batches of 8": (1, ["micro_batch_size=8"]),
+    "twice the batch": (1, ["global_batch_size=64"]),
+    "6 layers instead of 2": (1, ["model.num_layers=6"]),
+    "hidden size 256 instead of 128": (1, LARGER),
+    "2 ranks": (2, []),
+    "2 ranks, hidden size 256": (2, LARGER),
+}
+
+
+def settings(data: Path, run_dir: Path, steps: int, more: list[str]) -> list[str]:
+    plain = [f"data.path={data}", f"run_dir={run_dir}", f"max_steps={steps}", "log_every=5", "eval_examples=32"]
+    device = ["backend=ddp", "backend.device=cpu", "backend.precision=fp32", "tensorboard=false"]
+    return ["experiment=demo", *plain, *device, *more]
+
+
+def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:
+    """Run it, and read its speed as `calibrate=RUN` does, but of its fastest steps."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *torchrun, "-m", "train", *overrides]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    known = read_calibration(str(run_dir), S3Config())
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    fastest = max(line["tokens_per_s"] for line in lines if line["kind"] == "train") / known.seq_len
+    factor = fastest / known.sequences_per_s
+    return replace(known, sequences_per_s=fastest, flops_per_s=known.flops_per_s * factor)
+
+
+def predict(ranks: int, overrides: list[str], calibration: Calibration, vocab_size: int) -> float:
+    """Sequences per second of all ranks."""
+    cfg = cli.load_config(TrainConfig, overrides)
+    given = {"mfu": None, "rows": None, "counts": (), "calibration": calibration, "vocab_size": vocab_size}
+    result = estimate(cfg, nodes=1, processes_per_node=ranks, seq_len=calibration.seq_len, **given)  # type: ignore[arg-type]
+    speed = result.rows[0].sequences_per_s
+    assert speed is not None
+    return speed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options = parser.parse_args()
+    data = options.data.resolve()
+    vocab_size = json.loads((data / "manifest.json").read_text())["config"]["tokenizer"]["vocab_size"]
+    ratios: dict[str, list[float]] = {name: [] for name in options.cases}
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(options.rounds):
+            for index, name in enumerate(options.cases):
+                ranks, more = CASES[name]
+                base = Path(folder) / f"{number}/{index}/base"
+                known = measure(1, settings(data, base, options.steps, []), base)
+                run_dir = Path(folder) / f"{number}/{index}/run"
+                overrides = settings(data, run_dir, options.steps, more)
+                expected = predict(ranks, overrides, known, vocab_size)
+                seen = measure(ranks, overrides, run_dir).sequences_per_s
+                ratios[name].append(expected / seen)
+                text = f"round {number}, {name}: estimated {expected:.0f}, measured {seen:.0f} sequences/s"
+                print(text, file=sys.stderr, flush=True)
+    print("estimated / measured speed, least / median / greatest of the rounds")
+    for name, values in ratios.items():
+        print(f"{name:32} {min(values):.2f} / {statistics.median(values):.2f} / {max(values):.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

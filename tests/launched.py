@@ -1,0 +1,110 @@
+"""A run that was launched, made up: its record, its run folder, and a scheduler that says what a test wants."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launch.job import Code, Job
+from launch.record import Record
+from launch.schedulers import State
+from train.config import S3Config
+
+HANDLE = {"job_id": 7}
+NODES = ["n1", "n2"]
+OUTCOME = {"kind": "last_step", "reason": "the last step", "step": 100, "checkpoint": 100, "goes_on": False}
+OUTCOME |= {"launch": [], "time_unix_s": 0.0, "outcome": "done"}
+LEASE = {"number": 1, "owner": "x", "host": "n1", "pid": 5, "process_start": 1, "boot_id": None, "pid_namespace": None}
+LEASE |= {"job": "mine-1.1", "torchrun": None, "restart": 0, "started": "", "ttl_s": 30, "beats": 1, "step": 0}
+LEASE |= {"released": False}
+
+
+@dataclass
+class FakeScheduler:
+    """Says `states` one after another, the last one again and again."""
+
+    states: list[State | Exception] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
+    cancelled: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def state(self, handle: Mapping[str, Any]) -> State:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def cancel(self, handle: Mapping[str, Any]) -> None:
+        self.cancelled.append(handle)
+
+
+@dataclass
+class Launched:
+    """`note` adds events, `line` lines of the metrics, `log` a log file."""
+
+    run_dir: str
+    scheduler: FakeScheduler
+    s3: S3Config = field(default_factory=S3Config)
+
+    def __post_init__(self) -> None:
+        self.record = Record(self.run_dir, self.s3)
+        self.began_s = time.time() - 1000
+
+    def job(self, **changes: Any) -> Launched:
+        settings: dict[str, Any] = {"id": "mine-1", "kind": "train", "overrides": [], "config_sha256": "0" * 64}
+        settings |= {"python": "python", "code": Code("code-1.tar.gz", "1" * 64, ""), "scheduler": "fake"}  # type: ignore[arg-type]
+        settings |= {"cluster": {}, "instance": "local", "nodes": 2, "spares": 0, "processes_per_node": 2}
+        job = Job(run_dir=self.run_dir, **{**settings, **changes})
+        self.record.write(job, plan={"estimate": {"steps": 90}}, config="", bundle=b"")
+        return self
+
+    def submit(self, **details: Any) -> Launched:
+        return self.note("submitted", **{"scheduler": "fake", "handle": HANDLE, "nodes": 2, **details})
+
+    def note(self, kind: str, **details: Any) -> Launched:
+        self.record.note(kind, **details)
+        return self
+
+    def begin(self, number: int = 1) -> Launched:
+        return self.note("attempt_began", number=number, nodes=NODES)
+
+    def describe(self, **environment: Any) -> Launched:
+        content = {"identity": {}, "plan": {"total_steps": 100}, **environment}
+        self.record.run.write("environment.json", json.dumps(content).encode())
+        return self
+
+    def metrics(self, *lines: dict[str, Any]) -> Launched:
+        """Lines of attempt 1, ten seconds apart, the last one now."""
+        times_s = [time.time() - 10 * (len(lines) - 1 - index) for index in range(len(lines))]
+        full = [{"attempt": 1, "time_unix_s": at_s, **line} for at_s, line in zip(times_s, lines, strict=True)]
+        self.record.run.write("metrics.jsonl", "".join(json.dumps(line) + "\n" for line in full).encode())
+        return self
+
+    def trained(self, step: int = 40) -> Launched:
+        """A run in its first attempt at this step, with a checkpoint ten steps before."""
+        numbers = {"tokens_per_s": 5000.0, "step_s": 1.0, "goodput": 0.9, "cost_usd": 1.25}
+        self.describe().metrics(
+            {"kind": "train", "step": step - 10, "loss": 3.5, **numbers},
+            {"kind": "eval", "step": step - 10, "loss": 3.25, "masked_accuracy": 0.5, "eval_s": 1.0},
+            {"kind": "checkpoint", "step": step - 10, "save_s": 2.0},
+            {"kind": "train", "step": step, "loss": 3.0, **numbers},
+        )
+        self.record.run.write(f"checkpoints/step_{step - 10:08d}/manifest.json", b"{}")
+        self.record.run.write(f"checkpoints/step_{step:08d}/model.pt", b"not committed")
+        return self
+
+    def ended(self, outcome: str = "done", **changes: Any) -> Launched:
+        content = {**OUTCOME, "outcome": outcome, "time_unix_s": time.time(), **changes}
+        self.record.run.write("outcome.json", json.dumps(content).encode())
+        return self
+
+    def lease(self, **changes: Any) -> Launched:
+        self.record.run.write("lease/00000001.json", json.dumps({**LEASE, **changes}).encode())
+        return self
+
+    def log(self, name: str, content: str | bytes) -> Launched:
+        path = self.record.local_folder() / "logs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return self

@@ -1,0 +1,646 @@
+"""What launch list, status, logs, stop and cancel say and do, with made-up records, run folders and schedulers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hostile import changed, names, quick, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launched import HANDLE, NODES, FakeScheduler, Launched
+from running import ROOT
+
+from launch import logs, screen, verbs
+from launch.logs import Wanted
+from launch.record import Record
+from launch.schedulers import MODULES, State
+from launch.status import status
+from launch.values import count, moment, number, shown_duration
+from launch.verbs import VERBS, main
+from train.cli.command import DONE, FAILED, REFUSED
+from train.config import InputError, Unreachable
+from train.storage.folders import LocalFolder
+
+WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NODES)
+GONE = State(False, "no such job")
+LONG_AGO_S = 1e9
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    scheduler = FakeScheduler()
+    monkeypatch.setitem(sys.modules, "fake_scheduler", SimpleNamespace(Scheduler=lambda: scheduler))
+    monkeypatch.setitem(MODULES, "fake", "fake_scheduler")
+    return scheduler
+
+
+@pytest.fixture
+def run(fake, tmp_path, monkeypatch):
+    """A run that was submitted and has not begun."""
+    monkeypatch.chdir(tmp_path)
+    return Launched("runs/mine", fake).job().submit()
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_joins_scheduler_record_and_run_folder(run, capsys):
+    run.begin().trained(step=40).lease(step=41)
+    assert main(["status", "runs/mine", "--json"]) == DONE
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["state"] == "running" and seen["disagreements"] == []
+    assert seen["answer"]["nodes"] == NODES and seen["history"]["submission"]["handle"] == HANDLE
+    shown = seen["progress"]
+    assert (shown["step"], shown["total_steps"], shown["checkpoint"]) == (41, 100, 30)
+    assert (shown["loss"], shown["tokens_per_s"], shown["goodput"], shown["cost_usd"]) == (3.0, 5000.0, 0.9, 1.25)
+    assert shown["scores"] == {"loss": 3.25, "masked_accuracy": 0.5}
+    assert seen["time_left_s"] == pytest.approx(59 * 3.0)  # 30 s between lines that are 10 steps apart
+    assert 0 <= seen["line_age_s"] < 600
+
+
+@pytest.mark.parametrize(
+    ("state", "events", "expected"),
+    [
+        (WAITING, [], "waiting"),
+        (RUNNING, [], "starting"),
+        (RUNNING, ["attempt_began"], "running"),
+        (RUNNING, ["attempt_began", "stop_asked"], "stopping"),
+        (WAITING, ["attempt_began", "attempt_ended", "requeued"], "waiting"),
+        (RUNNING, ["attempt_began", "ended"], "ending"),
+        (GONE, ["attempt_began"], "vanished"),
+        (GONE, ["attempt_began", "ended"], "done"),
+        (GONE, ["attempt_began", "cancelled"], "cancelled"),
+        (Unreachable("slurmctld is silent"), ["attempt_began"], "unknown"),
+        (GONE, ["attempt_began", "ended", "submitting", "not_submitted"], "not submitted"),
+        (WAITING, ["attempt_began", "stop_asked", "ended", "submitted"], "waiting"),
+        (RUNNING, ["ended", "submitting", "attempt_began", "submitted"], "running"),
+    ],
+)
+def test_the_state_is_one_term(run, fake, state, events, expected):
+    fake.states = [state]
+    for kind in events:
+        if kind == "submitted":
+            run.submit()
+        else:
+            run.note(kind, outcome="done", scheduler="fake")
+    assert status(run.record).state == expected
+
+
+def test_a_scheduler_that_does_not_answer_is_a_line_of_the_status(run, fake, capsys):
+    fake.states = [Unreachable("slurmctld is silent")]
+    assert main(["status", "runs/mine"]) == DONE
+    assert "fake: does not answer: slurmctld is silent" in capsys.readouterr().out
+
+
+def vanished(run):
+    run.begin().trained().scheduler.states = [GONE]
+
+
+def still_runs(run):
+    run.begin().note("ended", outcome="done")
+    events = run.record.location + "/events/"
+    path = max(Path(events).iterdir())
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time_unix_s": LONG_AGO_S}))
+
+
+def asked_in_vain(run):
+    run.note("submitting", scheduler="fake")
+
+
+def other_job(run):
+    run.job(config_sha256="2" * 64).submit(config_sha256="0" * 64)
+
+
+def other_writer(run):
+    run.begin().trained().lease(job="999", host="elsewhere")
+
+
+def silent(run):
+    run.begin().trained()
+    for path in [*Path(run.record.location, "events").iterdir()]:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "time_unix_s": LONG_AGO_S}))
+    run.metrics({"kind": "train", "step": 3, "time_unix_s": LONG_AGO_S + 5})
+
+
+def hangs_at_its_end(run):
+    run.begin().trained().ended("done", time_unix_s=time.time() + 5)
+    run.now_s = time.time() + 1000
+
+
+def other_outcome(run):
+    run.begin().trained().note("ended", outcome="done").ended("failed").scheduler.states = [GONE]
+
+
+def left_stop_file(run):
+    run.begin().trained().note("ended", outcome="failed").scheduler.states = [GONE]
+    run.record.run.write("STOP", b"")
+
+
+def damaged(run):
+    run.begin().describe().record.run.write("metrics.jsonl", b"{}\nnothing\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says", "cure"),
+    [
+        (vanished, "the record has no end", "resume runs/mine"),
+        (still_runs, "the record says that the job ended, fake that it does not", "cancel runs/mine --yes"),
+        (asked_in_vain, "does not say whether fake has taken the job", "resume runs/mine"),
+        (other_job, "is not the one that was submitted", "launch the run again"),
+        (other_writer, "job 999, process 5 on elsewhere", "stop that one"),
+        (silent, "no new line in runs/mine/metrics.jsonl", "logs runs/mine"),
+        (hangs_at_its_end, "its attempt goes on", "cancel runs/mine --yes"),
+        (other_outcome, "the record says done, runs/mine/outcome.json says failed", "the run folder counts"),
+        (left_stop_file, "runs/mine/STOP is left", "resume removes it"),
+        (damaged, "2 of its last lines", "another program wrote it"),
+    ],
+)
+def test_a_disagreement_is_named_with_its_cure(run, spoil, says, cure, capsys):
+    spoil(run)
+    seen = status(run.record, now_unix_s=getattr(run, "now_s", None))
+    (line,) = seen.disagreements
+    assert says in line and cure in line
+    assert screen.plain_lines(seen)[-1] == f"attention: {line}"
+
+
+@pytest.mark.parametrize("owner", [{"job": "7"}, {"job": "mine-1.2"}, {"job": None, "host": "n2.cluster"}])
+def test_a_lease_of_the_job_or_on_its_machines_is_no_disagreement(run, owner):
+    run.begin().trained().lease(**{"host": "elsewhere", **owner})
+    assert status(run.record).disagreements == []
+
+
+def test_the_job_that_ends_while_it_is_asked_for_has_not_vanished(run):
+    def asks(name, handle):
+        run.note("ended", outcome="done")
+        return GONE
+
+    run.begin().trained()
+    assert status(run.record, asks=asks).state == "done"
+
+
+def test_a_preparation_has_no_steps(run, capsys):
+    run.job(kind="prepare")
+    assert main(["status", "runs/mine"]) == DONE
+    out = capsys.readouterr().out
+    assert out.startswith("runs/mine: running\n") and "step" not in out
+
+
+def test_a_run_that_was_not_launched_is_refused(run, capsys):
+    assert main(["status", "runs/other"]) == REFUSED
+    assert "runs/other was not launched" in capsys.readouterr().err
+
+
+# ---- screen ----------------------------------------------------------------------------------------------------------
+
+
+def on_terminal(monkeypatch, act):
+    """What `act` writes to a terminal."""
+    leader, follower = os.openpty()
+    written = []
+
+    def read():
+        with suppress(OSError):  # the terminal is closed
+            while content := os.read(leader, 4096):
+                written.append(content)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("TERM", "xterm-256color")
+        act()
+    reader.join()
+    os.close(leader)
+    return b"".join(written).decode()
+
+
+def test_without_a_terminal_there_are_plain_lines(run, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run.begin().trained(step=40)
+    assert main(["status", "runs/mine"]) == DONE
+    out = capsys.readouterr().out
+    assert out.isascii() and "\x1b" not in out
+    assert "step        40 of 100 (40.0%)" in out.splitlines()
+
+
+def test_a_terminal_shows_a_screen_whose_colours_can_be_turned_off(run, monkeypatch):
+    run.begin().trained(step=40)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colour = "\x1b[32mrunning"
+    assert colour in on_terminal(monkeypatch, lambda: main(["status", "runs/mine"]))
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = on_terminal(monkeypatch, lambda: main(["status", "runs/mine"]))
+    assert "40 of 100" in shown and colour not in shown
+
+
+def test_a_watched_screen_is_written_over_until_the_job_has_ended(run, fake, monkeypatch):
+    run.begin().trained(step=40)
+    fake.states = [RUNNING, Unreachable("slurmctld is silent"), GONE]
+    shown = on_terminal(monkeypatch, lambda: main(["status", "runs/mine", "--watch", "0.1"]))
+    assert "\x1b[1A" in shown  # the cursor goes up
+    assert shown.index("fake: RUNNING (job_id 7)") < shown.index("slurmctld is silent") < shown.index("no such job")
+
+
+def test_a_watch_without_a_terminal_prints_changes(run, fake, capsys):
+    run.begin().trained(step=40)
+    fake.states = [RUNNING, RUNNING, RUNNING, GONE]
+    assert main(["status", "runs/mine", "--watch", "0.1"]) == DONE
+    first, last = capsys.readouterr().out.splitlines()
+    assert "running  step 40 of 100" in first and "vanished  step 40" in last and "no end" in last
+
+
+def test_a_watch_for_programs_prints_an_object_a_line(run, fake, capsys):
+    fake.states = [WAITING, WAITING, GONE]
+    assert main(["status", "runs/mine", "--watch", "0.1", "--json"]) == DONE
+    states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert states == ["waiting", "waiting", "vanished"]
+
+
+@pytest.mark.parametrize(
+    "flags", ["status x --watch nan", "status x --watch 0", "logs x --lines -1", "logs x --rank a", "stop", "cancel"]
+)
+def test_wrong_flags_are_refused(flags, capsys):
+    assert main(flags.split()) == REFUSED
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([verb, "--help"])
+    assert f"python -m launch {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        *[(0, "0 s"), (0.16, "0.2 s"), (99, "99 s"), (101, "2 min"), (5970, "1 h 40 min")],
+        *[
+            (6840, "1 h 54 min"),
+            (2 * 86400, "2 days 0 h"),
+            (4 * 86400 - 60, "4 days 0 h"),
+            (1e12, "11,574,074 days 2 h"),
+        ],
+    ],
+)
+def test_a_duration_has_its_largest_units(seconds, shown):
+    assert shown_duration(seconds) == shown
+
+
+# ---- list ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(run, fake, capsys):
+    run.begin().trained(step=40)
+    Launched("runs/second", fake).job(nodes=3).submit(nodes=3).describe()
+    Launched("runs/damaged", fake).job().submit().record.folder.write("events/00001.json", b"[]")
+    LocalFolder(Path("runs/by_hand")).write("environment.json", b"{}")
+    assert main(["list"]) == DONE
+    out, err = capsys.readouterr()
+    head, *rows = [line.split() for line in out.splitlines()]
+    assert head == ["run", "state", "step", "nodes", "submitted"]
+    assert [row[:6] for row in rows] == [
+        ["runs/mine", "running", "40", "of", "100", "(40.0%)"],
+        ["runs/second", "starting", "none", "yet", "of", "100"],
+    ]
+    assert err.startswith("runs/damaged: runs/damaged.launch/events/00001.json cannot be read")
+
+
+def test_an_empty_list_says_so(tmp_path, capsys):
+    assert main(["list", str(tmp_path)]) == DONE
+    assert "no run was launched in" in capsys.readouterr().err
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def rank_log(host, local_rank, name="stderr", attempt=1):
+    return f"attempt_{attempt:04d}/{host}/mine-1.1_x/attempt_0/{local_rank}/{name}.log"
+
+
+def test_logs_are_those_of_the_job_and_of_the_last_attempt(run, capsys):
+    run.begin(1).begin(2)
+    run.log("job.txt", "from the job\n").log("attempt_0001/n1.txt", "old\n").log("attempt_0002/n1.txt", "a\nb\nc\n")
+    run.log("attempt_0002/n2.txt", "no end").log(rank_log("n1", 0, attempt=2), "of a rank\n")
+    assert main(["logs", "runs/mine", "--lines", "2"]) == DONE
+    assert capsys.readouterr().out.splitlines() == [
+        *["==> job.txt <==", "from the job"],
+        *["==> attempt_0002/n1.txt <==", "b", "c"],
+        *["==> attempt_0002/n2.txt <==", "no end"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--rank 3", [f"==> {rank_log('n2', 1)} <==", "rank 3", "==> the run's log/rank_0003.txt <==", "trainer 3"]),
+        ("--rank 3 --attempt 1", [f"==> {rank_log('n2', 1)} <==", "rank 3"]),
+        ("--node n2", ["==> attempt_0001/n2.txt <==", "machine 2"]),
+        ("--node n2 --lines 0", []),
+    ],
+)
+def test_logs_of_a_rank_and_of_a_machine(run, capsys, flags, expected):
+    run.begin().log("job.txt", "from the job\n").log("attempt_0001/n2.txt", "machine 2\n")
+    run.log(rank_log("n1", 1), "rank 1\n").log(rank_log("n2", 1), "rank 3\n")
+    run.record.run.write("log/rank_0003.txt", b"trainer 3\n")
+    assert main(["logs", "runs/mine", *flags.split()]) == DONE
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--rank 4", "there is no rank 4 in attempt 1: it has ranks 0 to 3"),
+        ("--node n9", "there is no machine n9 in attempt 1; there are: n1, n2"),
+        ("--attempt 5", "there is no attempt 5; there are: 1"),
+        ("--attempt 5 -f", "there is no attempt 5; there are: 1"),
+    ],
+)
+def test_logs_that_the_job_does_not_have_are_refused(run, capsys, flags, says):
+    run.begin().log("attempt_0001/n2.txt", "")
+    assert main(["logs", "runs/mine", *flags.split()]) == REFUSED
+    assert says in capsys.readouterr().err
+
+
+def test_without_logs_it_says_so(run, capsys):
+    assert main(["logs", "runs/mine"]) == DONE
+    assert "there are no logs yet" in capsys.readouterr().err
+
+
+def test_logs_are_followed_over_attempts_until_the_job_has_ended(run, capsys):
+    later = [
+        lambda: run.begin(1).log("attempt_0001/n1.txt", "one\nhalf of"),
+        lambda: run.log("attempt_0001/n1.txt", "one\nhalf of two\n"),
+        lambda: Unreachable("slurmctld is silent"),
+        lambda: run.note("attempt_ended", number=1).begin(2).log("attempt_0002/n2.txt", "three\n"),
+        lambda: run.log("attempt_0002/n2.txt", "three\nno end").note("ended", outcome="done"),
+    ]
+
+    def asks(name, handle):
+        result = later.pop(0)()
+        if isinstance(result, Exception):
+            raise result
+        return RUNNING if later else GONE
+
+    run.log("job.txt", "".join(f"line {number}\n" for number in range(5)))
+    logs.follow(run.record, Wanted(lines=1), asks=asks, poll_s=0.01, ask_s=0)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        *["==> job.txt <==", "line 4", "==> attempt_0001/n1.txt <==", "half of two"],
+        *["==> attempt_0002/n2.txt <==", "three", "no end"],
+    ]
+    assert err == "slurmctld is silent; asked again\n"
+
+
+def test_a_machine_may_be_followed_before_the_first_attempt(run, capsys):
+    later = [lambda: WAITING, lambda: run.begin().log("attempt_0001/n2.txt", "begins\n") and RUNNING, lambda: GONE]
+    wanted = Wanted(node="n2")
+    logs.follow(run.record, wanted, asks=lambda *_: later.pop(0)(), poll_s=0.01, ask_s=0)
+    assert capsys.readouterr().out.splitlines() == ["==> attempt_0001/n2.txt <==", "begins"]
+
+
+def test_control_characters_of_a_log_do_not_reach_the_terminal(run, capsys):
+    run.begin().log("attempt_0001/n1.txt", b"\x1b[2J\ttab\xc2\x9b31m \xff \xe2\x80\xae\r\nr\xc3\xa9sum\xc3\xa9\n")
+    assert main(["logs", "runs/mine", "--node", "n1"]) == DONE
+    assert capsys.readouterr().out.splitlines()[1:] == [r"\x1b[2J" + "\ttab" + r"\x9b31m \xff \u202e", "résumé"]
+
+
+@quick
+@given(
+    st.lists(st.sampled_from([b"", b"a", b"long line", b"\r"]), max_size=8),
+    st.booleans(),
+    st.integers(0, 9),
+    st.integers(1, 5),
+)
+def test_the_last_lines_are_those_of_the_whole_file(tmp_path_factory, rows, has_end, count, block):
+    content = b"\n".join(rows) + (b"\n" if rows and has_end else b"")
+    path = tmp_path_factory.mktemp("log") / "a.txt"
+    path.write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "BLOCK_BYTES", block)
+        patch.setattr(logs, "MOST_BYTES", 64)
+        taken = list(logs.Tail(logs.Log("a", LocalFolder(path.parent), "a.txt"), lines=count).take(is_last=True))
+    lines = content.split(b"\n")[:-1] if content.endswith(b"\n") else content.split(b"\n")
+    expected = [logs.safe(line) for line in lines] if content else []
+    assert taken == expected[len(expected) - count if count < len(expected) else 0 :]
+
+
+# ---- stop and cancel -------------------------------------------------------------------------------------------------
+
+
+def kinds(run):
+    return [event.kind for event in run.record.events()]
+
+
+def test_stop_asks_the_run_once_and_says_how_long_it_takes(run, fake, capsys):
+    run.begin().trained()
+    assert main(["stop", "runs/mine"]) == main(["stop", "runs/mine"]) == DONE
+    assert run.record.run.size("STOP") is not None and kinds(run).count("stop_asked") == 1
+    assert fake.cancelled == []
+    assert "expect it within 13 s or so (a step takes 3 s, a save 2 s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("state", [WAITING, RUNNING])
+def test_a_job_that_has_not_begun_to_train_is_cancelled_instead_of_stopped(run, fake, capsys, state):
+    fake.states = [state]
+    assert main(["stop", "runs/mine"]) == DONE
+    assert fake.cancelled == [HANDLE] and kinds(run)[-1] == "cancelled"
+    assert not Path("runs/mine").exists()  # a folder with a file STOP alone would be no run's
+    assert f"it had not begun to train ({state.text})" in capsys.readouterr().out
+
+
+def test_a_requeued_run_is_cancelled_instead_of_stopped(run, fake):
+    run.begin().trained().note("attempt_ended", number=1, next="requeue")
+    fake.states = [WAITING]
+    assert main(["stop", "runs/mine"]) == DONE
+    assert fake.cancelled == [HANDLE] and run.record.run.size("STOP") is None
+
+
+@pytest.mark.parametrize("verb", [["stop"], ["cancel", "--yes"]])
+def test_where_no_job_runs_nothing_is_done(run, fake, capsys, verb):
+    run.begin().trained().note("ended", outcome="failed")
+    fake.states = [GONE]
+    before = kinds(run)
+    assert main([*verb, "runs/mine"]) == DONE
+    assert capsys.readouterr().out == f"nothing to {verb[0]}: runs/mine has no job (failed)\n"
+    assert kinds(run) == before and fake.cancelled == [] and run.record.run.size("STOP") is None
+
+
+@pytest.mark.parametrize("verb", [["stop"], ["cancel", "--yes"]])
+def test_nothing_is_done_while_the_scheduler_does_not_answer(run, fake, capsys, verb):
+    run.begin().trained()
+    fake.states = [Unreachable("slurmctld is silent")]
+    before = kinds(run)
+    assert main([*verb, "runs/mine"]) == FAILED
+    assert "slurmctld is silent" in capsys.readouterr().err
+    assert kinds(run) == before and fake.cancelled == [] and run.record.run.size("STOP") is None
+
+
+def test_a_preparation_is_not_stopped_but_cancelled(run, fake, capsys):
+    run.job(kind="prepare")
+    assert main(["stop", "runs/mine"]) == REFUSED
+    assert "cancel runs/mine --yes" in capsys.readouterr().err
+    assert fake.cancelled == []
+
+
+def test_cancel_says_what_is_lost_and_does_it_when_asked_twice(run, fake, capsys):
+    run.begin().trained(step=40)
+    lost = "step 40 was reached, the newest checkpoint is of step 30: what lies between may be lost"
+    assert main(["cancel", "runs/mine"]) == DONE
+    assert lost in capsys.readouterr().out and fake.cancelled == []
+    assert main(["cancel", "runs/mine", "--yes"]) == DONE
+    assert lost in capsys.readouterr().out and fake.cancelled == [HANDLE]
+    assert run.record.events()[-1].kind == "cancelled"
+
+
+def test_cancel_of_a_run_without_a_checkpoint_loses_all(run, capsys):
+    run.begin().describe().metrics({"kind": "train", "step": 5})
+    assert main(["cancel", "runs/mine"]) == DONE
+    assert "all 5 steps may be lost" in capsys.readouterr().out
+
+
+# ---- what others wrote -----------------------------------------------------------------------------------------------
+
+EVENT = {"kind": "attempt_began", "time_unix_s": 1.8e9, "host": "n1:5", "details": {"number": 1, "nodes": ["n1"]}}
+EVENT["details"] |= {"scheduler": "fake", "handle": {"job_id": 7}, "failed": {"n2": "red"}, "reason": "x", "step": 3}
+KINDS = ["submitting", "submitted", "not_submitted", "attempt_began", "attempt_ended", "gate", "stop_asked"]
+KINDS += ["cancelled", "requeued", "ended"]
+LINE = {
+    "kind": "train",
+    "attempt": 1,
+    "step": 3,
+    "time_unix_s": 1.8e9,
+    "loss": 2.0,
+    "tokens_per_s": 1.0,
+    "goodput": 1.0,
+}
+EVALUATED = {"kind": "eval", "attempt": 1, "step": 3, "time_unix_s": 1.8e9, "loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 10**400, -(10**400), True, "1", None, [1]], ids=lambda value: ascii(value)[:9]
+)
+def test_a_value_that_is_no_sensible_number_is_unknown(value):
+    assert number({"key": value}, "key") is count({"key": value}, "key") is moment({"key": value}, "key") is None
+
+
+text = st.one_of(names, st.sampled_from(["\x1b[2J", "\x9b31m", "\u2028", "[red]x[/red]", "\x1b]0;x\x07"]))
+
+
+def check_output(shown):
+    assert all(char.isprintable() or char == "\n" for char in shown), shown
+
+
+@settings(quick, max_examples=100)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.one_of(changed(EVENT), changed(EVENT["details"]))), max_size=6),
+    st.lists(st.one_of(changed(LINE), changed(EVALUATED), values), max_size=4),
+    changed({"identity": {}, "plan": {"total_steps": 100}}),
+    text,
+    st.sampled_from([RUNNING, WAITING, GONE]),
+)
+def test_whatever_record_and_run_folder_hold_the_status_is_plain_text(
+    tmp_path_factory, events, lines, environment, name, state
+):
+    folder = tmp_path_factory.mktemp("run")
+    run = Launched(str(folder / "mine"), FakeScheduler()).job().submit()
+    for index, (kind, event) in enumerate(events, 2):
+        content = event if "details" in event else {**EVENT, "details": {**event, "reason": name}}
+        path = Path(run.record.location, "events", f"{index:05d}-{kind}.json")
+        path.write_text(json.dumps({**content, "kind": kind}))
+    (folder / "mine").mkdir()
+    (folder / "mine" / "environment.json").write_text(json.dumps(environment))
+    (folder / "mine" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, LINE]))
+    answer = State(state.is_active, name, [name] * len(state.nodes))
+    try:
+        seen = status(run.record, asks=lambda *_: answer)
+    except InputError as error:
+        assert "\n" not in str(error)
+        return
+    assert json.loads(seen.to_json())["run_dir"] == seen.run_dir and seen.to_json().isascii()
+    check_output("\n".join([*screen.plain_lines(seen), screen.one_line(seen), *screen.columns([verbs.row(seen)])]))
+    drawn = io.StringIO()
+    screen.Console(file=drawn, force_terminal=False, width=200).print(screen.screen(seen))
+    check_output(drawn.getvalue())
+
+
+@settings(quick, max_examples=100)
+@given(st.lists(st.tuples(text, st.binary(max_size=60)), max_size=3), st.sampled_from([None, 0, 1]))
+def test_whatever_logs_hold_they_are_printed_as_plain_text(tmp_path_factory, capsys, files, rank):
+    folder = tmp_path_factory.mktemp("run")
+    run = Launched(str(folder / "mine"), FakeScheduler([GONE])).job().submit().begin()
+    for name, content in [*files, ("job", b"\x1b[2J\x9b\n")]:
+        if name.isprintable() and "/" not in name and len(name) < 50 and name not in ("", "."):
+            run.log(f"attempt_0001/{name}.txt", content)
+    run.log(rank_log("n1", 1), b"\x1b]0;x\x07")
+    capsys.readouterr()
+    logs.show(run.record, Wanted(rank=rank))
+    check_output(capsys.readouterr().out.replace("\t", ""))
+
+
+def test_the_verbs_are_loaded_without_torch():
+    code = "import sys, launch.verbs, launch.status, launch.screen, launch.logs; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "launch.verbs" in done.stdout.split()
+    assert not {"torch", "transformers", "boto3"} & set(done.stdout.split())
+
+
+# ---- S3 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote(fake, bucket, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = Launched(bucket.location("runs/mine"), fake, bucket.config()).job().submit().begin().trained(step=40)
+    run.flags = bucket.config().flags()
+    return run
+
+
+def test_a_run_in_s3_is_listed_and_stopped(remote, bucket, capsys):
+    assert main(["list", bucket.location("runs"), *remote.flags]) == DONE
+    assert f"{remote.run_dir}  running  40 of 100 (40.0%)" in capsys.readouterr().out
+    assert main(["stop", remote.run_dir, *remote.flags]) == DONE
+    assert bucket.get("runs/mine/STOP") == b"" and kinds(remote)[-1] == "stop_asked"
+
+
+def test_logs_of_a_run_in_s3_are_the_trainers_until_those_of_the_attempt_arrive(remote, bucket, capsys):
+    bucket.put("runs/mine/log/rank_0000.txt", b"from the trainer\n")
+
+    def first(*_):
+        return RUNNING
+
+    def arrives(*_):
+        bucket.put("runs/mine.launch/logs/attempt_0001/n1.txt", b"one\n")
+        return RUNNING
+
+    def grows(*_):
+        bucket.put("runs/mine.launch/logs/attempt_0001/n1.txt", b"one\ntwo\n")
+        return GONE
+
+    later = [first, arrives, grows]
+    logs.follow(remote.record, Wanted(), asks=lambda *_: later.pop(0)(), poll_s=0.01, ask_s=0)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        *["==> the run's log/rank_0000.txt <==", "from the trainer"],
+        *["==> attempt_0001/n1.txt <==", "one", "two"],
+    ]
+
+
+def test_of_two_copies_of_a_log_the_longer_one_is_shown(remote, bucket, capsys):
+    bucket.put("runs/mine.launch/logs/attempt_0001/n1.txt", b"one\n")
+    remote.log("attempt_0001/n1.txt", "one\ntwo\n")
+    assert main(["logs", remote.run_dir, "--node", "n1", *remote.flags]) == DONE
+    assert capsys.readouterr().out.splitlines()[1:] == ["one", "two"]
+    bucket.put("runs/mine.launch/logs/attempt_0001/n1.txt", b"one\ntwo\nthree\n")
+    logs.show(Record(remote.run_dir, remote.s3), Wanted(node="n1"))
+    assert capsys.readouterr().out.splitlines()[1:] == ["one", "two", "three"]
