@@ -11,7 +11,7 @@ from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.environment import environment
 from launch.job import Code, Job
-from train.cli.compose import literal
+from train.cli.compose import quoted
 from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
 from train.storage.folders import is_s3, local_path, sha256_json
@@ -40,8 +40,9 @@ def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
 
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
     """The overrides with the folder `key` written out, so that every node takes the same one."""
+    check("${" not in location, f"{key}={location!r} must be without ${{, by which settings refer to others")
     others = [each for each in overrides if each.partition("=")[0] != key]
-    return [*others, f"{key}={literal(location)}"]
+    return [*others, f"{key}={quoted(location)}"]
 
 
 def absolute(location: str) -> str:

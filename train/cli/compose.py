@@ -198,17 +198,13 @@ def opened(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         elif key == LABELS:
             users_own[key] = own_names(key, text, list)
         else:
-            for_hydra.append(f"{key}={in_quotes(text)}" if text.startswith("~") else override)
+            for_hydra.append(f"{key}={quoted(text)}" if text.startswith("~") else override)
     return for_hydra, users_own
 
 
-def in_quotes(text: str) -> str:
+def quoted(text: str) -> str:
+    """A value of an override that is read as this text, whatever it holds but references (${...})."""
     return QuotedString(text, Quote.double).with_quotes()
-
-
-def literal(text: str) -> str:
-    """A value of an override that is read as this text, whatever it holds: nothing in it is looked up."""
-    return in_quotes(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def own_names(key: str, text: str, kind: type) -> Any:

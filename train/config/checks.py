@@ -23,7 +23,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """Raise InputError for a value that no setting can have, whatever it means.
 
     These are numbers that are not finite or need more than 64 bits, times that no timer of the operating system takes,
-    empty texts (mostly a variable that is not set), and texts of several lines.
+    empty texts (mostly a variable that is not set), and texts of several lines or with references (${...}).
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
@@ -34,6 +34,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
         elif isinstance(value, str):
             check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")
             check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
+            check("${" not in value, f"{key}={value!r} must be without ${{, by which settings refer to others")
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
