@@ -17,6 +17,7 @@ from running import ROOT, eventually, run, train_overrides
 from launch.__main__ import main
 from launch.record import Event, Record
 from launch.schedulers import last_submission, scheduler
+from launch.supervise import look
 from train.cli.command import DONE, REFUSED, STOPPED
 from train.config import S3Config
 from train.data.shards.format import read_manifest
@@ -77,15 +78,8 @@ def ended(record: Record, number: int = 1) -> dict:
     return events(record, "ended")[-1].details
 
 
-def wait_for_checkpoint(record: Record, *, after: int = 0) -> int:
-    """A committed step beyond `after`."""
-
-    def newest() -> int:
-        names = record.run.names("checkpoints/")
-        steps = [int(name.split("/")[1].removeprefix("step_")) for name in names if name.endswith("manifest.json")]
-        return max([step for step in steps if step > after], default=0)
-
-    return eventually(newest)
+def wait_for_checkpoint(record: Record, *, after: int = 0) -> None:
+    eventually(lambda: look(record).checkpoint > after)
 
 
 def logs(record: Record) -> str:
