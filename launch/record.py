@@ -32,7 +32,7 @@ EVENTS = "events/"
 
 @dataclass(frozen=True)
 class Event:
-    kind: str  # submitted, attempt_began, attempt_ended, refused, gate, stop_asked, cancelled, requeued, ended
+    kind: str  # submitting, submitted, attempt_began, attempt_ended, gate, stop_asked, requeued, ended, ...
     time_unix_s: float
     host: str
     details: dict[str, Any] = field(default_factory=dict)

@@ -146,7 +146,7 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbe
     record = launch(tmp_path / "run", prepared, settings=settings)
     first = wait_for(record, "attempt_ended").details
     assert (first["next"], first["outcome"]) == ("requeue", "stopped"), logs(record)
-    assert events(record, "requeued")[0].details["reason"] == "the time limit is near"
+    assert wait_for(record, "requeued").details["reason"] == "the time limit is near"
     eventually(lambda: "PENDING" in state(record))
     slurm.run("scontrol", "update", f"JobId={job_id(record)}", "TimeLimit=30")
     wait_for(record, "attempt_began", 2)

@@ -34,7 +34,7 @@ from launch.supervise import (
     supervise,
 )
 from launch.values import texts
-from train.cli.command import FAILED, add_s3_flags, command_parser, run_flags
+from train.cli.command import FAILED, STOPPED, add_s3_flags, command_parser, run_flags
 from train.config import Failure, S3Config, check
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
@@ -86,6 +86,10 @@ class Batch:
             if not (limit := exhausted(history, self.cluster)):
                 return self.requeue(verdict)
             verdict = Verdict("end", "failed", f"{limit}; {verdict.reason}")
+        if verdict.next == "requeue" and self.is_ending:  # Slurm may start the job again, so that this is no end
+            patiently(self.record.note, "interrupted", reason=verdict.reason)
+            self.upload()
+            return STOPPED
         patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
         self.upload()
         return CODES[verdict.outcome]
