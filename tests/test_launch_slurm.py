@@ -141,24 +141,6 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     assert {f"logs/attempt_0001/{node}.txt" for node in ("n1", "n2")} <= set(names)
 
 
-def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbed, tmp_path):
-    settings = ("cluster.time_limit=1", "cluster.stop_before_s=55")  # Slurm counts in minutes, and looks now and then
-    record = launch(tmp_path / "run", prepared, settings=settings)
-    first = wait_for(record, "attempt_ended").details
-    assert (first["next"], first["outcome"]) == ("requeue", "stopped"), logs(record)
-    assert wait_for(record, "requeued").details["reason"] == "the time limit is near"
-    eventually(lambda: "PENDING" in state(record))
-    slurm.run("scontrol", "update", f"JobId={job_id(record)}", "TimeLimit=30")
-    wait_for(record, "attempt_began", 2)
-    wait_for_checkpoint(record, after=first["checkpoint"])
-    slurm.lose("n2")
-    wait_for(record, "attempt_began", 3)
-    assert slurm.run("scontrol", "show", "job", str(job_id(record))).count("Restarts=2")
-    assert ended(record)["outcome"] == "done", logs(record)
-    assert events(record, "attempt_began")[-1].details["nodes"] == ["n1", "n3"]
-    assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
-
-
 def test_a_run_is_preempted_stopped_and_resumed(slurm, prepared, undisturbed, tmp_path):
     record = launch(tmp_path / "run", prepared)
     step = wait_for_checkpoint(record)
