@@ -2,6 +2,7 @@
 # make demo    pretrain a small ALBERT on the text that Python itself ships, and write a report
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
+# make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them
 # make test    run the tests          make lint   style and types          make bench   the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
@@ -14,6 +15,7 @@ RUN_DIR ?= runs/demo
 DEMO_ARGS ?=
 TEST_ARGS ?=
 PEERS = $(VENV)/peers
+ENGINES = $(VENV)/engines
 # Columns text and labels, all fields quoted. The few made-up lines that come along only show that it works.
 TWEETS ?= tests/data/tweets.csv
 TWEETS_DIR ?= runs/tweets
@@ -21,7 +23,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm test lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm engines test lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +51,16 @@ demo-slurm: setup
 	@test -f data/demo/manifest.json || $(BIN)/python -m train.prepare corpus=pydocs output=data/demo seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05
 	@PYTHONPATH=.:tests $(BIN)/python -m services.demo_slurm $(SLURM_DIR) experiment=demo $(SLURM_ARGS)
 
+# Each in an environment of its own: their dependencies are not ours. pcluster imports pkg_resources.
+engines: $(ENGINES)/.ready
+
+$(ENGINES)/.ready: $(VENV)/.ready
+	@$(PYTHON) -m venv $(ENGINES)/parallelcluster
+	@$(ENGINES)/parallelcluster/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) aws-parallelcluster==3.16.1 'setuptools<81'
+	@$(PYTHON) -m venv $(ENGINES)/skypilot
+	@$(ENGINES)/skypilot/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) skypilot==0.14.1
+	@touch $@
+
 test: setup
 	@$(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4 $(TEST_ARGS) # tests wait a lot
 
@@ -72,11 +84,14 @@ bench: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
 	@$(BIN)/python -m benchmarks.start --data data/demo --accelerate $(PEERS)
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --data $(TWEETS)
+	@$(BIN)/python -m benchmarks.comm
+	@$(BIN)/python -m benchmarks.parallel
+	@$(BIN)/python -m benchmarks.compare experiment=demo run_dir=$(RUN_DIR)/rounds 'compare.run=[none,layers]'
 
 # Each benchmark in its smallest form: that it runs, not what it times. Peers that other packages bring are left out.
 bench-smoke: $(PEERS)/.ready
 	@test -d $(RUN_DIR)/export || $(MAKE) --no-print-directory demo
-	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --rounds 1 --steps 2 --shape demo --compile
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.step --shape demo --activations
 	@$(BIN)/python -m benchmarks.start --data data/demo --rounds 1
 	@$(BIN)/python -m benchmarks.ranks --ranks 2 4 --steps 3
@@ -87,6 +102,9 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.checkpoint --model tiny --rounds 1 --alone-s 0.02 --sides torch.save ours --folder $(VENV)
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.finetune --model $(RUN_DIR) --rounds 1 --epochs 1 --batch 4 --eval-every 4 --variants grouped buckets
+	@$(BIN)/python -m benchmarks.comm --rounds 3 --layers 1
+	@$(BIN)/python -m benchmarks.parallel --rounds 3 --rows 8
+	@$(BIN)/python -m benchmarks.compare --rounds 1 experiment=demo run_dir=$(RUN_DIR)/rounds max_steps=20 eval_every=null 'compare.run=[none,layers]'
 
 clean:
 	rm -rf $(VENV) runs data/demo .mypy_cache .pytest_cache .ruff_cache

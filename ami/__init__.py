@@ -1,1 +1,1 @@
-"""Machine images. Nothing is built here yet."""
+"""Machine images: `python -m ami neuron | cuda` builds them, ami/provision is what is in them."""

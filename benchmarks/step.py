@@ -1,12 +1,15 @@
 """Our training loop and the Hugging Face Trainer, each beside a bare PyTorch step, step by step in one process.
 
-    python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|long] [--precision fp32 bf16]
+    python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--compile]
 
 Same sizes, weights, sequences, masks, batch, optimizer, clipping and precision for all. "bare" is our optimised step
 with no loop around it and its batches ready in memory, so ours / bare is what the loop, data included, costs. "trainer"
 is transformers' Trainer on transformers' own model class with its defaults, so trainer / ours is what a user gains.
 Between any two steps of a loop one bare step is taken: ratios are of neighbours in time, medians of a round's pairs,
-and survive a machine that is shared. --activations counts what is kept for the backward pass instead.
+and survive a machine that is shared. --compile adds ours with backend.compile=layers and the Trainer with
+torch_compile=True. The share of the peak is the model's arithmetic a second against that of the fastest product of two
+matrices, which this device did around the rounds (train.bench). --activations counts what is kept for the
+backward pass instead.
 """
 
 from __future__ import annotations
@@ -17,13 +20,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 # Where torch_xla is installed, accelerate imports it and the Trainer trains on XLA, use_cpu=True or not.
 sys.modules["torch_xla"] = None  # type: ignore[assignment]
@@ -32,91 +32,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.pretraining import (
+    DEVICE,
+    LOG_EVERY,
+    PAD,
+    SHAPES,
+    Shape,
+    activations,
+    config,
+    full_labels,
+    ready_batches,
+    synthetic_data,
+    transformers_model,
+)
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.cli import compose as cli
-from train.config import ModelConfig, TrainConfig
-from train.data.batches import loader as data_batches
+from train.backend.ddp import DDP
+from train.bench.peak import matmul_flops_per_s
+from train.config import BackendConfig
 from train.data.batches.masking import IGNORE_INDEX
-from train.data.shards.format import SPLITS, TokenizerInfo
-from train.data.shards.writer import write_manifest, write_shard
-from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
 from train.optim import build_optimizer
-from train.storage.folders import LocalFolder, sha256_file
+from train.tasks import build_task
 
-NUM_ROWS = 512
-LOG_EVERY = 5
 SKIPPED = 3  # first steps of a round, which warm up
-PAD, CLS, SEP, MASK, FIRST = 0, 2, 3, 4, 5
-
-
-@dataclass(frozen=True)
-class Shape:
-    model: str
-    vocab_size: int
-    seq_len: int
-    batch: int
-
-
-SHAPES = {
-    "base": Shape("albert_base", 30000, 128, 8),
-    "demo": Shape("albert_tiny", 2000, 64, 32),
-    "long": Shape("albert_base", 30000, 512, 2),
-}
-
-
-def synthetic_data(folder: Path, shape: Shape) -> Path:
-    """A prepared data set of random tokens: nothing is learnt here, only timed."""
-    rng = np.random.default_rng(0)
-    splits = {}
-    for split in SPLITS:
-        tokens = rng.integers(FIRST, shape.vocab_size, (NUM_ROWS, shape.seq_len)).astype(np.uint16)
-        tokens[:, 0], tokens[:, shape.seq_len // 2], tokens[:, -1] = CLS, SEP, SEP
-        pivot = np.full(NUM_ROWS, shape.seq_len // 2 + 1, np.uint16)
-        rows = Rows(tokens, pivot, np.ones(NUM_ROWS, np.uint8))
-        splits[split] = [write_shard(LocalFolder(folder), f"{split}-00000.safetensors", rows)]
-    (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
-    write_manifest(
-        LocalFolder(folder),
-        seq_len=shape.seq_len,
-        dtype="uint16",
-        splits=splits,
-        tokenizer=TokenizerInfo(
-            sha256=sha256_file(folder / "tokenizer" / "tokenizer.json"),
-            vocab_size=shape.vocab_size,
-            cls_id=CLS,
-            sep_id=SEP,
-            mask_id=MASK,
-            pad_id=PAD,
-            special_ids=list(range(FIRST)),
-        ),
-        counts={"unigram_entropy": float(np.log(shape.vocab_size))},
-        config={},
-    )
-    return folder
-
-
-def config(folder: Path, shape: Shape, precision: str, steps: int) -> TrainConfig:
-    return cli.load_config(
-        TrainConfig,
-        [
-            f"model={shape.model}",
-            f"data.path={folder / 'data'}",
-            f"run_dir={tempfile.mkdtemp(dir=folder)}/run",
-            f"global_batch_size={shape.batch}",
-            f"max_steps={steps}",
-            f"log_every={LOG_EVERY}",
-            "data.num_workers=0",  # masks are drawn inside the step: their whole cost is in the figure
-            "eval_every=null",
-            "eval_examples=1",
-            "checkpoint.every=1000000",
-            "export=false",
-            f"backend.precision={precision}",
-            "optim.lr=1e-4",
-        ],
-    )
 
 
 class Pairs:
@@ -150,7 +89,9 @@ class Pairs:
 
 
 def clocks() -> tuple[float, float]:
-    """Wall seconds, and CPU seconds of all threads of this process."""
+    """Wall seconds, and CPU seconds of all threads of this process, once the device has done its work."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter(), time.process_time()
 
 
@@ -161,13 +102,15 @@ class Bare:
         cfg = config(folder, shape, precision, 1)
         torch.manual_seed(0)
         self.model = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
+        self.model.to(DEVICE)
         self.optimizer = build_optimizer(cfg.optim, self.model.parameters(), adamw={"fused": True})
-        self.batches = cycle(ready_batches(folder, shape, 8))
+        ready = (batch["inputs"] for batch in ready_batches(folder, shape, 8))
+        self.batches = cycle([{name: value.to(DEVICE) for name, value in inputs.items()} for inputs in ready])
         self.uses_bf16 = precision == "bf16"
 
     def step(self) -> None:
-        inputs = next(self.batches)["inputs"]
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.uses_bf16):
+        inputs = next(self.batches)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.uses_bf16):
             logits = self.model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), inputs["labels"].flatten(), ignore_index=IGNORE_INDEX)
         loss.backward()
@@ -176,7 +119,7 @@ class Bare:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
+def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False) -> Pairs:
     """The product's own entry, with the pairs taken in its recorder."""
     pairs = Pairs(Bare(folder, shape, precision))
 
@@ -187,54 +130,14 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
 
     kept, loop.Recorder = loop.Recorder, Pairing  # type: ignore[misc]
     try:
-        loop.run(config(folder, shape, precision, steps + 1), StopRequest())
+        compile = "layers" if compiles else "none"
+        loop.run(config(folder, shape, precision, steps + 1, compile), StopRequest())
     finally:
         loop.Recorder = kept  # type: ignore[misc]
     return pairs
 
 
-def ready_batches(folder: Path, shape: Shape, steps: int) -> list[data_batches.Batch]:
-    """The batches that our loop sees, made beforehand."""
-    from train.data.shards.order import ShardSampler
-    from train.tasks import build_task
-
-    task = build_task(config(folder, shape, "fp32", 1))
-    sampler = ShardSampler([NUM_ROWS], seed=0, global_batch_size=shape.batch, rank=0, world_size=1)
-    order = sampler.micro_batches(shape.batch)
-    made = data_batches.Batches(
-        task.train_data(), order, batch_size=shape.batch, num_workers=0, prefetch=1, pin_memory=False
-    )
-    return list(islice(made, steps))
-
-
-def transformers_model(cfg: ModelConfig, shape: Shape) -> nn.Module:
-    """What a user of transformers writes: the model class with the published ALBERT v2 settings."""
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    return AlbertForMaskedLM(
-        AlbertConfig(
-            vocab_size=shape.vocab_size,
-            embedding_size=cfg.embedding_size or 128,
-            hidden_size=cfg.hidden_size or 768,
-            intermediate_size=cfg.intermediate_size or 3072,
-            num_hidden_layers=cfg.num_layers or 12,
-            num_attention_heads=cfg.num_heads or 12,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
-def full_labels(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Labels [B, S] of the same masks, as transformers wants them."""
-    used = inputs["labels"] != IGNORE_INDEX
-    labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
-    lines = torch.arange(len(labels))[:, None].expand_as(used)
-    labels[lines[used], inputs["positions"][used]] = inputs["labels"][used]
-    return labels
-
-
-def run_trainer(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs:
+def run_trainer(folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False) -> Pairs:
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     torch.manual_seed(0)
@@ -262,85 +165,64 @@ def run_trainer(folder: Path, shape: Shape, precision: str, steps: int) -> Pairs
         logging_steps=LOG_EVERY,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=DEVICE.type == "cpu",
+        torch_compile=compiles,
     )
     Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[Pairing()]).train()
     return pairs
 
 
-def compare(shape_name: str, precision: str, rounds: int, steps: int) -> dict[str, Any]:
+CONTESTANTS = {
+    "ours": run_ours,
+    "trainer": run_trainer,
+    "ours_compiled": partial(run_ours, compiles=True),
+    "trainer_compiled": partial(run_trainer, compiles=True),
+}
+
+
+def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> dict[str, Any]:
     """Medians over the rounds: seconds per step, and each loop's ratio to the bare steps between its own."""
     shape = SHAPES[shape_name]
-    answer: dict[str, list[dict[str, float]]] = {"ours": [], "trainer": []}
+    answer: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "data").mkdir()
         synthetic_data(folder / "data", shape)
-        for _ in range(rounds):
-            answer["ours"].append(run_ours(folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
-            answer["trainer"].append(run_trainer(folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
+        peaks = [peak_flops_per_s(precision)]
+        for number in range(rounds):
+            for each in names if number % 2 == 0 else names[::-1]:
+                answer[each].append(CONTESTANTS[each](folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
+            peaks.append(peak_flops_per_s(precision))
+        flops = flops_per_step(folder, shape)
     result: dict[str, Any] = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
-    for variant, rows in answer.items():
-        result[f"{variant}_step_wall_s"] = round(statistics.median(row["step_wall_s"] for row in rows), 4)
+    result |= {"device": DEVICE.type, "tflop_per_step": flops / 1e12, "peak_tflops": spread([p / 1e12 for p in peaks])}
+    for each, rows in answer.items():
+        times = [row["step_wall_s"] for row in rows]
+        result[f"{each}_step_wall_s"] = round(statistics.median(times), 4)
+        result[f"{each}_tokens_per_s"] = round(shape.batch * shape.seq_len / statistics.median(times))
+        result[f"{each} share of the peak"] = spread([flops / step_s / max(peaks) for step_s in times])
     for clock in ("wall", "cpu"):
-        ours, trainer = ([row[f"ratio_{clock}"] for row in answer[variant]] for variant in ("ours", "trainer"))
-        result[f"ours / bare ({clock})"] = spread(ours)
-        result[f"trainer / bare ({clock})"] = spread(trainer)
-        result[f"trainer / ours ({clock})"] = spread([b / a for a, b in zip(ours, trainer, strict=True)])
+        ratios = {each: [row[f"ratio_{clock}"] for row in rows] for each, rows in answer.items()}
+        result |= {f"{each} / bare ({clock})": spread(values) for each, values in ratios.items()}
+        for theirs, ours in ((a, b) for a in names for b in names if a[0] == "t" and b[0] == "o"):
+            pairs = zip(ratios[ours], ratios[theirs], strict=True)
+            result[f"{theirs} / {ours} ({clock})"] = spread([b / a for a, b in pairs])
     return result
+
+
+def peak_flops_per_s(precision: str) -> float:
+    return matmul_flops_per_s(DDP(BackendConfig(device=DEVICE.type, precision=precision)))[0]
+
+
+def flops_per_step(folder: Path, shape: Shape) -> float:
+    """The model's arithmetic alone, by the formula of train.models."""
+    task = build_task(config(folder, shape, "fp32", 1))
+    return shape.batch * (task.flops_per_example(task.build_model(), shape.seq_len) or 0.0)
 
 
 def spread(values: list[float]) -> list[float]:
     """Least, median, greatest."""
     return [round(choose(values), 3) for choose in (min, statistics.median, max)]
-
-
-def saved_mib(forward: Callable[[], torch.Tensor], parameters: set[int]) -> float:
-    """Bytes kept for the backward pass, each storage once, parameters left out."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = forward()
-    result = sum(storages.values()) / 2**20
-    del loss
-    return result
-
-
-def activations(shape_name: str, precision: str) -> dict[str, Any]:
-    """MiB per sequence saved for the backward pass by our step and by transformers' model."""
-    shape, autocast = SHAPES[shape_name], precision == "bf16"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "data").mkdir()
-        synthetic_data(folder / "data", shape)
-        cfg = config(folder, shape, precision, 1)
-        inputs = ready_batches(folder, shape, 1)[0]["inputs"]
-        labels = full_labels(inputs)
-        ours = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
-        theirs = transformers_model(cfg.model, shape)
-
-        def our_loss() -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = ours(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
-                return F.cross_entropy(logits.flatten(0, 1).float(), inputs["labels"].flatten())
-
-        def their_loss() -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return theirs(
-                    input_ids=inputs["input_ids"], token_type_ids=inputs["token_type_ids"], labels=labels
-                ).loss
-
-        result = {}
-        for label, model, forward in (("ours", ours, our_loss), ("transformers", theirs, their_loss)):
-            pointers = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-            result[f"{label}_mib_per_sequence"] = round(saved_mib(forward, pointers) / shape.batch, 1)
-    return {"shape": shape_name, "precision": precision, **result}
 
 
 def main() -> None:
@@ -349,13 +231,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant a round")
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
+    parser.add_argument("--compile", action="store_true", help="compiled contestants beside the plain ones")
     parser.add_argument("--activations", action="store_true", help="count saved activations instead of timing")
     options = parser.parse_args()
     for precision in options.precision:
         if options.activations:
             print(json.dumps(activations(options.shape, precision)))
         else:
-            print(json.dumps(compare(options.shape, precision, options.rounds, options.steps)))
+            names = list(CONTESTANTS) if options.compile else ["ours", "trainer"]
+            print(json.dumps(compare(options.shape, precision, options.rounds, options.steps, names), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`python -m launch key=value ... -- settings of the run`: the plan of a run on N machines; submit=true starts it.
 
-`python -m launch list | status | logs | stop | resume | cancel RUN`: see launch/verbs.py.
+`python -m launch list | status | logs | stop | resume | cancel RUN`, and clean | watch | iam | quota for EC2: see
+launch/verbs.py.
 """
 
 from __future__ import annotations
@@ -8,21 +9,35 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from launch import code, estimate, logs, show, submit, verbs
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
+from launch.ec2.config import Ec2Config
+from launch.engines import Engine
+from launch.history import read_history
 from launch.plan import Request, make_job, run_overrides
 from launch.record import Record
-from launch.schedulers import SETTINGS, scheduler
+from launch.schedulers import SETTINGS, engine, scheduler
 from launch.supervise import CODES
 from train.cli import compose as cli
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
 from train.storage.folders import open_folder
 
-USED: tuple[str, ...] = ("nodes", "spares", "processes_per_node", "submit", "detach", "mfu", "calibrate", "prepare")
+USED: tuple[str, ...] = (
+    "nodes",
+    "spares",
+    "processes_per_node",
+    "submit",
+    "check",
+    "detach",
+    "mfu",
+    "calibrate",
+    "prepare",
+)
 USED += ("parts", "cluster.gate", "cluster.attempts", "cluster.rendezvous")
 
 
@@ -39,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=(
             "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
             "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
+            "cluster=ec2 instance=trn1.32xlarge nodes=4 -- experiment=albert_pretrain run_dir=s3://bucket/runs/a",
             "status runs/mine",
         ),
         keys=USED,
@@ -55,15 +71,19 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
     bundle = code.pack()
     request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
-    job = make_job(request, bundle, python=sys.executable)
+    python = cfg.cluster.python if isinstance(cfg.cluster, Ec2Config) else sys.executable
+    job = make_job(request, bundle, python=python, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3)
-    starts = scheduler(job.scheduler)
+    starts = engine(cfg, bundle) or scheduler(job.scheduler)
     command = starts.request(job, record)
     print("\n".join(show.plan_lines(job, run, command, len(bundle.content))))
     expected = None if cfg.prepare else expect(cfg, run)
     if expected is not None:
         print("", *show.columns(estimate.table(expected)), "", *show.notes(expected.assumptions), sep="\n")
-    print("", show.line("scheduler", starts.preview(job, record)), sep="\n")
+    print("", *show.paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
+    if isinstance(starts, Engine):
+        print("\n".join(starts.write(job) if cfg.submit else ["nothing was written; submit=true does it"]))
+        return cli.DONE
     if not cfg.submit:
         print("nothing was started; submit=true does it")
         return cli.DONE
@@ -106,8 +126,12 @@ def wait_in_terminal(record: Record) -> int:
             break
         except KeyboardInterrupt:
             verbs.main([*verb, record.run_dir, *record.s3.flags()])
-    ends = [event.details.get("outcome") for event in record.events() if event.kind == "ended"]
-    return CODES.get(str(ends[-1]), cli.FAILED) if ends else cli.FAILED
+    ended = read_history(record.events()).ended  # of this submission
+    if ended is None:
+        print(f"the job ended and noted no reason; python -m launch status {record.run_dir} says more", file=sys.stderr)
+        return cli.FAILED
+    print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; python -m launch status {record.run_dir} shows it")
+    return CODES.get(ended.outcome, cli.FAILED)
 
 
 if __name__ == "__main__":

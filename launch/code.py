@@ -12,6 +12,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import ami
 import conf
 import launch
 import train
@@ -21,7 +22,7 @@ from train.storage.folders import sha256_bytes
 from train.storage.untrusted import RelativePath
 from train.storage.whole import made_once
 
-PACKAGES = (train, conf, launch)
+PACKAGES = (train, conf, launch, ami)  # of ami, train.host.versions reads versions.yaml
 START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder
 START_CODE = b"""import runpy, sys
 

@@ -14,9 +14,9 @@ MOST_NODES, MOST_PARTS = 4096, 100_000
 class ClusterConfig:
     """Where the machines come from: `cluster=local` is this one."""
 
-    kind: str = "local"  # local | slurm
+    kind: str = "local"  # local | slurm | ec2 | parallelcluster | skypilot
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
-    attempts: int = 20  # starts of the trainer in all before the job gives up
+    attempts: int = 20  # starts of the trainer that failed before the job gives up
     idle_attempts: int = 2  # starts in a row without a new checkpoint before the job gives up
     torchrun_restarts: int = 3  # restarts of failed ranks by torchrun itself, in one attempt
     rendezvous: str = "static"  # how several machines meet: static (rank 0 is on the first) | c10d
@@ -37,6 +37,7 @@ class LaunchConfig:
     spares: int = 0  # more machines in the same allocation, for those that fail the gate
     processes_per_node: int | None = None  # ranks a machine; None: all its devices
     submit: bool = False  # do it; without this the plan is printed and nothing starts
+    check: bool = False  # cluster=ec2: ask EC2 whether it would do it, in each subnet (DryRun); nothing starts
     detach: bool = False  # cluster=local: return at once; the run goes on in the background
     mfu: float | None = None  # share of the peak that the estimate assumes; None: a published figure of the device
     calibrate: str | None = None  # folder of a finished run whose speed the estimate takes instead
@@ -55,8 +56,10 @@ class LaunchConfig:
         is_local = self.cluster.kind == "local"
         check(
             not is_local or (self.nodes == 1 and self.spares == 0),
-            f"cluster=local has one machine, this one, not {self.nodes + self.spares}; choose cluster=slurm",
+            f"cluster=local has one machine, this one, not {self.nodes + self.spares}; choose cluster=slurm or "
+            "cluster=ec2",
         )
+        check(not self.check or self.cluster.kind == "ec2", "check=true is for cluster=ec2; every plan asks Slurm")
         check(is_local or not self.detach, "detach is for cluster=local: jobs of a scheduler always are")
         check(
             self.spares == 0 or self.cluster.gate,

@@ -27,6 +27,8 @@ def disagreements(status: Status) -> Iterator[str]:
         yield from of_outcome(status)
         yield from of_writer(status)
         yield from of_silence(status)
+    for name in status.history.damaged:
+        yield f"{status.run_dir}.launch/{name} cannot be read, so that what it says is missing here; it may be removed"
     for damage in status.progress.damage:
         yield f"{damage}: damaged, or another program wrote it"
 
@@ -54,9 +56,11 @@ def of_end(status: Status) -> Iterator[str]:
     run, answer, history = status.run_dir, status.answer, status.history
     submission, ended = history.submission, history.ended
     if answer.is_active is False and not history.has_end and submission is not None and submission.handle:
+        how = "it was ended from outside" if answer.outcome else "it was killed, with its machine or by hand"
+        begin = "what is whole" if status.kind == "prepare" else "the last checkpoint"
         yield (
-            f"{answer.scheduler} has no such job any more ({answer.text}), but the record has no end: it was killed, "
-            f"with its machine or by hand; python -m launch resume {run} continues from the last checkpoint"
+            f"{answer.scheduler} has no such job any more ({answer.text}), but the record has no end: {how}; python -m "
+            f"launch resume {run} continues from {begin}"
         )
     end_unix_s = history.cancelled_unix_s if ended is None else ended.time_unix_s
     if answer.is_active and history.has_end and status.time_unix_s - (end_unix_s or 0.0) > ENDING_S:

@@ -15,8 +15,10 @@ from launch.arithmetic import (
 )
 from launch.calibration import Calibration
 from train.config import InputError, InstanceConfig, TrainConfig, check, make_plan
+from train.config.parallel import Held
 from train.host.launched import Launched, check_launch
-from train.models.shapes import find_shape, knows_vocabulary
+from train.models.memory import GIB, advice, memory_of
+from train.models.shapes import Shape, check_layers, find_shape, knows_vocabulary
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
@@ -49,6 +51,7 @@ class Row:
 
     nodes: int
     world_size: int
+    replicas: int | None = None  # groups of ranks that see rows of their own
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     accumulation: int | None = None
@@ -101,7 +104,9 @@ def estimate(
     work = Work(flops, 0 if shape is None else gradient_bytes(cfg, shape), rate)
     numbers = sorted({*counts, nodes})
     table = tuple(row(cfg, each, processes_per_node, seq_len=seq_len, rows=rows, work=work) for each in numbers)
-    notes = [*notes_of_work(cfg, work, seq_len), speed_note, *notes_of_network(cfg.instance, work, processes_per_node)]
+    notes = [*notes_of_work(cfg, work, seq_len), speed_note, *notes_of_network(cfg, work, processes_per_node)]
+    at = next(each for each in table if each.nodes == nodes)
+    notes += [] if shape is None else notes_of_memory(cfg, shape, at, seq_len)
     if shape is not None and not knows_vocabulary(cfg.model, vocab_size=vocab_size):
         notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
     if rows is None and cfg.max_epochs is not None:
@@ -115,12 +120,15 @@ def row(cfg: TrainConfig, nodes: int, processes: int, *, seq_len: int, rows: int
     instance, world = cfg.instance, nodes * processes
     try:
         check_launch(instance, Launched(world_size=world, local_world_size=processes, is_distributed=True))
+        cfg.parallel.check_goes_with(replace(cfg.backend, precision=precision_of(cfg)))
+        check_layers(cfg)
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return Row(nodes, world, reason=str(error))
     is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # its length is in passes over unknown data
     steps = None if is_open else plan.total_steps
-    planned = Row(nodes, world, plan.global_batch_size, plan.micro_batch_size, plan.accumulation, steps)
+    sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
+    planned = Row(nodes, world, plan.replicas, *sizes, steps)
     if work.flops is None or work.flops_per_s is None:
         return planned
     compute_s = work.flops * plan.global_batch_size / (work.flops_per_s * world)
@@ -195,7 +203,8 @@ def notes_of_work(cfg: TrainConfig, work: Work, seq_len: int) -> list[str]:
     return [f"{work.flops / 1e9:,.4g} GFLOP to train on a sequence, each of {seq_len} tokens"]
 
 
-def notes_of_network(instance: InstanceConfig, work: Work, processes: int) -> list[str]:
+def notes_of_network(cfg: TrainConfig, work: Work, processes: int) -> list[str]:
+    instance = cfg.instance
     if work.flops is None or work.flops_per_s is None:
         return []
     inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
@@ -207,6 +216,8 @@ def notes_of_network(instance: InstanceConfig, work: Work, processes: int) -> li
         f"an all-reduce of {work.gradient_bytes / 1e6:,.4g} MB a step by rings, none of it behind the backward pass"
         + (f"; {', '.join(known)}" if known else "")
     ]
+    if cfg.parallel.held(2) != Held():
+        notes.append("weights that ranks send each other, because each has its part of a state, are not counted")
     if inside is None and processes > 1:
         notes.append(f"the all-reduce inside a {instance.name} is not counted: its bandwidth is unknown")
     if known:
@@ -218,6 +229,27 @@ def notes_of_network(instance: InstanceConfig, work: Work, processes: int) -> li
     if between is None:
         notes.append(f"the all-reduce between machines is not counted: the network of {instance.name} is unknown")
     return notes
+
+
+def notes_of_memory(cfg: TrainConfig, shape: Shape, at: Row, seq_len: int) -> list[str]:
+    """What a rank of the planned machines holds, and whether its device is large enough."""
+    if at.micro_batch_size is None or at.accumulation is None:
+        return []
+    needed = memory_of(
+        cfg,
+        shape,
+        world_size=at.world_size,
+        micro_batch_size=at.micro_batch_size,
+        accumulation=at.accumulation,
+        seq_len=seq_len,
+        precision=precision_of(cfg),
+    )
+    device_gib = cfg.instance.device_memory_gib
+    if device_gib is None:
+        return [str(needed)]
+    if needed.total <= device_gib * GIB:
+        return [f"{needed}, of the device's {device_gib:g}"]
+    return [f"{needed}: MORE than the device's {device_gib:g}; {advice(cfg, world_size=at.world_size)}"]
 
 
 def notes_of_price(instance: InstanceConfig) -> list[str]:
@@ -246,7 +278,7 @@ def cells(each: Row) -> list[str]:
     first = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:
         return [*first, each.reason]
-    batch = f"{each.global_batch_size:,} = {each.world_size} x {each.accumulation} x {each.micro_batch_size}"
+    batch = f"{each.global_batch_size:,} = {each.replicas} x {each.accumulation} x {each.micro_batch_size}"
     return [
         *first,
         batch,

@@ -1,17 +1,75 @@
-"""Which machines may train: what each one's doctor has written into the record."""
+"""Which machines may train: what each one's doctor, and then collectives over those chosen, say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+from launch.job import Job
 from launch.node import GATE
 from launch.record import Record
+from launch.supervise import patiently
 from train.cli.command import printable
 from train.storage.folders import wait_for_file
 from train.storage.untrusted import BadContent, read_object
 
-NO_ANSWER = "no answer"
+NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
 SHOWN = 300  # characters of a reason
+
+
+class Run(Protocol):
+    def __call__(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        """Run a verb of launch.node on machines, over all of them or in groups of neighbours; 0 if all ended well."""
+
+
+def pass_gate(
+    record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
+) -> tuple[list[str], dict[str, str]]:
+    """The machines that are to train, fewer than the job needs if too few are fit; and those that failed, with reasons.
+
+    Where collectives fail over the machines chosen, each is tried alone and then in pairs: those that fail are left
+    out, and spares take their ranks.
+    """
+    run("gate", nodes, name=name)
+    failed = patiently(answers, record, name, nodes)
+    while True:
+        passed = [node for node in nodes if node not in failed]
+        chosen = passed[: job.nodes]
+        if len(chosen) < job.nodes or job.nodes * job.processes_per_node == 1:
+            break
+        attempt = f"{name}_{len(passed)}"
+        if run("collectives", chosen, name=attempt) == 0:
+            break
+        failed |= suspects(record, chosen, run, name=attempt)
+    patiently(record.note, "gate", passed=chosen, failed=failed)
+    return chosen, failed
+
+
+def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> dict[str, str]:
+    """The machines whose collectives fail alone; if none, those of the pairs that fail; if none, all."""
+    for group, which in ((1, "alone"), (2, "in pairs")):
+        if group < len(nodes):
+            attempt = f"{name}_{group}"
+            run("collectives", nodes, name=attempt, group=group)
+            if failed := patiently(answers, record, attempt, nodes):
+                return {node: f"{COLLECTIVES} {which}: {reason}" for node, reason in failed.items()}
+    return dict.fromkeys(nodes, f"{COLLECTIVES} over {', '.join(nodes)} fail, see logs/{name}"[:SHOWN])
+
+
+def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
+    """What to say if fewer machines are fit than the job needs."""
+    counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the gate, {job.nodes} are needed"
+    return "; ".join([counts, *(f"{node}: {reason}" for node, reason in failed.items())])
+
+
+def is_shared(failed: Mapping[str, str], nodes: Sequence[str]) -> bool:
+    """Whether all failed, so that the cause is what they share, and other machines would fail too."""
+    return 1 < len(failed) == len(nodes)
+
+
+def is_certain(reason: str) -> bool:
+    """Whether it is this machine that is not fit: not the record's folder, and not another machine of its pair."""
+    return not reason.startswith((NO_ANSWER, COLLECTIVES))
 
 
 def answers(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:

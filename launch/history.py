@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launch.record import Event
+from launch.record import DAMAGED, Event
 from launch.values import MOST_CHARS, count, moment, table, text, texts
 
 ENDS = ("done", "stopped", "failed", "refused")
@@ -35,6 +35,7 @@ class AttemptEntry:
     reason: str = ""
     step: int | None = None
     checkpoint: int | None = None
+    begun_at: int = 0  # the newest checkpoint when it began
     next: str = ""  # again | requeue | end
     is_over: bool = False
 
@@ -59,11 +60,26 @@ class History:
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
     requeues: int = 0
+    excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
     ended: Ended | None = None
+    tries: list[bool] = field(default_factory=list)  # whether each attempt, or a requeue without one, got on
+    faults: int = 0  # tries but those that stopped in order and had saved something new
+    is_tried: bool = False  # an attempt was made since the last requeue
+    damaged: list[str] = field(default_factory=list)  # events that cannot be read
 
     @property
     def has_end(self) -> bool:
         return self.ended is not None or self.cancelled_unix_s is not None
+
+    @property
+    def idle(self) -> int:
+        """Tries in a row, up to now, that saved nothing new."""
+        return next((number for number, got_on in enumerate(reversed(self.tries)) if got_on), len(self.tries))
+
+    @property
+    def is_stop_asked(self) -> bool:
+        """Whether the user wants no other attempt."""
+        return self.stop_asked_unix_s is not None or self.cancelled_unix_s is not None
 
     @property
     def last_attempt(self) -> AttemptEntry | None:
@@ -92,10 +108,16 @@ def after(history: History, event: Event) -> History:
     if event.kind == "not_submitted" and history.submission is not None:
         return replace(history, submission=replace(history.submission, refusal=text(details, "reason") or "refused"))
     if event.kind == "attempt_began":
-        entry = AttemptEntry(count(details, "number") or 0, texts(details, "nodes"), time_unix_s)
-        return replace(history, attempts=[*history.attempts, entry], ended=None)
+        begun_at = count(details, "checkpoint") or 0
+        entry = AttemptEntry(count(details, "number") or 0, texts(details, "nodes"), time_unix_s, begun_at=begun_at)
+        last = history.last_attempt
+        if last is not None and not last.is_over:  # its machine was lost; what it saved shows now
+            history = tried(history, got_on=begun_at > last.begun_at, in_order=False)
+        return replace(history, attempts=[*history.attempts, entry], ended=None, is_tried=True)
     if event.kind == "attempt_ended" and history.last_attempt is not None:
-        return replace(history, attempts=[*history.attempts[:-1], over(history.last_attempt, event, time_unix_s)])
+        entry, got_on = over(history.last_attempt, event, time_unix_s), details.get("made_progress") is True
+        history = tried(history, got_on=got_on, in_order=entry.outcome == "stopped")
+        return replace(history, attempts=[*history.attempts[:-1], entry])
     if event.kind == "gate":
         failed = {str(node): str(reason)[:MOST_CHARS] for node, reason in table(details, "failed").items()}
         return replace(history, passed_gate=texts(details, "passed"), failed_gate=failed)
@@ -104,13 +126,21 @@ def after(history: History, event: Event) -> History:
     if event.kind == "cancelled":
         return replace(history, cancelled_unix_s=time_unix_s or 0.0)
     if event.kind == "requeued":
-        return replace(history, requeues=history.requeues + 1)
+        history = history if history.is_tried else tried(history, got_on=False, in_order=False)
+        excluded = sorted({*history.excluded, *texts(details, "excluded")})
+        return replace(history, requeues=history.requeues + 1, excluded=excluded, is_tried=False)
+    if event.kind == DAMAGED:
+        return replace(history, damaged=[*history.damaged, text(details, "name")])
     if event.kind == "ended":
         outcome = text(details, "outcome")
         return replace(
             history, ended=Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), time_unix_s)
         )
     return history
+
+
+def tried(history: History, *, got_on: bool, in_order: bool) -> History:
+    return replace(history, tries=[*history.tries, got_on], faults=history.faults + (not (got_on and in_order)))
 
 
 def submitted(history: History, event: Event, time_unix_s: float | None) -> History:
@@ -127,7 +157,8 @@ def submitted(history: History, event: Event, time_unix_s: float | None) -> Hist
     if is_answer and asked is not None:
         now = replace(now, config_sha256=now.config_sha256 or asked.config_sha256)
         return replace(history, submission=now)
-    return History(history.submissions + 1, now, history.attempts, len(history.attempts))
+    begins = History(history.submissions + 1, now, history.attempts, len(history.attempts))
+    return replace(begins, damaged=history.damaged)
 
 
 def over(entry: AttemptEntry, event: Event, time_unix_s: float | None) -> AttemptEntry:

@@ -30,6 +30,7 @@ class Job:
     overrides: list[str]  # settings of train or train.prepare
     config_sha256: Sha256  # of the settings that they lead to
     python: str  # interpreter on the nodes
+    folder: str  # in which it was submitted: paths in the settings may be relative to it
     code: Code
     scheduler: str
     cluster: dict[str, Any]  # its settings

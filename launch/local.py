@@ -9,13 +9,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from launch import processes
+import psutil
+
+from launch.config import LaunchConfig
+from launch.gate import pass_gate
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.supervise import CODES, StopRequest, Verdict, attempt_name, supervise
+from launch.supervise import CODES, StopRequest, Verdict, attempt_name, noting_its_end, patiently, prepared, supervise
 from train.cli.command import add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
+from train.host import children
 from train.host.processes import is_alive, read_process
 
 ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
@@ -25,7 +29,7 @@ class Scheduler:
     def request(self, job: Job, record: Record) -> list[str]:
         return supervisor(job, record)
 
-    def preview(self, job: Job, record: Record) -> str:
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         return f"this machine, {platform.node()}: {os.cpu_count()} CPUs"
 
     def submit(self, job: Job, record: Record) -> Handle:
@@ -37,10 +41,15 @@ class Scheduler:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=job.folder,
                 start_new_session=True,  # Ctrl-C in the terminal is answered by the command that waits there
             )
-        started = read_process(process.pid)
-        return {"host": platform.node(), "pid": process.pid, "started": started.started if started else 0}
+        return handle_of(process.pid)
+
+    def find(self, job: Job, record: Record) -> Handle | None:
+        command = supervisor(job, record)
+        started = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == command]
+        return handle_of(started[0].pid) if started else None
 
     def state(self, handle: Handle) -> State:
         host, pid = handle.get("host"), handle.get("pid")
@@ -59,7 +68,12 @@ class Scheduler:
     def cancel(self, handle: Handle) -> None:
         if self.state(handle).is_active:
             pid = int(handle["pid"])
-            processes.kill([pid, *processes.descendants(pid)])  # torchrun gives each rank a session of its own
+            children.kill([pid, *children.descendants(pid)])  # torchrun gives each rank a session of its own
+
+
+def handle_of(pid: int) -> Handle:
+    process = read_process(pid)
+    return {"host": platform.node(), "pid": pid, "started": process.started if process else 0}
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -79,8 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_job(record: Record) -> int:
     job = record.job()
-    verdict = prepare(record, job) if job.kind == "prepare" else train(record, job)
-    record.note("ended", outcome=verdict.outcome, reason=verdict.reason)
+    with noting_its_end(record):
+        verdict = prepare(record, job) if job.kind == "prepare" else train(record, job)
+    patiently(record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
     return CODES[verdict.outcome]
 
 
@@ -89,7 +104,7 @@ def prepare(record: Record, job: Job) -> Verdict:
     steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + ([["--merge"]] if job.parts > 1 else [])
     for step in steps:
         if code := on_this_machine(record, job, "prepare", *step):
-            return Verdict("end", "failed", f"{' '.join(step)} ended with exit code {code}; see the log")
+            return prepared(code, " ".join(step).removeprefix("--") or "the preparation")
     return Verdict("end", "done", "prepared")
 
 
@@ -111,22 +126,20 @@ def train(record: Record, job: Job) -> Verdict:
 
 def gate(record: Record, job: Job) -> str:
     """Why this machine is not fit to train; empty if it is."""
-    from launch.gate import answers
 
-    node, name = platform.node(), f"gate_{os.getpid()}"
-    on_this_machine(record, job, "gate", f"--attempt={name}")
-    failed = answers(record, name, [node])
-    reason = failed.get(node, "")
-    record.note("gate", passed=[] if reason else [node], failed=failed)
-    return f"this machine is not fit to train: {reason}" if reason else ""
+    def examine(verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        return on_this_machine(record, job, verb, f"--attempt={name}")
+
+    _, failed = pass_gate(record, job, [platform.node()], examine, name=f"gate_{os.getpid()}")
+    return "".join(f"this machine is not fit to train: {reason}" for reason in failed.values())
 
 
 def on_this_machine(record: Record, job: Job, verb: str, *arguments: str, stop: StopRequest | None = None) -> int:
     command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
-    processes.adopt_orphans()
-    process = processes.start(command, env=os.environ)
-    code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
+    children.adopt_orphans()
+    process = children.start(command, env=os.environ)
+    code = children.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
+    children.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
     return code
 
 

@@ -238,7 +238,9 @@ def follow(
         problem = ""
         try:
             history = read_history(record.events())
-            if time.monotonic() - asked_s >= ask_s:  # before the files are read: an ended job has written all of them
+            if (
+                history.has_end or time.monotonic() - asked_s >= ask_s
+            ):  # before the files are read: an ended job has written all of them
                 asked_s, submission = time.monotonic(), history.submission
                 is_over = not (submission and submission.handle) or not asks(*called(submission)).is_active
                 history = read_history(record.events()) if is_over else history

@@ -14,22 +14,25 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from launch import code, processes
+from launch import code
 from launch.config import ClusterConfig
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
 from train.cli.command import DONE, add_s3_flags, command_parser, printable, run_flags
 from train.config import S3Config, check
+from train.host import children
 from train.host.launcher import REFUSAL
 from train.host.machine import cache_root
 from train.storage.folders import canonical_json, wait_for_file
 from train.storage.untrusted import FileName
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
+MEETING_S = 120  # for machines that have just answered to meet for their collectives; torchrun's own limit is 900 s
 GATE = "gate/{}/{}.json"
 
 
@@ -37,12 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "launch.node",
         "Run one machine's part of a job. Schedulers start this; people use python -m launch.",
-        examples=("train runs/mine --hosts n1,n2 --address 10.0.0.1 --port 29500 --attempt 1",),
+        examples=("train runs/mine --hosts n1,n2 --addresses 10.0.0.1 --port 29500 --attempt 1",),
     )
     parser.add_argument("verb", choices=VERBS)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
-    parser.add_argument("--address", default="", help="of the first machine")
+    parser.add_argument("--addresses", default="", help="of the machines, in the same order; the first one's will do")
+    parser.add_argument("--group", type=int, default=0, help="machines that meet one another, by their order; 0: all")
     parser.add_argument("--port", type=int, default=0, help="at which the machines meet")
     parser.add_argument("--attempt", default="", help="name of what is tried, for logs and answers")
     parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
@@ -70,6 +74,11 @@ class Node:
         self.name = FileName(own_name())
         self.hosts = options.hosts.split(",") if options.hosts else [self.name]
         check(self.name in self.hosts, f"this machine is {self.name}, none of the job's: {', '.join(self.hosts)}")
+        self.addresses = options.addresses.split(",")
+        if options.group:
+            first = self.hosts.index(self.name) // options.group * options.group
+            group = slice(first, first + options.group)
+            self.hosts, self.addresses = self.hosts[group], self.addresses[group]
         self.rank = self.hosts.index(self.name)
         self.logs = record.local_folder() / "logs"
         if options.attempt:
@@ -86,7 +95,7 @@ class Node:
 
     def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
         cluster = cluster_of(self.job)
-        meeting = rendezvous(self, cluster)
+        meeting = rendezvous(self, cluster, is_train=module == "train")
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
         restarts = 0 if module != "train" else cluster.torchrun_restarts
@@ -98,10 +107,10 @@ class Node:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             output = stack.enter_context((self.logs / log).open("ab"))
-            process = processes.start(command, env=self.environment(), output=output)
-            for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
+            process = children.start(command, env=self.environment(), output=output)
+            for number in children.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
                 signal.signal(number, lambda number, _: process.send_signal(number))
-            result = processes.exit_code(process)
+            result = children.exit_code(process)
         self.upload()
         return result
 
@@ -114,16 +123,18 @@ class Node:
                 self.record.folder.write(path.relative_to(top).as_posix(), path.read_bytes())
 
 
-def rendezvous(node: Node, cluster: ClusterConfig) -> list[str]:
+def rendezvous(node: Node, cluster: ClusterConfig, *, is_train: bool) -> list[str]:
     """The options by which the machines' torchruns meet. Their id is new for every attempt: stale agents stay out."""
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    address, port = node.addresses[0], node.options.port
     if cluster.rendezvous == "static":
-        here = [f"--node-rank={node.rank}", f"--master-addr={node.options.address}"]
-        return [ident, *here, f"--master-port={node.options.port}"]
-    host = f"--rdzv-conf=is_host={int(node.rank == 0)}"
-    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={node.options.address}:{node.options.port}", host]
+        limit = [] if is_train else [f"--rdzv-conf=timeout={MEETING_S}"]
+        return [ident, f"--node-rank={node.rank}", f"--master-addr={address}", f"--master-port={port}", *limit]
+    conf = {"is_host": int(node.rank == 0), **({} if is_train else {"join_timeout": MEETING_S})}
+    settings = ",".join(f"{name}={value}" for name, value in conf.items())
+    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={settings}"]
 
 
 def train(node: Node) -> int:
@@ -139,18 +150,25 @@ def gate(node: Node) -> int:
     job, known = node.job, node.job.instance != "local"
     command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
     command += [f"--machines={job.nodes}", *([f"--instance={job.instance}"] if known else [])]
-    try:
-        done = subprocess.run(command, env=node.environment(), stdout=subprocess.PIPE, check=False, timeout=DOCTOR_S)
-        answer = done.stdout or canonical_json({"ok": False, "fault": f"train.doctor ended with {done.returncode}"})
-    except subprocess.TimeoutExpired:  # a driver, or a file system, that never answers
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, env=node.environment(), stdout=output)
+        code = children.exit_code(process, limit_s=DOCTOR_S)
+        output.seek(0)
+        answer = output.read()
+    if code == children.TIMED_OUT:  # a driver, or a file system, that never answers
         answer = canonical_json({"ok": False, "fault": f"train.doctor did not end in {DOCTOR_S:g} s"})
+    answer = answer or canonical_json({"ok": False, "fault": f"train.doctor ended with {code}"})
     node.record.folder.write(GATE.format(node.options.attempt, node.name), answer)
     return DONE
 
 
 def collectives(node: Node) -> int:
+    """Examine what joins this machine's ranks with one another and with those of its group; the answer is noted too."""
     settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
-    return node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
+    code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
+    answer = {"ok": code == 0, "fault": f"train.doctor --collectives ended with exit code {code}, see its log"}
+    node.record.folder.write(GATE.format(node.options.attempt, node.name), canonical_json(answer))
+    return code
 
 
 def prepare(node: Node) -> int:

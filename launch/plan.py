@@ -50,7 +50,7 @@ def absolute(location: str) -> str:
     return location.rstrip("/") if is_s3(location) else str(local_path(location).absolute())
 
 
-def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
+def make_job(request: Request, bundle: Bundle, *, python: str, folder: str) -> Job:
     """The job that a request leads to. InputError for a number of ranks that the machines cannot run."""
     cfg, run = request.launch, request.run
     ranks = cfg.ranks_per_node
@@ -70,6 +70,7 @@ def make_job(request: Request, bundle: Bundle, *, python: str) -> Job:
         overrides=located(request.overrides, "run_dir" if isinstance(run, TrainConfig) else "output", where),
         config_sha256=Sha256(sha256_json(settings)),
         python=python,
+        folder=folder,
         code=Code(FileName(bundle.file), Sha256(bundle.sha256), bundle.revision),
         scheduler=cfg.cluster.kind,
         cluster=request.cluster,

@@ -27,7 +27,7 @@ from train.storage.untrusted import BadContent, read_object, record
 
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"
-EVENTS = "events/"
+EVENTS, DAMAGED = "events/", "damaged"
 
 
 @dataclass(frozen=True)
@@ -83,22 +83,29 @@ class Record:
         self.folder.write(PLAN, canonical_json(plan))
         self.folder.write(JOB, job.to_json())
 
-    def note(self, kind: str, **details: Any) -> None:
+    def note(self, kind: str, /, **details: Any) -> None:
         """Add an event."""
+        while not self.note_as(self.next_number(), kind, **details):
+            pass  # another process was faster
+
+    def next_number(self) -> int:
+        """Of an event that is added now."""
+        return 1 + max((int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()), default=0)
+
+    def note_as(self, number: int, kind: str, /, **details: Any) -> bool:
+        """Add an event with this number; False if there is one with it."""
         event = Event(kind, round(time.time(), 3), f"{platform.node()}:{os.getpid()}", details)
-        number = len(self.event_names())
-        while not self.folder.create(f"{EVENTS}{number + 1:05d}.json", canonical_json(asdict(event))):
-            number += 1
+        return self.folder.create(f"{EVENTS}{number:05d}.json", canonical_json(asdict(event)))
 
     def event_names(self) -> list[str]:
         return [name for name in self.folder.names(EVENTS) if re.fullmatch(r"events/\d{5,}\.json", name)]
 
     def events(self) -> list[Event]:
-        """All events in order. InputError for one that is damaged."""
+        """All events in order. One that is damaged is of the kind "damaged": a job must be stopped all the same."""
         return [self.event(name) for name in self.event_names()]
 
     def event(self, name: str) -> Event:
         try:
             return record(Event, read_object(self.folder.read(name)))
-        except BadContent as error:
-            raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
+        except BadContent:
+            return Event(DAMAGED, 0.0, "", {"name": name})

@@ -44,6 +44,11 @@ def line(head: str, text: str) -> str:
     return f"{head:{INDENT}}{text}"
 
 
+def paragraph(head: str, text: str) -> list[str]:
+    """Lines of text, the head before the first."""
+    return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as lines whose columns are aligned at the right. A row with fewer cells ends in a remark of any length."""
     whole = [row for row in rows if len(row) == len(rows[0])]

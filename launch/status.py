@@ -27,6 +27,7 @@ class Answer:
     text: str = ""
     nodes: list[str] = field(default_factory=list)
     failure: str = ""  # why it does not say
+    outcome: str = ""  # of a job that is over: cancelled | failed
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,12 @@ def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State
         state = asks(submission.scheduler, submission.handle)
     except (Failure, InputError) as error:
         return Answer(submission.scheduler, failure=str(error))
-    return Answer(submission.scheduler, state.is_active, state.text, list(state.nodes))
+    return Answer(submission.scheduler, state.is_active, state.text, list(state.nodes), outcome=state.outcome)
 
 
 def state_of(kind: str, answer: Answer, history: History) -> str:
     """One term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped, failed,
-    refused, ended (with an outcome that is not known), cancelled, vanished (the record has no end), not submitted. The
+    refused, ended (with an outcome that is not known), cancelled, vanished (nobody knows its end), not submitted. The
     scheduler does not say: unknown.
     """
     submission, ended = history.submission, history.ended
@@ -132,7 +133,7 @@ def state_of(kind: str, answer: Answer, history: History) -> str:
         return "cancelled"
     if ended is not None:
         return ended.outcome
-    return "unknown" if answer.is_active is None else "vanished"
+    return "unknown" if answer.is_active is None else answer.outcome or "vanished"
 
 
 def time_left_s(progress: Progress) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import yaml
@@ -10,9 +11,15 @@ from launch.job import Job
 from launch.plan import check_unchanged
 from launch.record import CONFIG, Record
 from launch.schedulers import Handle, last_submission, scheduler
-from train.config import InputError, PrepareConfig, TrainConfig, to_dict
+from launch.supervise import FIRST_FILE
+from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
+from train.data.shards.format import read_manifest
 from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.run_folder.ownership import check_is_run_folder, check_location
+from train.storage.folders import is_s3, open_folder
 from train.storage.untrusted import read_yaml
+
+SUBMITTING_S = 120.0  # that a scheduler may take to answer
 
 
 def submit(
@@ -20,27 +27,46 @@ def submit(
 ) -> Handle:
     """Write the record and start the job. InputError if the run has another job, or if its settings have changed."""
     settings = to_dict(run)
-    if record.exists():
-        check_idle(record)
+    number = check_idle(record)
+    if record.exists() and record.run.size(FIRST_FILE) is not None:
         check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
+    if isinstance(run, TrainConfig):
+        check_startable(record, run, is_here=job.scheduler == "local")
+    claim(record, job, number)
     record.write(job, plan=plan, config=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), bundle=bundle)
     return start(record, job)
+
+
+def check_startable(record: Record, run: TrainConfig, *, is_here: bool) -> None:
+    """InputError for what the trainer would refuse on the machines, as far as this one sees what they see."""
+    data_path = str(run.data.path)
+    check_location(record.run_dir, data_path)
+    check_is_run_folder(record.run, record.run.names_here())
+    if isinstance(run.data, ShardsConfig) and (is_here or is_s3(data_path)):
+        read_manifest(open_folder(data_path, run.s3))
 
 
 def resume(record: Record) -> Handle:
     """Start the last job again, with the code and the settings of then. InputError if it runs, or has nothing to do."""
     job = record.job()
-    check_idle(record)
+    number = check_idle(record)
     outcome = read_outcome(record.run)
     if outcome.get("outcome") == "done":
         raise InputError(f"{record.run_dir} is done ({outcome['reason']}); there is nothing to resume")
+    claim(record, job, number)
     return start(record, job)
+
+
+def claim(record: Record, job: Job, number: int) -> None:
+    """Note the submission as the event of this number. InputError if another one came first."""
+    details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
+    if not record.note_as(number, "submitting", **details):
+        raise InputError(f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
 
 
 def start(record: Record, job: Job) -> Handle:
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # a request to a job that has ended
-    record.note("submitting", scheduler=job.scheduler, nodes=job.nodes, config_sha256=job.config_sha256, id=job.id)
     try:
         handle = scheduler(job.scheduler).submit(job, record)
     except InputError as error:  # after any other error nobody knows whether there is a job
@@ -50,14 +76,39 @@ def start(record: Record, job: Job) -> Handle:
     return handle
 
 
-def check_idle(record: Record) -> None:
-    """InputError if the last job of the run waits or runs."""
+def check_idle(record: Record) -> int:
+    """The number of the next event of a run without a job. InputError if its last job waits or runs."""
+    answer_lost_submission(record)
+    number = record.next_number()
     event = last_submission(record)
     if event is None:
-        return
+        return number
     state = scheduler(str(event.details.get("scheduler"))).state(event.details.get("handle", {}))
     if state.is_active:
         raise InputError(
             f"{record.run_dir} has a job: {state.text}; watch it (python -m launch status {record.run_dir}) or stop "
             f"it first (python -m launch stop {record.run_dir})"
         )
+    return number
+
+
+def answer_lost_submission(record: Record) -> None:
+    """Look for the job of a submission whose answer was lost, since whoever asked was killed, and note which it is.
+    InputError while the answer may still come.
+    """
+    answers = ("submitting", "submitted", "not_submitted", "cancelled", "ended")
+    events = [event for event in record.events() if event.kind in answers]
+    if not events or events[-1].kind != "submitting":
+        return
+    asked = events[-1]
+    age_s = time.time() - asked.time_unix_s
+    check(
+        age_s > SUBMITTING_S,
+        f"{record.run_dir} is being launched by {asked.host} for {age_s:.0f} s: try again in {SUBMITTING_S:.0f} s",
+    )
+    job = record.job() if record.exists() else None  # without one it was ended before it had written the job
+    handle = scheduler(job.scheduler).find(job, record) if job is not None else None
+    if job is None or handle is None:
+        record.note("not_submitted", reason=f"{asked.host} was ended before it had started the job")
+    else:
+        record.note("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from launch.config import ClusterConfig
+from launch.history import History, after, read_history
 from launch.record import Event, Record
-from launch.values import count, text
+from launch.values import text
 from train.cli.command import DONE, FAILED, REFUSED, STOPPED
 from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
@@ -79,13 +81,6 @@ class Verdict:
     reason: str
 
 
-@dataclass(frozen=True)
-class History:
-    attempts: int  # that have ended, this one included
-    idle: int  # attempts in a row, up to this one, without a new checkpoint
-    is_stop_asked: bool  # by the user, who may have cancelled the job as well
-
-
 def look(record: Record) -> Seen:
     names = record.run.names("checkpoints/")
     steps = [int(match[1]) for name in names if (match := COMMITTED.fullmatch(name))]
@@ -98,9 +93,8 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
     kind, reason = str(outcome.get("outcome", "")), str(outcome.get("reason", ""))
     if not outcome:
         kind, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
-        if attempt.refusal or attempt.exit_code == REFUSED:
-            why = attempt.refusal or "its settings or data; see the log"
-            return Verdict("end", "refused", f"refused: {why}")
+        if attempt.refusal:
+            return Verdict("end", "refused", f"refused: {attempt.refusal}")
     if kind in ("done", "refused"):
         return Verdict("end", kind, reason)
     if kind == "failed" and outcome and not outcome["goes_on"]:
@@ -114,12 +108,18 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
         if limit:
             return Verdict("end", "failed", limit)
-        # A signal to torchrun alone, on a machine that nobody takes back.
-        is_here = cluster.kind == "local" and attempt.asked is None and reason.startswith(KILLED)
+        # A signal to torchrun alone: only Slurm takes machines back by one.
+        is_here = cluster.kind != "slurm" and attempt.asked is None and reason.startswith(KILLED)
         return Verdict("again" if is_here else "requeue", "stopped", attempt.asked or reason)
     if limit:
         return Verdict("end", "failed", f"{limit}; the last one {reason}")
     return Verdict("requeue" if attempt.asked else "again", "failed", reason)
+
+
+def prepared(code: int, what: str) -> Verdict:
+    """What came of a preparation, or of a part of one, by the exit code of train.prepare."""
+    outcome = {DONE: "done", REFUSED: "refused"}.get(code, "failed")
+    return Verdict("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
 
 
 def is_taken_back(reason: str) -> bool:
@@ -128,36 +128,33 @@ def is_taken_back(reason: str) -> bool:
 
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:
-    if history.attempts >= cluster.attempts:
-        return f"{history.attempts} attempts were made, the limit (cluster.attempts)"
+    if history.faults >= cluster.attempts:
+        return f"{history.faults} attempts failed, the limit (cluster.attempts)"
     if history.idle >= cluster.idle_attempts:
         return f"{history.idle} attempts in a row saved nothing new, the limit (cluster.idle_attempts)"
     return ""
 
 
-def history_of(events: Sequence[Event]) -> History:
-    """What the record says since the last submission. An attempt that left no end, since its machine was lost, made
-    progress if the next one began further on. A requeue without an attempt before it counts as an idle attempt.
-    """
-    first = max((index for index, event in enumerate(events) if event.kind == "submitting"), default=0)
-    made: list[bool] = []  # whether each attempt made progress
-    begun_at: int | None = None  # the checkpoint of an attempt without an end
-    has_attempt = False
-    for event in events[first:]:
-        if event.kind == "attempt_began":
-            begins_at = count(event.details, "checkpoint") or 0
-            if begun_at is not None:
-                made.append(begins_at > begun_at)
-            begun_at, has_attempt = begins_at, True
-        elif event.kind == "attempt_ended":
-            made.append(event.details.get("made_progress") is True)
-            begun_at = None
-        elif event.kind == "requeued":
-            made += [] if has_attempt else [False]
-            has_attempt = False
-    idle = next((number for number, progress in enumerate(reversed(made)) if progress), len(made))
-    asked = [event.kind for event in events[first:] if event.kind in ("stop_asked", "cancelled")]
-    return History(len(made), idle, bool(asked))
+def settled(verdict: Verdict, record: Record, cluster: ClusterConfig) -> Verdict:
+    """The verdict that stands: a requeue becomes an end once the user has asked for a stop, or a limit is reached."""
+    if verdict.next != "requeue":
+        return verdict
+    history = read_history([*patiently(record.events), Event("requeued", 0.0, "")])
+    if history.is_stop_asked:
+        return replace(verdict, next="end")
+    limit = exhausted(history, cluster)
+    return Verdict("end", "failed", f"{limit}; {verdict.reason}") if limit else verdict
+
+
+@contextmanager
+def noting_its_end(record: Record) -> Iterator[None]:
+    """Whatever ends the job by an error is in the record: else it would look as if its machine had been lost."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"the launcher failed: {error or type(error).__name__}"
+        patiently(record.note, "ended", outcome="failed", reason=reason)
+        raise
 
 
 class StopRequest:
@@ -205,16 +202,17 @@ def supervise(
     nodes: list[str],
     stop: StopRequest,
     pause_s: float = PAUSE_S,
+    meet: Callable[[], object] = lambda: None,
 ) -> Verdict:
     """Make attempts until the verdict is another than "again", and note each in the record.
 
     `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `stop` holds the
-    scheduler's request for the machines.
+    scheduler's request for the machines. `meet` waits between two attempts for machines that may be lost.
     """
     while True:
         has_stop_file = patiently(record.run.size, STOP_FILE) is not None  # before the events: a stop is noted first
         events = patiently(record.events)
-        if history_of(events).is_stop_asked:
+        if read_history(events).is_stop_asked:
             return Verdict("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # it came between two attempts, or before the first
             return Verdict("requeue", "stopped", stop.reason)
@@ -222,17 +220,22 @@ def supervise(
             patiently(record.run.remove, STOP_FILE)  # of an attempt that died before it could obey
         number = 1 + sum(event.kind == "attempt_began" for event in events)
         before = patiently(look, record)
+        begins = Event("attempt_began", 0.0, "", {"number": number, "checkpoint": max(0, before.checkpoint)})
+        if limit := exhausted(after(read_history(events), begins), cluster):  # by attempts whose machines were lost
+            return Verdict("end", "failed", limit)
         patiently(record.note, "attempt_began", number=number, nodes=nodes, checkpoint=max(0, before.checkpoint))
         code = start(number)
         refusal = patiently(refusal_of, record, attempt_name(number))
         attempt = Attempt(before, patiently(look, record), code, stop.reason, refusal)
         details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
         details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
+        details |= {"outcome": attempt.outcome.get("outcome", "failed")}
         ended = Event("attempt_ended", time.time(), "", details)
-        verdict = judge(attempt, history_of([*patiently(record.events), ended]), cluster)
+        verdict = judge(attempt, read_history([*patiently(record.events), ended]), cluster)
         details |= {"next": verdict.next, "outcome": verdict.outcome, "reason": verdict.reason}
         patiently(record.note, "attempt_ended", **details)
         print(f"attempt {number}: {verdict.outcome}, {verdict.reason}; next: {verdict.next}", flush=True)
         if verdict.next != "again":
             return verdict
         time.sleep(pause_s)
+        meet()

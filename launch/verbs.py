@@ -1,4 +1,4 @@
-"""`python -m launch list | status | logs | stop | resume | cancel`: what a launched run does."""
+"""`python -m launch list | status | logs | stop | resume | cancel`: what a launched run does; and those for EC2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from launch import logs, screen, submit
+from launch.ec2 import verbs as ec2
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, status
@@ -164,8 +165,10 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
 def expected(seen: Status) -> str:
     """How long a stop takes."""
     step_s, save_s = seen.progress.step_s, seen.progress.save_s
-    if seen.history.running_attempt is None or step_s is None:
+    if seen.history.running_attempt is None:
         return "it does so after the first step of its next attempt"
+    if step_s is None:
+        return "it does so after its next step"
     parts = [f"a step takes {shown_duration(step_s)}", *([f"a save {shown_duration(save_s)}"] if save_s else [])]
     return f"expect it within {shown_duration(STOP_POLL_S + 2 * step_s + (save_s or 0.0))} or so ({', '.join(parts)})"
 
@@ -199,6 +202,7 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 
 def asked(record: Record) -> Status:
     """How the run stands. Failure if its scheduler does not say whether it has a job."""
+    submit.answer_lost_submission(record)
     seen = status(record)
     if seen.answer.is_active is None:
         raise Failure("; ".join([f"{record.run_dir}: {seen.answer.failure}", *seen.disagreements[:1]]))
@@ -209,6 +213,8 @@ def end(record: Record, seen: Status) -> None:
     submission = seen.history.submission
     assert submission is not None
     scheduler(submission.scheduler).cancel(submission.handle)
+    if record.run.size(STOP_FILE) is not None:
+        record.run.remove(STOP_FILE)  # or the next start would obey it
     record.note("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
 
 
@@ -243,5 +249,29 @@ TABLE = {
     "stop": Verb("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
     "resume": Verb("Start the job of a run again, with its code and settings.", ("runs/mine",), of_run, resume),
     "cancel": Verb("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
+    "clean": Verb(
+        "Remove all that EC2 has of a run, and prove that nothing is left.",
+        ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
+        ec2.clean_flags,
+        ec2.clean,
+    ),
+    "watch": Verb(
+        "Watch the machines of a run on EC2 from here, if what watched them is gone.",
+        ("s3://bucket/runs/mine",),
+        ec2.watch_flags,
+        ec2.watch,
+    ),
+    "iam": Verb(
+        "Print the least that must be allowed to you and to the machines on EC2, as policies.",
+        ("s3://bucket/runs --data s3://bucket/albert --account 123456789012",),
+        ec2.iam_flags,
+        ec2.iam,
+    ),
+    "quota": Verb(
+        "Say whether the account may run such machines on EC2.",
+        ("trn1.32xlarge --nodes 16 --regions us-east-1,us-west-2",),
+        ec2.quota_flags,
+        ec2.quota,
+    ),
 }
 VERBS = tuple(TABLE)

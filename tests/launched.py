@@ -28,12 +28,16 @@ class FakeScheduler:
 
     states: list[State | Exception] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
     cancelled: list[Mapping[str, Any]] = field(default_factory=list)
+    there: Mapping[str, Any] | None = None  # the job of a submission that was not answered
 
     def state(self, handle: Mapping[str, Any]) -> State:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if isinstance(state, Exception):
             raise state
         return state
+
+    def find(self, job: Job, record: Record) -> Mapping[str, Any] | None:
+        return self.there
 
     def cancel(self, handle: Mapping[str, Any]) -> None:
         self.cancelled.append(handle)
@@ -53,7 +57,8 @@ class Launched:
 
     def job(self, **changes: Any) -> Launched:
         settings: dict[str, Any] = {"id": "mine-1", "kind": "train", "overrides": [], "config_sha256": "0" * 64}
-        settings |= {"python": "python", "code": Code("code-1.tar.gz", "1" * 64, ""), "scheduler": "fake"}  # type: ignore[arg-type]
+        settings |= {"python": "python", "folder": "/home/me/work"}
+        settings |= {"code": Code("code-1.tar.gz", "1" * 64, ""), "scheduler": "fake"}  # type: ignore[arg-type]
         settings |= {"cluster": {}, "instance": "local", "nodes": 2, "spares": 0, "processes_per_node": 2}
         job = Job(run_dir=self.run_dir, **{**settings, **changes})
         self.record.write(job, plan={"estimate": {"steps": 90}}, config="", bundle=b"")

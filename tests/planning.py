@@ -25,7 +25,7 @@ from train.storage.untrusted import FileName, Sha256
 
 BUNDLE = Bundle(b"", "0" * 64, "0123456789ab")
 PYTHON = "/opt/venv/bin/python"
-ADDRESS, PORT = "10.0.0.1", 20_707
+ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
 
 
 def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
@@ -34,7 +34,8 @@ def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
     cfg = cli.load_config(LaunchConfig, own)
     overrides = of_run if cfg.prepare else run_overrides(of_run, own)
     run = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
-    return cfg, make_job(Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster)), BUNDLE, python=PYTHON)
+    request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
+    return cfg, make_job(request, BUNDLE, python=PYTHON, folder="/home/me/work")
 
 
 def script(path: Path, body: str) -> str:
@@ -50,7 +51,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     """
     folder.mkdir()
     script(folder / "srun", f"printf '%s\\0' \"$@\" > '{folder}/arguments'")
-    node = f"NodeName=n1 NodeAddr={ADDRESS} NodeHostName=n1"
+    node = "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1"
     script(folder / "scontrol", f"case \"$*\" in *hostnames*) echo n1 n2;; *) echo '{node}';; esac")
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
@@ -71,8 +72,9 @@ def with_module(job: Job, name: str, source: bytes) -> tuple[Job, Record]:
     return bundled, record
 
 
-def node(monkeypatch: pytest.MonkeyPatch, record: Record, name: str, *, hosts: str = "n1,n2") -> Node:
+def node(monkeypatch: pytest.MonkeyPatch, record: Record, name: str, *, hosts: str = "n1,n2", group: int = 0) -> Node:
     """What the machine `name` of a job makes of its record."""
     monkeypatch.setenv("SLURMD_NODENAME", name)
-    options = argparse.Namespace(verb="train", hosts=hosts, address=ADDRESS, port=PORT, attempt="attempt_0001")
+    names = {"verb": "train", "hosts": hosts, "addresses": ADDRESSES, "port": PORT, "attempt": "attempt_0001"}
+    options = argparse.Namespace(**names, group=group)
     return Node(record, record.job(), options)

@@ -5,12 +5,14 @@ Activations go from rank 0 to rank 1, their gradients come back; nothing in `tra
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from toy import ToyTask
 
-from train.config import check
+from train.config import ParallelConfig, check
 from train.optim import build_optimizer, load_state, set_learning_rate
 
 WIDTH = 5
@@ -37,9 +39,13 @@ def build(cfg, optim, backend, model, loss, **_):
     return Halves(optim, backend, model, loss)
 
 
-def data_size(cfg, world_size):
-    check(world_size == 2, f"parallel=halves needs 2 ranks, not {world_size}")
-    return 1
+@dataclass(kw_only=True)
+class HalvesConfig(ParallelConfig):
+    name: str = "halves"
+
+    def replicas(self, world_size):
+        check(world_size == 2, f"parallel=halves needs 2 ranks, not {world_size}")
+        return 1
 
 
 class First(nn.Module):
@@ -69,13 +75,14 @@ class Halves:
     def __init__(self, optim, backend, model, loss):
         self.backend, self.world, self.model, self.loss = backend, backend.world, model, loss
         self.data_rank, self.data_size = 0, 1
+        self.stage, self.bubble = self.world.rank, 0.0
         # Checkpoints number the weights as an optimizer of the whole model does: those that decay first.
         numbered = sorted(model.named_parameters(), key=lambda item: item[1].ndim < 2)
         numbers = {name: number for number, (name, _) in enumerate(numbered)}
         self.own, other = ("first", "second") if self.world.rank == 0 else ("second", "first")
         setattr(model, other, nn.Identity())  # the other layer is not held here
         backend.move(model)
-        self.stage = First(model.first) if self.world.rank == 0 else Second(model.second)
+        self.half = First(model.first) if self.world.rank == 0 else Second(model.second)
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw)
         names = {id(weight): name for name, weight in model.named_parameters()}
@@ -91,14 +98,14 @@ class Halves:
         set_learning_rate(self.optimizer, lr)
         for batch in micro_batches:
             if self.world.rank == 0:
-                self.stage(batch["inputs"]["input_ids"])
-                gradient = torch.empty_like(self.stage.sent)
+                self.half(batch["inputs"]["input_ids"])
+                gradient = torch.empty_like(self.half.sent)
                 dist.recv(gradient, 1)
-                self.stage.sent.backward(gradient)
+                self.half.sent.backward(gradient)
             else:
-                loss_sum = self.loss(self.stage, batch["inputs"])
+                loss_sum = self.loss(self.half, batch["inputs"])
                 loss_sum.backward()
-                dist.send(self.stage.received.grad, 0)
+                dist.send(self.half.received.grad, 0)
                 self.loss_sum += loss_sum.detach()
         count = sum(batch["count"] for batch in micro_batches)
         return self.backend.update(self.optimizer, self.parameters, lambda: self.clip(count))
@@ -112,6 +119,9 @@ class Halves:
             torch._foreach_mul_(gradients, float((self.max_grad_norm / (norm + 1e-6)).clamp(max=1)))
         return norm
 
+    def take_span_s(self):
+        return 0.0
+
     def take_loss(self):
         taken = float(self.loss_sum)
         self.loss_sum.zero_()
@@ -119,8 +129,8 @@ class Halves:
 
     def evaluate(self, statistics, inputs):
         if self.world.rank == 1:
-            return statistics(self.stage, inputs)
-        self.stage(inputs["input_ids"])
+            return statistics(self.half, inputs)
+        self.half(inputs["input_ids"])
         return None
 
     def check_replicas(self):
@@ -131,9 +141,10 @@ class Halves:
         return {name: value for part in self.world.share(self.model.state_dict()) for name, value in part.items()}
 
     def state(self):
-        own = {number: self.optimizer.state[weight] for number, weight in self.numbers.items()}
-        moments = {number: state for part in self.world.share(own) for number, state in part.items()}
-        return {"model": self.whole(), "optimizer": {"state": moments, "param_groups": [{"params": sorted(moments)}]}}
+        own = {"state": {number: self.optimizer.state[weight] for number, weight in self.numbers.items()}}
+        if self.world.rank == 0:
+            own["param_groups"] = [{"params": list(range(4))}]
+        return {"model": self.model.state_dict(), "optimizer": own}
 
     def load(self, model, optimizer):
         self.model.load_state_dict({name: value for name, value in model.items() if name.startswith(self.own)})

@@ -28,6 +28,7 @@ from train import entry as attempt
 from train import hub as hub_command
 from train.checkpoints import __main__ as checkpoints
 from train.cli import compose as cli
+from train.compare import __main__ as compare_command
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.doctor import __main__ as doctor
 from train.report import __main__ as report_command
@@ -37,6 +38,7 @@ MAINS = {
     "prepare": prepare.main,
     "records": records.main,
     "report": report_command.main,
+    "compare": compare_command.main,
     "doctor": doctor.main,
     "shards": shards.main,
     "checkpoints": checkpoints.main,
@@ -66,6 +68,7 @@ TYPED = [
     ("", "is not key=value"),
     ("  ", "is not key=value"),
     ("@=1", "is not key=value"),
+    (f"seed={10**400}", "seed=a whole number of more than 100 digits must be a finite number"),
     ("seed", "seed is not key=value"),
     ("run_dir=a=b", """write 'run_dir="a=b"'"""),
     ("run_dir=ü", """write 'run_dir="ü"'"""),
@@ -92,7 +95,7 @@ TYPED = [
     ("hydra/launcher=joblib", "hydra/launcher is not a setting"),
     ("hydra=x", "hydra is not a setting"),
     ("data.label_map={a: b}", "data.label_map is not a setting of the data chosen here"),
-    ("backend.max_graphs=3", "backend.max_graphs is not a setting of the backend chosen here"),
+    ("backend.loader_prefetch=3", "backend.loader_prefetch is not a setting of the backend chosen here"),
     # ---- options of groups
     *(
         (f"model={value}", f"model={value}: there is no such model")
@@ -205,6 +208,24 @@ FLAGS = [
     ("report", "RUN --output", "--output"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("report", "RUN --frob", "--frob"),
+    ("compare", "", "required"),
+    ("compare", "RUN", "two runs or more"),
+    ("compare", "RUN RUN/.", "two runs or more"),
+    ("compare", "RUN nosuch", "nosuch is not a folder"),
+    ("compare", "RUN EMPTY", "holds no metrics.jsonl"),
+    ("compare", "RUN EMPTY --tolerance x", "'x'"),
+    ("compare", "RUN EMPTY --tolerance -1", "--tolerance=-1"),
+    ("compare", "RUN EMPTY --tolerance nan", "--tolerance=nan"),
+    ("compare", "RUN EMPTY --frob", "--frob"),
+    ("compare", "RUN seed=1", "RUN is not key=value"),
+    ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
+    ("compare", "experiment=nosuch", "experiment=nosuch"),
+    ("compare", "experiment=demo data.path=DATA compare.run=[a]", "compare.run names a"),
+    ("compare", "experiment=demo compare.variants=none", "compare.variants is a table"),
+    ("compare", "experiment=demo compare.nosuch=1", "compare.nosuch is not a setting"),
+    ("compare", "experiment=demo compare.output=http://x/y compare.run=[xla]", "http://x/y"),
+    ("compare", "experiment=demo compare.run=[xla]", "one variant only"),
+    ("train", "compare.variants={a: seed=1}", "compare.variants"),
     ("doctor", "--instance trn9", "trn9"),
     ("doctor", "--machines 0", "--machines: 0"),
     ("doctor", "--machines x", "--machines: x"),

@@ -155,7 +155,7 @@ def test_a_reader_that_leaves_changes_nothing_at_the_end_of_the_process(prepared
     process = start(["train.shards", "stats", str(prepared), "-n", "100000"], tmp_path, HOME=str(tmp_path))
     assert process.stdout is not None
     process.stdout.close()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (UNREAD, "")
 
 

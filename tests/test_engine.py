@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from forks import launch, run_forked
-from split_engine import TwoLayersTask
+from split_engine import HalvesConfig, TwoLayersTask
+from test_equality import weights
 from toy import Toy, ToyConfig
 
 from train import parallel
@@ -28,7 +29,11 @@ def main(folder, engine):
     TASKS["toy"] = replace(mlm.SPEC, settings=ToyConfig, build=lambda cfg: TwoLayersTask(toy))
     parallel.ENGINES["halves"] = "split_engine"  # the one line
     try:
-        toy.train(parallel=ParallelConfig(name=engine), export=True, micro_batch_size=4)
+        toy.train(
+            parallel=HalvesConfig() if engine == "halves" else ParallelConfig(name=engine),
+            export=True,
+            micro_batch_size=4,
+        )
     except InputError as error:
         sys.exit(f"refused: {error}")
 
@@ -53,10 +58,6 @@ def trained(folder, engine, *, ranks):
     return Toy(folder)
 
 
-def weights(path):
-    return torch.load(path, weights_only=True)
-
-
 def test_two_ranks_that_hold_a_layer_each_are_one_that_holds_both(plain, halves):
     for kind, key in (("train", "loss"), ("train", "grad_norm"), ("eval", "loss"), ("train", "examples")):
         assert halves.values(kind, key) == pytest.approx(plain.values(kind, key), rel=1e-5), key
@@ -64,8 +65,7 @@ def test_two_ranks_that_hold_a_layer_each_are_one_that_holds_both(plain, halves)
     before, after = halves.values("eval", "loss")
     assert after < before
     for step in (3, 6):
-        path = f"run/checkpoints/step_{step:08d}/model.pt"
-        saved, wanted = weights(halves.folder / path), weights(plain.folder / path)
+        saved, wanted = weights(halves.folder / "run", step), weights(plain.folder / "run", step)
         assert sorted(saved) == sorted(wanted) == sorted(NAMES)
         for name in NAMES:
             torch.testing.assert_close(saved[name], wanted[name], rtol=1e-5, atol=1e-6)
@@ -74,8 +74,8 @@ def test_two_ranks_that_hold_a_layer_each_are_one_that_holds_both(plain, halves)
 
 
 def test_its_export_is_the_whole_model(halves):
-    exported = weights(halves.folder / "run/export/model.pt")
-    saved = weights(halves.folder / "run/checkpoints/step_00000006/model.pt")
+    exported = torch.load(halves.folder / "run/export/model.pt", weights_only=True)
+    saved = weights(halves.folder / "run")
     assert all(torch.equal(exported[name], saved[name]) for name in NAMES)
 
 

@@ -12,6 +12,8 @@ from running import ROOT, command, eventually, lines, run, train_config, train_o
 
 from train import loop
 from train.attempt.preempt import StopRequest
+from train.checkpoints.loader import read_optimizer, read_weights
+from train.checkpoints.store_disk import LocalStore
 
 # Sums of float32 in another order differ in the last bits (relative 6e-8), and AdamW's division by sqrt(v) + eps can
 # enlarge that: over six steps differences of up to 2e-6 were seen in losses of 5. 2e-5 is ten times that.
@@ -27,8 +29,14 @@ def grad_norms(run_dir):
 
 
 def weights(run_dir, step=6):
-    path = run_dir / "checkpoints" / f"step_{step:08d}" / "model.pt"
-    return torch.load(path, weights_only=True)
+    """Those of all ranks, put together."""
+    store = LocalStore(run_dir / "checkpoints")
+    return dict(read_weights(store.fetch(step), store.manifest(step)))
+
+
+def moments(run_dir, step):
+    store = LocalStore(run_dir / "checkpoints")
+    return read_optimizer(store.fetch(step), store.manifest(step))["state"]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_the_same_command_goes_on(pr
     process = subprocess.Popen(command(arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     eventually(lambda: has_steps(tmp_path / "run", 3) or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=300)
     assert process.returncode == 75, stderr
     step = lines(tmp_path / "run", "checkpoint")[-1]["step"]
     assert f"at step {step} with a checkpoint" in stderr

@@ -115,6 +115,16 @@ def alarms(works, **settings):
     return [watcher.see(line) for line in works], watcher.fields
 
 
+def test_ranks_are_compared_with_those_of_their_stage_only():
+    watcher = Stragglers(StragglerConfig(windows=2), ["a"] * 4, [0, 1, 0, 1])
+    even, slow = [1.0, 3.0, 1.0, 3.0], [1.0, 3.0, 2.0, 3.0]
+    texts = [watcher.see(line) for line in [*[even] * 8, *[slow] * 4]]
+    assert alarmed(texts) == [9] and texts[9][0].startswith("rank 2 on a holds the others up")
+    assert watcher.fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
+    alone = Stragglers(StragglerConfig(windows=2), ["a"] * 2, [0, 1])
+    assert not any(alone.see([1.0, 3.0]) for _ in range(9)) and alone.fields == {}
+
+
 def alarmed(texts):
     """Numbers of the lines that gave rise to an alarm."""
     return [number for number, alarms in enumerate(texts) if alarms]

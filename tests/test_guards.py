@@ -42,6 +42,7 @@ from train.data.batches import loader as batches
 from train.data.batches.loader import MaskedRows
 from train.host import cluster, machine
 from train.host.launched import check_launch, launched
+from train.host.versions import read_versions
 from train.models.layers import run_shared_layer_by
 from train.optim import build_optimizer, set_learning_rate
 from train.parallel.data import Replica
@@ -198,7 +199,7 @@ def test_on_another_machine_there_is_no_word_of_instances(monkeypatch, log):
             ["micro_batch_size=2", "backend.batches_per_execution=3"],
             "backend.batches_per_execution=3 does not divide the 4 micro batches of a rank and step",
         ),
-        (["backend.grad_compression=bf16"], "backend.grad_compression is for NCCL; leave it out with backend=xla"),
+        (["backend.grad_compression=bf16"], "are for backend=ddp; leave them out with backend=xla"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_a_device_opens(train, monkeypatch, overrides, message):
@@ -291,7 +292,7 @@ def on_trainium(monkeypatch):
     ("changed", "said"),
     [
         ({"torch": "2.15.0", "torch-neuronx": "1.0"}, "2.9.*'; torch-neuronx 1.0 is"),  # both in one line
-        ({"neuronx-cc": None}, f"error: neuronx-cc not installed: {machine.INSTALL}"),
+        ({"neuronx-cc": None}, f"error: neuronx-cc not installed: {read_versions().sdk.install}"),
         ({"torch-neuronx": None, "neuronx-cc": None}, "error: torch-neuronx and neuronx-cc not installed"),
         ({"torch": None, "torch-xla": None}, "needs PyTorch/XLA: pip install 'baretrain[xla]'"),
     ],
@@ -849,7 +850,7 @@ def inputs(*shape):
 
 def budget_of(counts, *, limit, is_fatal):
     """A budget that finds these counts, one a look, the first before the first batch."""
-    budget = GraphBudget(iter(counts).__next__, is_fatal=is_fatal)
+    budget = GraphBudget(iter(counts).__next__, is_fatal=is_fatal, hint="")
     budget.limit = limit
     budget.start()
     return budget

@@ -19,7 +19,7 @@ def run_with(tmp_path):
         (tmp_path / "yaml.py").write_text(content)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), **environment}
         words = [sys.executable, "-m", command]
-        return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     return run
 

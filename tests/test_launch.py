@@ -34,7 +34,7 @@ from train.host.launcher import die_with_launcher, leave_it_to_the_first
 from train.ranks import World
 from train.telemetry.tensorboard import Board
 
-HANG_S = 60.0  # never waited for unless a test fails
+HANG_S = 300.0  # never waited for unless a test fails
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 TWO |= {"MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 

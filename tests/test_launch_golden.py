@@ -102,9 +102,10 @@ def test_the_torchrun_of_a_node(monkeypatch, tmp_path, meets: str, rank: int):
     )
 
 
-def test_the_script_of_a_job_is_clean():
+def test_the_script_of_a_job_is_clean(request):
     check_golden("job.sh", SCRIPT.read_text())
     if shutil.which("shellcheck") is None:
-        pytest.skip("no shellcheck to test with: apt-get install shellcheck")
+        reason = "no shellcheck to test with: apt-get install shellcheck"
+        pytest.fail(reason) if request.config.getoption("--require-services") else pytest.skip(reason)
     done = subprocess.run(["shellcheck", "-s", "bash", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

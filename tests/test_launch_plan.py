@@ -25,6 +25,7 @@ from launch.slurm.scheduler import arguments, options
 from train.cli import compose as cli
 from train.cli.command import DONE, REFUSED
 from train.config import InputError, S3Config, TrainConfig
+from train.run_folder.ownership import IDENTITY_KEYS
 from train.storage.untrusted import FileName
 
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
@@ -94,8 +95,12 @@ SLURM = ["cluster=slurm", "nodes=2"]
     [
         ([], [], "settings of the run are missing: give them after --"),
         (["instance=p9.9xlarge"], OF_RUN, "there is no such instance; choose one of: "),
-        (["cluster=lsf"], OF_RUN, "there is no such cluster; choose one of: local, slurm"),
-        (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm"),
+        (
+            ["cluster=lsf"],
+            OF_RUN,
+            "there is no such cluster; choose one of: ec2, local, parallelcluster, skypilot, slurm",
+        ),
+        (["cluster.kind=lsf"], OF_RUN, "scheduler 'lsf' is not known; there are: local, slurm, ec2"),
         (["nods=2"], OF_RUN, "nods is not a setting; did you mean nodes?"),
         (["cluster=slurm", "cluster.partitoin=x"], OF_RUN, "cluster.partitoin is not a setting; did you mean"),
         (["cluster.partition=x"], OF_RUN, "cluster.partition is not a setting of the cluster chosen here"),
@@ -158,6 +163,8 @@ def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepare
     assert launch() == DONE
     handle = Record(str(tmp_path / "run"), S3Config()).events()[-1].details["handle"]
     eventually(lambda: not scheduler("local").state(handle).is_active)
+    (tmp_path / "run").mkdir()  # the run has begun
+    (tmp_path / "run" / "environment.json").write_text(json.dumps({"identity": dict.fromkeys(IDENTITY_KEYS, "")}))
     before = written()
     capsys.readouterr()
     assert launch("optim.lr=0.01") == REFUSED
@@ -272,7 +279,9 @@ def test_a_real_slurm_leads_a_job_to_its_run(slurm, slurm_job, tmp_path):
     """The job's interpreter prints its arguments here."""
     echo = script(tmp_path / "echo", 'printf "%s\\0" "$@"')
     for name in (name for name in EVIL if "\\" not in name):
-        job = dataclasses.replace(slurm_job, run_dir=f"{tmp_path}/runs/{name}", python=echo, nodes=1)
+        job = dataclasses.replace(
+            slurm_job, run_dir=f"{tmp_path}/runs/{name}", python=echo, folder=str(tmp_path), nodes=1
+        )
         record = Record(job.run_dir, S3Config())
         handle = scheduler("slurm").submit(job, record)
         eventually(lambda handle=handle: not scheduler("slurm").state(handle).is_active)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from running import eventually, run, train_overrides
 from s3_fixtures import Bucket
@@ -17,6 +19,7 @@ from launch.__main__ import main
 from launch.record import Event, Record
 from launch.schedulers import last_submission
 from launch.slurm.scheduler import Scheduler
+from launch.status import status
 from launch.supervise import look
 from train.cli.command import DONE, REFUSED
 from train.config import S3Config
@@ -141,6 +144,43 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     assert {f"logs/attempt_0001/{node}.txt" for node in ("n1", "n2")} <= set(names)
 
 
+def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbed, tmp_path):
+    settings = ("cluster.time_limit=1", "cluster.stop_before_s=55")  # Slurm counts in minutes, and looks now and then
+    record = launch(tmp_path / "run", prepared, settings=settings)
+    wait_for_checkpoint(record)
+    with paused(tmp_path / "run"):  # or a fast machine would be done before the signal comes
+        eventually(lambda: record.run.size(STOP_FILE) is not None)
+    first = wait_for(record, "attempt_ended").details
+    assert (first["next"], first["outcome"]) == ("requeue", "stopped"), logs(record)
+    assert wait_for(record, "requeued").details["reason"] == "the time limit is near"
+    eventually(lambda: "PENDING" in state(record))
+    slurm.run("scontrol", "update", f"JobId={job_id(record)}", "TimeLimit=30")
+    wait_for(record, "attempt_began", 2)
+    wait_for_checkpoint(record, after=first["checkpoint"])
+    with paused(tmp_path / "run"):
+        slurm.lose("n2")
+    wait_for(record, "attempt_began", 3)
+    assert slurm.run("scontrol", "show", "job", str(job_id(record))).count("Restarts=2")
+    assert ended(record)["outcome"] == "done", logs(record)
+    assert events(record, "attempt_began")[-1].details["nodes"] == ["n1", "n3"]
+    assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
+
+
+@contextmanager
+def paused(run_dir: Path) -> Iterator[None]:
+    """The ranks of a run stand still."""
+    ranks = [each for each in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(each.info["cmdline"] or ())]
+    ranks = [each for each in ranks if any(part.endswith("start.py") for part in each.info["cmdline"])]
+    for rank in ranks:
+        rank.suspend()
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):  # its node was lost meanwhile
+                rank.resume()
+
+
 def test_a_run_is_preempted_stopped_and_resumed(slurm, prepared, undisturbed, tmp_path):
     record = launch(tmp_path / "run", prepared)
     step = wait_for_checkpoint(record)
@@ -208,6 +248,11 @@ def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
     record = Record(f"{tmp_path}/data", S3Config())
     assert ended(record)["outcome"] == "done", logs(record)
     assert (tmp_path / "data" / "manifest.json").is_file() and state(record).endswith("COMPLETED")
+    wrong = [*of_run[:1], f"corpus.path={tmp_path}/nothing", f"output={tmp_path}/other", *of_run[3:]]
+    assert main(["cluster=slurm", "prepare=true", "parts=2", "submit=true", "--", *wrong]) == DONE
+    other = Record(f"{tmp_path}/other", S3Config())
+    eventually(lambda: status(other).state == "refused" and not status(other).is_active)  # the merge is gone too
+    assert all("ended with exit code 2" in event.details["reason"] for event in events(other, "ended"))
 
 
 @pytest.mark.parametrize(

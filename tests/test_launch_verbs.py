@@ -303,7 +303,7 @@ def test_a_duration_has_its_largest_units(seconds, shown):
 def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(run, fake, capsys):
     run.begin().trained(step=40)
     Launched("runs/second", fake).job(nodes=3).submit(nodes=3).describe()
-    Launched("runs/damaged", fake).job().submit().record.folder.write("events/00001.json", b"[]")
+    Launched("runs/damaged", fake).job().submit().record.folder.write("job.json", b"[]")
     LocalFolder(Path("runs/by_hand")).write("environment.json", b"{}")
     assert main(["list"]) == DONE
     out, err = capsys.readouterr()
@@ -313,7 +313,15 @@ def test_the_list_shows_runs_that_were_launched_and_no_damaged_one_hides_them(ru
         ["runs/mine", "running", "40", "of", "100", "(40.0%)"],
         ["runs/second", "starting", "none", "yet", "of", "100"],
     ]
-    assert err.startswith("runs/damaged: runs/damaged.launch/events/00001.json cannot be read")
+    assert err.startswith("runs/damaged: runs/damaged.launch/job.json cannot be read")
+
+
+def test_a_damaged_event_hides_no_job(run, fake, capsys):
+    run.begin().record.folder.write("events/00002.json", b"[]")
+    assert main(["cancel", "runs/mine", "--yes"]) == DONE
+    assert fake.cancelled == [HANDLE]
+    assert main(["status", "runs/mine"]) == DONE
+    assert "runs/mine.launch/events/00002.json cannot be read" in capsys.readouterr().out
 
 
 def test_an_empty_list_says_so(tmp_path, capsys):

@@ -39,24 +39,25 @@ ROOMS = """
     evaluation
     loop
     report
-    publish
+    publish compare
     doctor precompile prepare convert shards records predict hub
+    bench
     entry
     __main__
 """.strip().splitlines()
 ROOMS = [[f"train.{room}" for room in line.split()] for line in ROOMS]
-TOOLS = "report publish doctor precompile prepare convert shards records predict hub"
+TOOLS = "bench report publish compare doctor precompile prepare convert shards records predict hub"
 TOOLS = {f"train.{room}" for room in TOOLS.split()}
 # Of train, without torch.
-FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.flops models.shapes"
+FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.flops models.memory models.shapes"
 FOR_LAUNCH = tuple(f"train.{room}" for room in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
-    "boto3": {"train/storage/s3.py", "train/doctor/checks_s3.py", "launch/ec2.py"},
-    "psutil": {"train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
+    "boto3": {"train/storage/s3.py", "train/doctor/checks_s3.py", "ami/aws.py"},
+    "psutil": {"launch/local.py", "train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
     "rich": {"launch/screen.py"},
-    "matplotlib": {"train/report/figures.py"},
+    "matplotlib": {"train/report/figures.py", "train/compare/figures.py"},
     "jinja2": {"train/report/page.py"},
     "huggingface_hub": {"train/publish/push.py", "train/publish/card.py", "train/storage/hub_access.py"},
     "sklearn": {"train/tasks/classify/scores.py"},
@@ -118,15 +119,18 @@ def test_imports_go_downwards(path):
             assert imported.split(".")[0] not in ("launch", "ami"), f"{name_of(path)} imports {imported}"
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.relative_to(ROOT).parts[0] == "launch"], ids=str)
-def test_launch_imports_what_works_without_torch(path):
+TORCH_FREE = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("launch", "ami")]
+
+
+@pytest.mark.parametrize("path", TORCH_FREE, ids=str)
+def test_launch_and_ami_import_what_works_without_torch(path):
     for imported in imports(path):
         if imported.startswith("train."):
             assert imported.startswith(FOR_LAUNCH), f"{path} imports {imported}"
 
 
-def test_launch_needs_no_torch():
-    modules = [name_of(path) for path in FILES if path.relative_to(ROOT).parts[0] == "launch"]
+def test_launch_and_ami_need_no_torch():
+    modules = [name_of(path) for path in TORCH_FREE]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; print(*sys.modules)"
     words = [sys.executable, "-c", code, *(name for name in modules if not name.endswith("__main__"))]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -150,7 +154,7 @@ def test_a_command_is_read_without_torch():
     assert "train.entry" in done.stdout.split() and not {"torch", "transformers"} & set(done.stdout.split())
 
 
-NOT_FOR_THE_FIRST_STEP = "boto3 botocore datasets matplotlib pandas pyarrow s3torchconnector sklearn".split()
+NOT_FOR_THE_FIRST_STEP = "boto3 botocore datasets matplotlib pandas pyarrow s3torchconnector sklearn torch_xla".split()
 NOT_FOR_THE_FIRST_STEP += ["tensorboard", "torch.utils.tensorboard"]
 
 
@@ -161,6 +165,8 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, pre
         from train import entry, loop
         def end_step(*_, **__):
             assert gc.get_threshold() == usual and gc.get_freeze_count() > 100_000
+            from transformers.utils import is_torch_xla_available
+            assert not is_torch_xla_available()  # accelerate asks the same, and imports torch_xla
             print(*sys.modules)
             raise KeyboardInterrupt
         loop.Recorder.end_step = end_step
@@ -187,7 +193,7 @@ def test_heavy_libraries_stay_in_their_files(library):
 def test_device_names_stay_in_the_backends():
     for path in FILES:
         text = path.read_text()
-        if not {"backend", "config"} & set(path.parts):
+        if not {"backend", "config", "ami"} & set(path.parts):  # of images, one is named cuda
             for word in ('"cuda"', '"nccl"', '"gloo"', '"xla"'):
                 assert word not in text, f"{path} names {word}"
 

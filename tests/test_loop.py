@@ -49,7 +49,7 @@ def test_metrics_have_the_fields_that_outside_tools_read(finished):
 
 def test_the_run_folder_is_as_the_readme_draws_it(finished):
     result = {path.name for path in finished.iterdir()}
-    files = {"config.yaml", "environment.json", "metrics.jsonl", "outcome.json"}
+    files = {"config.yaml", "environment.json", "metrics.jsonl", "outcome.json", "samples.json"}
     assert result == files | {"checkpoints", "tensorboard", "log", "export", "lease"}
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["plan"]["total_steps"] == 6
@@ -303,7 +303,3 @@ def test_the_options_run(toy, changes, steps):
     assert toy.train(eval_every=None, **changes) == ("done", steps)
     assert toy.values("eval", "step") == [steps]
     assert all(math.isfinite(loss) for loss in toy.values("train", "loss"))
-
-
-def test_compression_of_gradients_is_refused_where_gloo_adds_them(toy):
-    assert "needs CUDA" in refusal(toy, backend=BackendConfig(device="cpu", grad_compression="bf16"))

@@ -275,7 +275,7 @@ def test_packages_that_fit_have_no_fault(versions):
 )
 def test_packages_that_do_not_fit_are_named_with_their_cure(changed, message):
     (fault,) = machine.package_faults({**TRN1, **changed})
-    assert message in fault and "pip install '" in fault
+    assert message in fault and "pip install " in fault
 
 
 def test_all_faults_of_the_packages_are_named():

@@ -12,7 +12,7 @@ import pytest
 from running import eventually, lines, run, train_overrides
 from services.machines import NOT_PERMITTED, PACKAGES, Machines, fault, missing_programs, three_machines
 
-HANG_S = 240.0  # never waited for unless a test fails
+HANG_S = 400.0  # never waited for unless a test fails
 # A rank that is killed in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
 DISTURBED = """
 import os, signal, sys, time

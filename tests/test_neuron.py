@@ -252,8 +252,8 @@ def test_another_device_is_refused(versions, device):
         neuron.Neuron(BackendConfig(device=device))
 
 
-def test_compression_of_nccl_is_refused(versions):
-    with pytest.raises(InputError, match="grad_compression is for NCCL"):
+def test_compression_is_refused(versions):
+    with pytest.raises(InputError, match="are for backend=ddp; leave them out with backend=neuron"):
         neuron.Neuron(BackendConfig(grad_compression="bf16"))
 
 

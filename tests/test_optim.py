@@ -7,7 +7,7 @@ from train.optim import build_optimizer, learning_rate, load_state, set_learning
 
 
 def plan(total=100, warmup=10, lr=1.0):
-    return Plan(1, 8, 8, 1, 8, 10, total_steps=total, warmup_steps=warmup, lr=lr)
+    return Plan(1, 1, 8, 8, 1, 8, 10, total_steps=total, warmup_steps=warmup, lr=lr)
 
 
 def rates(total=100, warmup=10, **settings):

@@ -18,6 +18,7 @@ from train import precompile
 from train.cli import compose as cli
 from train.config import TrainConfig, make_plan
 from train.host import machine
+from train.host.versions import read_versions
 
 RECORDED = Path(__file__).parent / "recorded" / "precompile"
 FAILED = "MODULE_9219523464496887986+abb26765"  # in one_failed.json
@@ -181,7 +182,7 @@ def test_without_neurons_packages_it_says_what_to_install(tool, capfd):
     (tool.parent / "bin/neuron_parallel_compile").unlink()
     assert precompile.main(RUN) == cli.REFUSED
     (line,) = capfd.readouterr().err.splitlines()
-    assert machine.INSTALL in line
+    assert read_versions().sdk.install in line
 
 
 def test_a_dry_run_prints_the_command_and_runs_nothing(tool, capfd):

@@ -21,9 +21,11 @@ from running import ROOT, eventually, lines, train_overrides
 from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
 
 from train.attempt import notices, preempt
-from train.attempt.notices import Metadata, Notices
+from train.attempt.notices import Notices
 from train.attempt.preempt import StopRequest
 from train.config import InputError, PreemptConfig, Unreachable
+from train.host import metadata
+from train.host.metadata import Metadata
 
 POLL_S = 0.02
 SPOT_NOTICE = {"action": "terminate", "time": "2026-11-20T08:22:00Z"}
@@ -36,7 +38,7 @@ def imds(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeIMDS]:
         monkeypatch.delenv(name, raising=False)
     with FakeIMDS() as service:
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.endpoint)
-        monkeypatch.setattr(notices, "TIMEOUT_S", 10.0)  # a slow test machine is no fault
+        monkeypatch.setattr(metadata, "TIMEOUT_S", 10.0)  # a slow test machine is no fault
         yield service
 
 
@@ -211,14 +213,14 @@ def test_reboots_and_cancelled_events_are_not_for_the_run(imds, stop, wall_clock
 
 def test_a_token_is_renewed_before_its_end(imds, monkeypatch):
     now_s = 1000.0  # whole seconds add up without rounding; the machine's own clock does not
-    monkeypatch.setattr(notices, "time", SimpleNamespace(monotonic=lambda: now_s))
-    metadata = Metadata(imds.endpoint)
-    metadata.get("spot/instance-action")
-    now_s += notices.TOKEN_S - notices.RENEWS_S - 1
-    metadata.get("spot/instance-action")
+    monkeypatch.setattr(metadata, "time", SimpleNamespace(monotonic=lambda: now_s))
+    service = Metadata(imds.endpoint)
+    service.get("spot/instance-action")
+    now_s += metadata.TOKEN_S - metadata.RENEWS_S - 1
+    service.get("spot/instance-action")
     assert len(imds.seen(TOKEN, "PUT")) == 1
     now_s += 1
-    metadata.get("spot/instance-action")
+    service.get("spot/instance-action")
     assert len(imds.seen(TOKEN, "PUT")) == 2
     assert [request.status for request in imds.seen()] == [404] * 3  # none was refused
 
@@ -264,13 +266,13 @@ def test_a_service_that_fails_is_told_once_and_asked_again(imds, stop, warnings)
 
 
 def test_a_service_that_hangs_is_told_once_and_asked_again(imds, stop, warnings, monkeypatch):
-    monkeypatch.setattr(notices, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(metadata, "TIMEOUT_S", 0.1)
     imds.hang()
     with watching(stop):
         eventually(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
         (warnings_seen,) = warnings()
         assert "no token within 0.1 s" in warnings_seen and "HttpPutResponseHopLimit" in warnings_seen
-        monkeypatch.setattr(notices, "TIMEOUT_S", 10.0)
+        monkeypatch.setattr(metadata, "TIMEOUT_S", 10.0)
         imds.answering.set()
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)
@@ -334,10 +336,10 @@ def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
 
 def test_the_address_is_botocore_s():
     mode = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE"
-    assert notices.metadata_endpoint({}) == "http://169.254.169.254"
-    assert notices.metadata_endpoint({mode: "IPv6"}) == "http://[fd00:ec2::254]"
+    assert metadata.metadata_endpoint({}) == "http://169.254.169.254"
+    assert metadata.metadata_endpoint({mode: "IPv6"}) == "http://[fd00:ec2::254]"
     own = {mode: "IPv6", "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}
-    assert notices.metadata_endpoint(own) == "http://127.0.0.1:1338"
+    assert metadata.metadata_endpoint(own) == "http://127.0.0.1:1338"
 
 
 @pytest.mark.parametrize("endpoint", ["169.254.169.254", "https://169.254.169.254", "http:///latest"])

@@ -16,6 +16,20 @@ from typing import Any
 
 import finished_run
 import pytest
+from reported_runs import (
+    BATCH,
+    SEQ_LEN,
+    STEP_S,
+    TOKENS_PER_STEP,
+    eval_line,
+    fault_line,
+    save_line,
+    shown,
+    summary_line,
+    train_line,
+    whole_run,
+    write_run,
+)
 from s3_fixtures import Bucket
 from services.fault_proxy import Fault
 
@@ -27,86 +41,6 @@ from train.report import run as report_run
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-
-BATCH, SEQ_LEN, STEP_S = 32, 64, 0.5
-TOKENS_PER_STEP = BATCH * SEQ_LEN
-CONFIG = {
-    "run_dir": "runs/a",
-    "seed": 0,
-    "global_batch_size": BATCH,
-    "seq_len": None,
-    "max_steps": 40,
-    "task": {"kind": "mlm"},
-    "model": {"architecture": "albert", "num_layers": 2, "hidden_size": 64},
-    "optim": {"name": "adamw", "lr": 0.001},
-    "backend": {"name": "auto", "precision": "auto"},
-    "instance": {"name": "local", "usd_per_hour": None, "source": "https://example.com/prices"},
-}
-ENVIRONMENT = {
-    "parameters": 123456,
-    "world_size": 2,
-    "backend": "ddp",
-    "precision": "fp32",
-    "versions": {"torch": "2.9"},
-}
-
-
-def train_line(step: int, *, attempt: int = 1, since: int = 0, steps: int = 10, **more: Any) -> dict[str, Any]:
-    """`since`: the step at which the attempt began."""
-    return {
-        "kind": "train",
-        "attempt": attempt,
-        "step": step,
-        "loss": 9 - step / 10,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "examples": step * BATCH,
-        "tokens_per_s": TOKENS_PER_STEP / STEP_S,
-        "data_wait_s": 0.5,
-        "step_s": STEP_S,
-        "steps": steps,
-        "train_s": (step - since) * STEP_S,
-        "tokens": (step - since) * TOKENS_PER_STEP,
-        "goodput": 0.5,
-        **more,
-    }
-
-
-def eval_line(step: int, **more: Any) -> dict[str, Any]:
-    loss = 9 - step / 10
-    metrics = {"loss": loss, "perplexity": 2**loss, "masked_accuracy": step / 100, "eval_s": 1.0}
-    return {"kind": "eval", "attempt": 1, "step": step, "examples": step * BATCH, **metrics, **more}
-
-
-def save_line(step: int, **more: Any) -> dict[str, Any]:
-    times = {"save_s": 1.5, "stall_s": 0.25}
-    return {"kind": "checkpoint", "attempt": 1, "step": step, **times, "bytes": 3_000_000, **more}
-
-
-def fault_line(step: int, reason: str = "slow", **more: Any) -> dict[str, Any]:
-    return {"kind": "fault", "attempt": 1, "step": step, "reason": reason, **more}
-
-
-def summary_line(step: int, steps: int, **more: Any) -> dict[str, Any]:
-    """The end of an attempt that did so many steps."""
-    known = {"train_s": steps * STEP_S, "tokens": steps * TOKENS_PER_STEP, "mfu": None, "cost_usd": None}
-    known |= {"steps_total": 40, "world_size": 2, "reason": "done", "goodput": 0.5}
-    return {"kind": "summary", "attempt": 1, "step": step, **known, **more}
-
-
-def whole_run(**summary: Any) -> list[dict[str, Any]]:
-    lines = [line for step in (10, 20, 30, 40) for line in (train_line(step), eval_line(step))]
-    return [*lines, save_line(40), summary_line(40, 40, unigram_entropy=7.5, **summary)]
-
-
-def write_run(
-    folder: Path, lines: list[dict[str, Any]], *, config: dict[str, Any] | None = None, tail: str = ""
-) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(json.dumps({**CONFIG, **(config or {})}))  # JSON is YAML
-    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
-    return folder
 
 
 def summarise(folder: Path, lines: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -138,7 +72,9 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def test_a_report_is_one_file_that_loads_nothing(reported: tuple[Path, str, str]) -> None:
     run, html, printed = reported
     images = [path for path in (run / "report").iterdir() if path.suffix == ".png"]
-    assert {path.stem for path in images} >= {"loss", "learning_rate", "throughput", "data_wait", "grad_norm"}
+    names = {"training_loss", "tokens_per_second", "validation_perplexity", "validation_masked_accuracy"}
+    names |= {"learning_rate", "data_wait_share", "goodput", "gradient_norm"}
+    assert {path.stem for path in images} == names
     sources = re.findall(r"""(?:src|href|srcset|data|action)\s*=\s*["']?([^"'\s>]+)""", html)
     assert len(sources) == len(images)
     assert all(source.startswith("data:image/png;base64,") for source in sources)
@@ -285,15 +221,15 @@ def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported: tuple[Pat
 
 
 def test_validation_loss_is_set_against_the_unigram_entropy(reported: tuple[Path, str, str]) -> None:
-    words = " ".join(re.sub(r"<[^>]+>", "", reported[1]).split())
-    assert "Validation loss 5.000, unigram entropy of the corpus 7.500, i.e. 2.500 nats better" in words
+    wanted = "Validation loss 5.000 2.500 nats better than guessing tokens by their frequency (unigram entropy 7.500)"
+    assert wanted in shown(reported[1])
 
 
 def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path: Path) -> None:
     lines = [eval_line(10, f1=0.9, odd=3), eval_line(20, f1=0.4, odd=1), eval_line(30, loss=8.5, perplexity=None)]
     scores = summarise(tmp_path / "run", [train_line(10), *lines])["scores"]
     assert scores["loss"] == {"best": (7.0, 20), "last": (8.5, 30)}
-    assert scores["perplexity"] == {"best": (2**7.0, 20), "last": (2**7.0, 20)}
+    assert scores["perplexity"] == {"best": (2**7.0, 20), "last": (None, 30)}  # what it became, no earlier number
     assert scores["f1"] == {"best": (0.9, 10), "last": (0.4, 20)}
     assert scores["odd"] == {"last": (1, 20)}  # nobody said which way is better
     assert set(scores) == {"loss", "perplexity", "masked_accuracy", "f1", "odd"}
@@ -302,6 +238,25 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path: P
 def test_a_diverged_run_does_not_show_an_earlier_loss_as_its_last(tmp_path: Path) -> None:
     summary = summarise(tmp_path / "run", [train_line(10), train_line(20, loss=None)])
     assert ["Final training loss", "unknown"] in report.table([summary])
+
+
+def test_an_evaluation_that_became_nan_is_the_last_one(tmp_path: Path) -> None:
+    lines = [train_line(10), eval_line(10), eval_line(20, loss=None, perplexity=None)]
+    run = report_run.read_run(write_run(tmp_path / "run", lines))
+    words = shown(report.render([run], tmp_path / "out").read_text())
+    assert "Validation perplexity, last no number at step 20" in words and "Validation loss no number" in words
+
+
+@pytest.mark.parametrize("key", ["step", "attempt"])
+def test_a_count_of_more_than_64_bits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    run = write_run(tmp_path / "run", [train_line(10) | {key: 10**400}])
+    assert f"{run / 'metrics.jsonl'} line 1 is not a metrics line" in refused(capsys, run)
+
+
+def test_an_attempt_after_a_summary_has_no_end_yet(tmp_path: Path) -> None:
+    ended = [train_line(10), summary_line(10, 10, wall_s=60.0, reason="SIGTERM"), train_line(20, attempt=2, since=10)]
+    summary = summarise(tmp_path / "run", ended)
+    assert (summary["wall_s"], summary["reason"]) == (None, None)
 
 
 def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path: Path) -> None:
@@ -378,11 +333,6 @@ def change(run: Path, name: str, **changes: Any) -> None:
     (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), **changes}))
 
 
-def shown(html: str) -> str:
-    """The words of a report."""
-    return " ".join(re.sub(r"<[^>]+>", " ", html.split("<main>")[1]).split())
-
-
 def test_data_and_evaluation_of_a_run_are_shown(tmp_path: Path) -> None:
     run = finished_run.write(tmp_path / "run")
     assert report_command.main([str(run)]) == 0
@@ -397,7 +347,7 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path: Path) -> None:
     assert "accuracy 0.8100 0.6600" in words
     assert "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;" in words  # escaped
     pngs = {path.stem for path in (run / "report").glob("*.png")}
-    assert {"labels", "lengths", "confusion_1"} <= pngs and "confusion_2" not in pngs
+    assert {"labels_by_split", "lengths_by_split", "confusion_validation"} <= pngs and "confusion_other" not in pngs
     assert html.count("data:image/png;base64,") == len(pngs)
 
 
@@ -445,7 +395,7 @@ def test_runs_are_compared_label_by_label(tmp_path: Path) -> None:
     words = shown((tmp_path / "report" / "report.html").read_text())
     assert "F1 at the best evaluation a b pretraining validation: negative 0.8899 0.2500 unknown" in words
     assert "validation: extra unknown 1.0000 unknown" in words
-    assert not (tmp_path / "report" / "labels.png").exists()
+    assert not (tmp_path / "report" / "labels_by_split.png").exists()
 
 
 def test_a_run_without_such_files_is_shown_without_them(reported: tuple[Path, str, str]) -> None:
@@ -471,7 +421,7 @@ def test_question_answering_has_no_labels(tmp_path: Path) -> None:
     words = shown((run / "report" / "report.html").read_text())
     assert "exact match 71.5000 f1 80.2500 threshold -1.5000 windows 1,200" in words
     assert "perplexity" not in words and "Cut questions 3" in words and "Precision Recall" not in words
-    assert not (run / "report" / "labels.png").exists()
+    assert not (run / "report" / "labels_by_split.png").exists()
 
 
 DAMAGED = [
@@ -562,10 +512,10 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(
 def test_files_of_somebody_else_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", whole_run())
     (tmp_path / "mine").mkdir()
-    for name in ("loss.png", "report.html"):
+    for name in ("training_loss.png", "report.html"):
         (tmp_path / "mine" / name).write_text("mine")
     error = refused(capsys, run, "--output", tmp_path / "mine")
-    assert "mine holds loss.png, report.html of no report; --output names another folder" in error
+    assert "mine holds training_loss.png, report.html of no report; --output names another folder" in error
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
 
@@ -603,12 +553,14 @@ def in_s3(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 def test_a_run_in_s3_is_reported_here(
     bucket: Bucket, in_s3: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, *flags = in_s3("albert")
+    guess = {"text": "Ann", "probability": 0.5}
+    sample = {"text": "Who?", "answers": [{"truth": "Bob", "score": 0, "guesses": [guess]}]}
+    folder, *flags = in_s3("albert", samples=json.dumps({"step": 40, "samples": [sample]}))
     before = bucket.keys()
     assert report_command.main([f"{folder}/", *flags]) == 0
     html = tmp_path / "here/albert-report/report.html"
     assert f"report: {html}" in capsys.readouterr().out
-    assert f"from {folder}" in shown(html.read_text())
+    assert f"from {folder}" in shown(html.read_text()) and "Who? \u2717 Bob Ann · 50.0 %" in shown(html.read_text())
     assert bucket.keys() == before
     local = write_run(tmp_path / "three", whole_run())
     assert report_command.main([folder, in_s3("two")[0], str(local), *flags]) == 0

@@ -28,7 +28,7 @@ from train.parallel.data import Replica
 from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 
-PATIENCE_S = 60.0  # never waited for unless a test fails
+PATIENCE_S = 300.0  # never waited for unless a test fails
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

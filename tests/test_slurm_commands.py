@@ -269,22 +269,12 @@ def test_a_requeued_job_starts_again_on_other_nodes(slurm, tmp_path):
     Slurm().requeue(job_id)
     Slurm().exclude(job_id, ["n1"])
     wait_for_state(slurm, job_id, "PENDING", restarts=1)
-    Slurm().start_now(job_id)
+    slurm.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
     wait_for_state(slurm, job_id, "RUNNING", restarts=1)
     job = Slurm().job(job_id)
     assert job is not None and (job.restarts, job.nodes) == (1, ("n2",))
     eventually(lambda: output(tmp_path, job_id).endswith("started 1 on n2\n"))
     assert output(tmp_path, job_id).startswith("started first on n1\n")
-
-
-def test_a_signal_reaches_the_batch_script(slurm, tmp_path):
-    job_id = submit(slurm, tmp_path, "trap 'echo got USR1; exit 3' USR1; echo ready; while :; do sleep 0.1; done")
-    eventually(lambda: "ready" in output(tmp_path, job_id))
-    Slurm().signal(job_id, "USR1")
-    wait_for_state(slurm, job_id, "FAILED")
-    assert "got USR1" in output(tmp_path, job_id)
-    with pytest.raises(Failure, match="scancel .*Invalid job id"):
-        Slurm().signal(job_id, "USR1")
 
 
 def test_tasks_of_an_array(slurm, tmp_path):
@@ -331,8 +321,7 @@ def test_a_job_of_a_lost_node_is_queued_again(slurm, tmp_path):
     job = Slurm().job(job_id)
     assert job is not None and (job.state, job.restarts, job.nodes) == ("PENDING", 1, ())
     slurm.start("n2")
-    Slurm().start_now(job_id)
-    eventually(lambda: "started 1 on n[1-2]" in output(tmp_path, job_id))
+    wait_for_state(slurm, job_id, "RUNNING", restarts=1)  # Slurm may fail to start it once, and try again
 
 
 def test_while_slurmctld_is_away_commands_say_so_and_jobs_go_on(slurm, tmp_path):

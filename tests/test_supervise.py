@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from launch.config import ClusterConfig
+from launch.history import History, read_history
 from launch.record import Event, Record
-from launch.supervise import Attempt, History, Seen, StopRequest, history_of, judge, look, patiently, supervise
+from launch.supervise import Attempt, Seen, StopRequest, judge, look, noting_its_end, patiently, supervise
 from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
 CLUSTER = ClusterConfig(kind="slurm", attempts=5, idle_attempts=2)
-FIRST = History(attempts=1, idle=0, is_stop_asked=False)
+FIRST = History(faults=1, tries=[True])
 NOTHING = Seen({}, -1)
 
 
@@ -39,7 +40,7 @@ def ended(kind, reason="it says why", *, goes_on=True, asked=None, code=1):
         (ended("stopped", "EC2 spot notice: terminate at 12:00"), ("requeue", "stopped")),
         (ended("stopped", "max_run_s=60 is over"), ("end", "stopped")),
         (Attempt(NOTHING, NOTHING, 1), ("again", "failed")),  # killed with its machine
-        (Attempt(NOTHING, NOTHING, 2), ("end", "refused")),  # before torchrun
+        (Attempt(NOTHING, NOTHING, 2), ("again", "failed")),  # the launcher's part of a machine: not the trainer
         (Attempt(NOTHING, NOTHING, 1, refusal="no data"), ("end", "refused")),  # before the run folder was taken
         (Attempt(Seen(outcome("done"), 6), Seen(outcome("done"), 6), 1), ("again", "failed")),  # an older outcome
     ],
@@ -58,7 +59,11 @@ def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
-    ("history", "limit"), [(History(5, 0, False), "cluster.attempts"), (History(3, 2, False), "cluster.idle_attempts")]
+    ("history", "limit"),
+    [
+        (History(faults=5, tries=[True] * 5), "cluster.attempts"),
+        (History(faults=3, tries=[True, False, False]), "cluster.idle_attempts"),
+    ],
 )
 def test_a_job_gives_up(kind, history, limit):
     verdict = judge(ended(kind, asked="the time limit is near"), history, CLUSTER)
@@ -66,35 +71,46 @@ def test_a_job_gives_up(kind, history, limit):
 
 
 def test_a_stop_that_was_asked_for_ends_even_a_run_that_failed():
-    asked = History(1, 0, is_stop_asked=True)
+    asked = History(faults=1, stop_asked_unix_s=0.0)
     verdict = judge(ended("failed"), asked, CLUSTER)
     assert (verdict.next, verdict.outcome) == ("end", "stopped")
     assert judge(ended("failed", goes_on=False), asked, CLUSTER).outcome == "failed"  # no request hides that
 
 
-def test_history_counts_since_the_last_submission():
-    def event(kind, **details):
-        return Event(kind, 0.0, "n1", details)
-
-    idle, busy = event("attempt_ended", made_progress=False), event("attempt_ended", made_progress=True)
-    events = [event("submitting"), idle, event("stop_asked"), event("submitting"), busy, idle, idle]
-    assert history_of(events) == History(attempts=3, idle=2, is_stop_asked=False)
-    assert history_of([*events, busy]) == History(attempts=4, idle=0, is_stop_asked=False)
-    assert history_of([*events, event("cancelled")]).is_stop_asked
+def event(kind, **details):
+    return Event(kind, 0.0, "n1", details)
 
 
-def test_history_counts_attempts_that_left_no_end_and_requeues_without_an_attempt():
-    def event(kind, **details):
-        return Event(kind, 0.0, "n1", details)
+BEGAN, SUBMITTING, REQUEUED = event("attempt_began"), event("submitting"), event("requeued")
+IDLE = event("attempt_ended", made_progress=False, outcome="failed")
+BUSY = event("attempt_ended", made_progress=True, outcome="failed")
+STOPPED = event("attempt_ended", made_progress=True, outcome="stopped")
 
-    at = [event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)]
-    began = event("submitting")
-    assert history_of([began, *at[:2]]) == History(attempts=1, idle=0, is_stop_asked=False)
-    assert history_of([began, *at]) == History(attempts=3, idle=2, is_stop_asked=False)  # lost with their nodes
-    requeued = event("requeued")
-    assert history_of([began, requeued, requeued]).idle == 2  # the gate alone was run, twice
-    ended = event("attempt_ended", made_progress=True)
-    assert history_of([began, at[0], ended, requeued, at[1], ended, requeued]).idle == 0
+
+@pytest.mark.parametrize(
+    ("events", "faults", "idle"),
+    [
+        ([BEGAN, IDLE, event("stop_asked"), SUBMITTING, BEGAN, BUSY, BEGAN, IDLE, BEGAN, IDLE], 3, 2),
+        ([BEGAN, BUSY, BEGAN, IDLE, BEGAN, BUSY], 3, 0),
+        ([BEGAN, STOPPED, REQUEUED] * 30, 0, 0),  # a chain of time limits, each with something new
+        ([event("attempt_began", checkpoint=step) for step in (0, 20)], 1, 0),
+        ([event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)], 3, 2),  # lost with their nodes
+        ([REQUEUED, REQUEUED], 2, 2),  # the gate alone was run, twice
+        ([BEGAN, BUSY, REQUEUED, BEGAN, BUSY, REQUEUED], 2, 0),
+    ],
+)
+def test_attempts_of_a_submission_are_counted(events, faults, idle):
+    history = read_history([SUBMITTING, *events])
+    assert (history.faults, history.idle, history.is_stop_asked) == (faults, idle, False)
+    assert read_history([SUBMITTING, *events, event("cancelled")]).is_stop_asked
+
+
+def test_what_ends_the_launcher_is_in_the_record(tmp_path):
+    record = Record(str(tmp_path / "run"), S3Config())
+    with pytest.raises(InputError), noting_its_end(record):
+        check(False, "no such node")
+    ended = read_history(record.events()).ended
+    assert ended is not None and (ended.outcome, ended.reason) == ("failed", "the launcher failed: no such node")
 
 
 def test_a_run_that_the_user_stopped_is_not_begun_again(tmp_path):
@@ -158,6 +174,15 @@ def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
     verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
     assert verdict.outcome == "failed" and "2 attempts in a row saved nothing new" in verdict.reason
     assert read_outcome(run.record.run)["reason"] == "attempt 3"
+
+
+def test_machines_that_are_lost_again_and_again_end_the_job(tmp_path):
+    run = Run(tmp_path / "run", ("done", 3))
+    run.record.note("submitting")
+    for number in (1, 2):  # each left no end
+        run.record.note("attempt_began", number=number, checkpoint=0)
+    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    assert verdict.outcome == "failed" and "cluster.idle_attempts" in verdict.reason and not run.seen_stop
 
 
 def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):

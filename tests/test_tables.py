@@ -332,7 +332,7 @@ class Ranks:
         self.answers.put((rank, len(words.calls), *answer))
 
     def wait(self, count):
-        result = sorted(self.answers.get(timeout=60) for _ in range(count))
+        result = sorted(self.answers.get(timeout=300) for _ in range(count))
         for process in self.processes:
             process.join()
         return result

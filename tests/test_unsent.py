@@ -11,7 +11,7 @@ from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
 
 from train.attempt import recovery
-from train.checkpoints import saver as saver_module
+from train.checkpoints import writer as writer_module
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
@@ -28,8 +28,8 @@ MACHINE = "node-1"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch, pauses):
-    monkeypatch.setattr(saver_module, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(saver_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(writer_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(writer_module, "LONGEST_PAUSE_S", 0.05)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_the_next_start_on_this_machine_uploads_it_and_goes_on_from_there(store,
 
 def test_a_start_that_fails_before_it_can_upload_hands_it_on(bucket, store, unsent):
     bucket.proxy.set(AWAY)
-    with pytest.raises(saver_module.Unreachable):
+    with pytest.raises(writer_module.Unreachable):
         start(store, 2)
     bucket.proxy.set()
     assert len(copies(store)) == 1
@@ -161,7 +161,7 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
     def lost():
         raise LeaseLost("another job owns it now")
 
-    unsent.saver.may_commit = lost
+    unsent.saver.writer.may_commit = lost
     assert "LeaseLost" in saved(unsent.saver, 9, unsent.trained)
     assert copies(store) == []
 

@@ -20,7 +20,7 @@ from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import Outcome
 
 ROOT = Path(__file__).parent.parent
-PATIENCE_S = 60.0  # more than any test needs: a test that fails leaves nothing behind
+PATIENCE_S = 300.0  # more than any test needs: a test that fails leaves nothing behind
 RANK = f"""
 import ctypes, os, sys, time
 from pathlib import Path

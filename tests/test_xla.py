@@ -359,6 +359,7 @@ def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
 
 
 def test_the_export_is_the_trained_model(xla):
+    assert (xla / "samples.json").is_file()  # computed on the host
     exported = AutoModelForMaskedLM.from_pretrained(xla / "export").state_dict()
     saved = state(xla)["model"]
     for name, tensor in exported.items():

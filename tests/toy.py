@@ -32,6 +32,7 @@ from train.config import (
 )
 from train.data.shards.order import PADDING, Windows
 from train.data.shards.prepared import Supply
+from train.run_folder.samples import Sample
 from train.tasks import TASKS, mlm
 
 ROWS, EVAL_ROWS = 160, 10
@@ -112,6 +113,9 @@ class ToyTask:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
+
+    def samples(self, export: Path, run: object, most: int) -> list[Sample]:
+        return []
 
 
 class Toy:

@@ -87,6 +87,9 @@ def train_once(cfg: TrainConfig) -> int:
 def train(cfg: TrainConfig, launch: Launched) -> int:
     cluster.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # until `loop.run` has imported the task
+    # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says otherwise:
+    # two seconds for nothing, and before the backend has set what torch_xla reads.
+    os.environ.setdefault("USE_TORCH_XLA", "0")
     from train import loop  # late: torch takes seconds to import, and refusals come before
     from train.attempt.attempt import ENDS, kind_of
     from train.ranks import AGREED

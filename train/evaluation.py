@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,12 +16,15 @@ from train.data.batches.buckets import BucketEvalOrder
 from train.data.batches.loader import Batch, Batches, failure_of
 from train.data.shards.order import EvalOrder
 from train.feed import eval_order
+from train.run_folder import samples
 from train.telemetry.metrics import Recorder
 from train.votes import Votes
 
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.parallel import Engine
+
+logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
@@ -53,6 +57,18 @@ def write(attempt: Attempt, rows: np.ndarray, step: int) -> str | None:
     except (InputError, Unreachable, OSError) as error:
         return str(error)
     return None
+
+
+def write_samples(attempt: Attempt, step: int) -> None:
+    """Write some validation examples with the answers of the model that was exported at `step`; rank 0. The run is
+    whole without them, and has ended: what stops them is a line of the log.
+    """
+    folder, most = attempt.folder, attempt.cfg.samples
+    try:
+        answered = attempt.task.samples(folder.export, folder.folder, most) if most else []
+        samples.write(folder.folder, samples.Samples(step, answered))
+    except (InputError, Unreachable, OSError) as error:
+        logger.warning("no samples of what the model has learnt are written: %s", error)
 
 
 def measure(

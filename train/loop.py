@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -27,12 +27,14 @@ from train.checkpoints.unsent import STAGING
 from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
 from train.data.shards.prepared import Supply
-from train.evaluation import evaluate
+from train.evaluation import evaluate, write_samples
 from train.feed import check_same_data, draw, train_batches, train_order
 from train.host.garbage import search_as_usual
 from train.host.launched import check_launch, launched
+from train.models.memory import memory_of
+from train.models.shapes import check_layers, shape_of_model
 from train.optim import learning_rate
-from train.parallel import Engine, LossFunction, build_engine, data_size
+from train.parallel import Engine, LossFunction, build_engine
 from train.ranks import AGREED
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder, identity_of
@@ -45,8 +47,9 @@ logger = logging.getLogger("train")
 MOST_NAMED = 3  # ranks that were asked to stop
 
 
-def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
-    """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
+def run(cfg: TrainConfig, stop: StopRequest, *, dry: Callable[..., Recorder] | None = None) -> tuple[str, int]:
+    """Train as cfg says, from scratch or from the newest checkpoint of its run folder. With `dry`, which makes its
+    recorder, the run saves nothing, and each machine may have a run folder of its own.
 
     Everything that can be refused is refused before a device opens. Gives why it ended (done, early_stop or what asked
     for it) and the step.
@@ -58,11 +61,12 @@ def run(cfg: TrainConfig, stop: StopRequest) -> tuple[str, int]:
 
             check_push(cfg)
         task = build_task(cfg)
-        num_shares = data_size(cfg.parallel, launched().world_size)
-        plan = make_plan(cfg, world_size=num_shares, rows=task.train_rows, seq_len=task.seq_len)
+        check_layers(cfg)
+        plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id)
     search_as_usual()  # all is imported
-    with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop)) as attempt:
+    dry = DryRecorder if cfg.collect_graphs else dry
+    with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, dry)) as attempt:
         reason, step = open_and_fit(attempt)
         record_end(attempt, reason, step)
     return reason, step
@@ -72,7 +76,7 @@ def open_and_fit(attempt: Attempt) -> tuple[str, int]:
     cfg = attempt.cfg
     attempt.watch.phase("join", is_start=True)
     with attempt.stop.nothing_to_save():
-        backend = open_backend(cfg.backend, cfg.instance, collects=cfg.collect_graphs)
+        backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs)
     world, attempt.watch.compiles = backend.world, backend.compilers.are_busy
     # If rank 0 did not own the run folder, it would not have joined.
     attempt.joined(*world.share((attempt.folder.previous, attempt.owner))[0])
@@ -108,13 +112,17 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     engine.ready()
     facts = facts_of(attempt, engine, backend)
     world.first_rank_does(lambda: describe(attempt, facts, model))
+    each = "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
     logger.info(
         f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "
-        f"ranks, {plan.global_batch_size} sequences a step ({plan.micro_batch_size} x {plan.accumulation} a rank)"
+        f"ranks, {plan.global_batch_size} sequences a step ({plan.micro_batch_size} x {plan.accumulation} a {each})"
     )
+    if (shape := shape_of_model(model)) is not None:
+        sizes = {name: getattr(plan, name) for name in ("world_size", "micro_batch_size", "accumulation")}
+        logger.info(memory_of(cfg, shape, seq_len=task.seq_len, precision=backend.precision, **sizes))
     if not folder.is_remote:
         num_blind = world.sum([not folder.environment.is_file()])[0]
-        shares = num_blind == 0 or cfg.collect_graphs  # which uses a temporary run folder on each machine
+        shares = num_blind == 0 or attempt.dry is not None  # which uses a temporary run folder on each machine
         check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
     order = train_order(cfg, plan, task, world, engine, loaded.progress)
     supply = world.agree(lambda: task.supply(order, is_first_on_machine=world.local_rank == 0))
@@ -126,7 +134,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     )
     flops = partial(task.flops_per_example, model)
     batches = train_batches(cfg, plan, task, backend, engine, order)
-    make_recorder, make_saver = (DryRecorder, DrySaver) if cfg.collect_graphs else (Recorder, Saver)
+    make_recorder, make_saver = (attempt.dry, DrySaver) if attempt.dry else (Recorder, Saver)
     with (
         supply,
         monitor,
@@ -248,6 +256,7 @@ def facts_of(attempt: Attempt, engine: Engine, backend: Backend) -> dict[str, An
     """What the configuration amounts to here, for environment.json."""
     return {
         "plan": asdict(attempt.plan),
+        "seq_len": attempt.task.seq_len,
         "parameters": sum(weight.numel() for weight in engine.model.parameters() if weight.requires_grad),
         "device": backend.device_name,
         "precision": backend.precision,
@@ -265,7 +274,7 @@ def describe(attempt: Attempt, facts: dict[str, Any], model: nn.Module) -> None:
 
 
 def export(attempt: Attempt, recovery: Recovery, model: nn.Module) -> None:
-    """Weights and tokenizer for transformers, and the card that goes with them; to the Hub, if asked for."""
+    """Weights and tokenizer for transformers, samples of what they learnt, and the card; to the Hub, if asked for."""
     from train.publish import card  # late: the report is no part of a run
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
@@ -273,6 +282,7 @@ def export(attempt: Attempt, recovery: Recovery, model: nn.Module) -> None:
         recovery.put_best()
     with exported.renewed(folder, recovery.recorder.progress.step) as scratch:
         task.export(model, scratch)
+    write_samples(attempt, recovery.recorder.progress.step)
     card.write(folder)
     exported.mirror(folder)
     if cfg.hub.push_to is not None:

@@ -1,5 +1,7 @@
 """`python -m train.precompile key=value ...`: fill Neuron's compile cache before a run on Trainium.
 
+With backend.compile the same short run fills backend.compile_cache, without Neuron's tool. The rest is about Trainium.
+
 Takes the settings of `python -m train`, on each machine of the run. Neuron's neuron_parallel_compile then runs a few
 steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
 side by side; the run finds them in the cache. Exit codes as in cli: 0 all compiled, 1 failed, 2 refused.
@@ -35,6 +37,7 @@ from train.cli.command import command_parser, guarded
 from train.config import Plan, RecordsConfig, TrainConfig, check, make_plan
 from train.host import machine
 from train.host.launched import Launched, check_launch
+from train.host.versions import read_versions
 
 TOOL = "neuron_parallel_compile"
 SMALL_HOSTS = ("trn1.2xlarge",)  # 32 GiB of host memory: the compiler is killed (-9); Neuron's advice is one retry
@@ -61,6 +64,7 @@ class Job:
     cache: str
     plan: Plan
     split_tokens: int | None  # the most that a micro batch may have, if its length is not known here
+    is_inductor: bool  # torch.compile on GPUs and CPUs, which needs no tool
     work: Path  # a folder of this machine: results of the tool, run folder of the short run
 
 
@@ -76,9 +80,11 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         return cli.DONE
     environ = {**os.environ, **job.added}
+    if job.is_inductor:
+        return fill_kernel_cache(job, environ)
     check(
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
-        f"{TOOL} is not installed; on a machine with Trainium: {machine.INSTALL} (docs/trainium.md)",
+        f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
     return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
 
@@ -126,13 +132,19 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     cli.load_config(TrainConfig, overrides)
     # The data is not opened here: these are enough rows for every run, and its length may be unknown.
     plan = make_plan(cfg, world_size=world, rows=2**62, seq_len=cfg.seq_len)
-    added = environment(environ, instance=cfg.instance.name)
-    fault = machine.cache_fault({**environ, **added})
-    check(fault is None, fault or "")
+    is_inductor = cfg.backend.compile != "none"
+    if is_inductor:
+        added, cache = {}, cfg.backend.compile_cache
+        check(cache is not None, "give backend.compile_cache, the folder or s3://bucket/prefix that the run reads")
+    else:
+        added = environment(environ, instance=cfg.instance.name)
+        cache, fault = machine.cache_location({**environ, **added}), machine.cache_fault({**environ, **added})
+        check(fault is None, fault or "")
     return Job(
         command=launch(nodes, port=options.master_port, ranks=ranks, overrides=overrides, folder=Path.cwd()),
         added=added,
-        cache=machine.cache_location({**environ, **added}),
+        cache=str(cache),
+        is_inductor=is_inductor,
         plan=plan,
         split_tokens=cfg.instance.micro_batch_tokens if cfg.seq_len is None else None,
         work=work,
@@ -207,7 +219,7 @@ def describe(job: Job) -> None:
     """Print the command, its variables, and the sizes that make the graphs."""
     for name, value in job.added.items():
         print(f"{name}={shlex.quote(value)}")
-    print(shlex.join([TOOL, *job.command]))
+    print(shlex.join([*([] if job.is_inductor else [TOOL]), *job.command]))
     plan, most = job.plan, job.split_tokens
     sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
     split = "" if most is None else f" (of at most {most} tokens: the data's length decides whether it is split)"
@@ -254,6 +266,16 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
     else:
         print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")
     print(advice(job))
+    shutil.rmtree(job.work, ignore_errors=True)
+    return cli.DONE
+
+
+def fill_kernel_cache(job: Job, environ: dict[str, str]) -> int:
+    """Have the short run compile and keep its graphs; returns the exit code."""
+    status = subprocess.run(job.command, env=environ, check=False).returncode
+    if status != 0:
+        return fail(f"the short run failed (exit status {status}), see above", job)
+    print(f"the graphs of this run are in {job.cache}")
     shutil.rmtree(job.work, ignore_errors=True)
     return cli.DONE
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from train.config import Failure, InputError
 from train.host.launched import launched
+from train.host.threads import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05
@@ -42,6 +43,14 @@ class World:
     @property
     def num_machines(self) -> int:
         return -(-self.size // self.local_size)
+
+    def beside(self, group: dist.ProcessGroup | None) -> World:
+        """The same ranks in a group of their own, for a thread of each that talks while the training does. None: this
+        rank by itself.
+        """
+        other = copy(self)
+        other.group, other.is_distributed = group, group is not None
+        return other
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
@@ -89,6 +98,14 @@ class World:
         assert sending is not None  # as it would be for ranks outside the group
         sending.wait()
 
+    def bring(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Fill tensors of rank 0, on the host, with those of rank `source`. Only these two call it."""
+        for tensor in tensors:
+            if self.rank == source:
+                dist.send(tensor.detach().cpu(), 0, group=self.group)
+            else:
+                dist.recv(tensor, source, group=self.group)
+
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def agree(self, action: Callable[[], Result]) -> Result:
@@ -122,7 +139,7 @@ class World:
         if not is_mine:
             self.wait_until(lambda: True, beat)
             return self.agree(lambda: None)
-        with ThreadPoolExecutor(1) as pool:
+        with pool_beside_training("action") as pool:
             future = pool.submit(action)
             self.wait_until(future.done, beat)
             return self.agree(future.result)

@@ -7,6 +7,7 @@ signals end torchrun and orphan its ranks. A requeue is asked for only after sru
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -17,10 +18,11 @@ from types import FrameType
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from launch import processes
-from launch.gate import NO_ANSWER, answers
+from launch.gate import is_certain, is_shared, pass_gate, too_few
+from launch.history import History, read_history
 from launch.job import Job
-from launch.record import Event, Record
+from launch.node import DOCTOR_S
+from launch.record import Record
 from launch.slurm.commands import Slurm
 from launch.slurm.scheduler import settings
 from launch.supervise import (
@@ -28,18 +30,20 @@ from launch.supervise import (
     StopRequest,
     Verdict,
     attempt_name,
-    exhausted,
-    history_of,
+    noting_its_end,
     patiently,
+    prepared,
+    settled,
     supervise,
 )
-from launch.values import texts
-from train.cli.command import FAILED, STOPPED, add_s3_flags, command_parser, run_flags
+from train.cli.command import STOPPED, add_s3_flags, command_parser, run_flags
 from train.config import Failure, S3Config, check
+from train.host import children
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2
+LIMITS_S = {"gate": DOCTOR_S + 60, "collectives": 1800.0}  # of parts of the gate: one node must not hold all others
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 
@@ -59,8 +63,13 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     check("SLURM_JOB_ID" in os.environ, "this is no job of Slurm; submit one with python -m launch cluster=slurm")
     record = Record(options.run, s3)
     job = record.job()
-    batch = Batch(record, job, int(os.environ["SLURM_JOB_ID"]))
-    return batch.prepare(merge=options.merge) if job.kind == "prepare" else batch.train()
+    with noting_its_end(record):
+        batch = Batch(record, job, int(os.environ["SLURM_JOB_ID"]))
+        return batch.prepare(merge=options.merge) if job.kind == "prepare" else batch.train()
+
+
+class Interrupted(Exception):
+    """Slurm has ended the gate."""
 
 
 class Batch:
@@ -68,10 +77,12 @@ class Batch:
         self.record, self.job, self.job_id = record, job, job_id
         self.cluster = settings(job)
         self.slurm = Slurm()
-        self.all_nodes = list(self.slurm.hostnames(os.environ["SLURM_JOB_NODELIST"]))
+        self.all_nodes = list(patiently(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
         self.stop = StopRequest(record)
         self.is_ending = False  # Slurm ends the job
+        self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
+        self.is_overdue = False  # the limit has come, and the run goes on
         self.meetings = 0  # of the nodes' torchruns
         self.excluded: list[str] = []  # nodes that a requeued job shall not get
 
@@ -81,40 +92,66 @@ class Batch:
         verdict = self.gate() if self.cluster.gate else None
         if verdict is None:
             verdict = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        history = history_of([*patiently(self.record.events), Event("requeued", 0.0, "")])
-        if verdict.next == "requeue" and not (self.is_ending or history.is_stop_asked):
-            if not (limit := exhausted(history, self.cluster)):
-                return self.requeue(verdict)
-            verdict = Verdict("end", "failed", f"{limit}; {verdict.reason}")
         if verdict.next == "requeue" and self.is_ending:  # Slurm may start the job again, so that this is no end
             patiently(self.record.note, "interrupted", reason=verdict.reason)
             self.upload()
             return STOPPED
+        if verdict.next == "requeue":
+            verdict = self.requeue(verdict)
         patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
         self.upload()
         return CODES[verdict.outcome]
 
+    def history(self) -> History:
+        return read_history(patiently(self.record.events))
+
     def ask(self, number: int, _frame: FrameType | None) -> None:
         """Have the run stop with a checkpoint. Slurm sends USR1 before the time limit, after which the job is requeued;
         and TERM when it ends the job: for good (scancel), or to start it again by itself (preemption, a lost node).
+        At the limit itself, when the run did not stop in time, it sends TERM too and starts nothing again.
         """
-        self.is_ending |= number == signal.SIGTERM
+        now_s = time.monotonic()
+        if number == signal.SIGUSR1:
+            self.limit_s = now_s + self.cluster.stop_before_s  # or up to a minute later (man sbatch, --signal)
+        elif now_s < self.limit_s:
+            self.is_ending = True
+        else:
+            self.is_overdue = True
         self.stop.ask("the time limit is near" if number == signal.SIGUSR1 else "SIGTERM from Slurm")
+
+    def meanwhile(self) -> None:
+        """What is done again and again while srun runs."""
+        if self.is_overdue and not self.history().is_stop_asked:
+            reason = f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
+            verdict = self.requeue(Verdict("requeue", "failed", reason))
+            patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
+            self.is_overdue = False
+        self.stop.write()
 
     def attempt(self, number: int) -> int:
         return self.on_nodes("train", self.nodes, name=attempt_name(number), ends_together=True)
 
-    def on_nodes(self, verb: str, nodes: Sequence[str], *, name: str, ends_together: bool) -> int:
+    def on_nodes(
+        self,
+        verb: str,
+        nodes: Sequence[str],
+        *,
+        name: str,
+        ends_together: bool,
+        group: int = 0,
+        limit_s: float = math.inf,
+    ) -> int:
         """Run a verb of launch.node on nodes, at the same time; srun's exit code."""
-        address = self.slurm.address(nodes[0])
+        addresses = [patiently(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
         self.meetings += 1
         port = FIRST_PORT + (self.job_id * 101 + self.meetings) % PORTS  # two jobs may share a node
         node = [self.job.python, "-m", "launch.node", verb, self.record.run_dir, f"--hosts={','.join(nodes)}"]
-        node += [f"--address={address}", f"--port={port}", f"--attempt={name}", *self.record.s3.flags()]
+        node += [f"--addresses={','.join(addresses)}", f"--port={port}", f"--attempt={name}", f"--group={group}"]
+        node += self.record.s3.flags()
         size = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
         srun = ["srun", *size, f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
-        process = processes.start([*srun, *self.container(), *node], env=os.environ)
-        return processes.exit_code(process, meanwhile=self.stop.write)
+        process = children.start([*srun, *self.container(), *node], env=os.environ)
+        return children.exit_code(process, meanwhile=self.meanwhile, limit_s=limit_s)
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts
@@ -128,55 +165,53 @@ class Batch:
     def gate(self) -> Verdict | None:
         """Examine all nodes and choose those that train; a verdict if there are too few. The others are named."""
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # answers of others stay apart
-        code = self.on_nodes("gate", self.all_nodes, name=name, ends_together=False)
-        if interrupted := self.interrupted(code):
-            return interrupted
-        failed = patiently(answers, self.record, name, self.all_nodes)
-        passed = [node for node in self.all_nodes if node not in failed]
+        try:
+            chosen, failed = pass_gate(self.record, self.job, self.all_nodes, self.examine, name=name)
+        except Interrupted:  # that says nothing of the nodes
+            return Verdict("requeue", "stopped", self.stop.reason or "the gate was interrupted by a signal")
         for node, reason in failed.items():
             print(f"gate: {node} is left out: {reason}", flush=True)
-            if self.cluster.drain and not reason.startswith(NO_ANSWER):  # which may be the record's fault
-                self.slurm.drain(node, f"baretrain: {reason}")
-        patiently(self.record.note, "gate", passed=passed, failed=failed)
-        if len(passed) < self.job.nodes:
-            counts = f"{len(passed)} of {len(self.all_nodes)} nodes passed the gate, {self.job.nodes} are needed"
-            return self.without(failed, counts)
-        self.nodes = passed[: self.job.nodes]
-        if self.job.nodes * self.job.processes_per_node == 1:
+            if self.cluster.drain and is_certain(reason):
+                self.drain(node, reason)
+        if len(chosen) == self.job.nodes:
+            self.nodes = chosen
             return None
-        code = self.on_nodes("collectives", self.nodes, name=name, ends_together=True)
-        if code == 0 or (interrupted := self.interrupted(code)):
-            return interrupted
-        reason = f"train.doctor --collectives ended with exit code {code}; see logs/{name}"
-        patiently(self.record.note, "gate", passed=[], failed=dict.fromkeys(self.nodes, reason))
-        return Verdict("end", "failed", reason)
+        return self.without(failed, too_few(self.all_nodes, failed, self.job))
 
-    def interrupted(self, code: int) -> Verdict | None:
-        """The verdict if Slurm has interrupted the gate: that says nothing of the nodes."""
-        if self.stop.reason is None and code not in SIGNALLED:
-            return None
-        return Verdict("requeue", "stopped", self.stop.reason or "the gate was interrupted by a signal")
+    def drain(self, node: str, reason: str) -> None:
+        try:
+            self.slurm.drain(node, f"baretrain: {reason}")
+        except Failure as error:  # only operators may; the job does without this node all the same
+            print(f"gate: {node} was not drained: {error}", flush=True)
+
+    def examine(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        """A part of the gate on nodes. Interrupted if Slurm has ended it."""
+        together, limit_s = verb == "collectives" and not group, LIMITS_S[verb]
+        code = self.on_nodes(verb, nodes, name=name, group=group, ends_together=together, limit_s=limit_s)
+        if self.stop.reason is not None or code in SIGNALLED:
+            raise Interrupted
+        return code
 
     def without(self, failed: dict[str, str], reason: str) -> Verdict:
         """Try again on other nodes, once for each set of nodes that failed; nodes that fail again end the job."""
-        events = patiently(self.record.events)
-        first = max((index for index, event in enumerate(events) if event.kind == "submitting"), default=0)
-        requeues = [event.details for event in events[first:] if event.kind == "requeued"]
-        seen = {name for details in requeues for name in texts(details, "excluded")}
-        text = f"{reason}; {'; '.join(f'{node}: {why}' for node, why in failed.items())}"
-        if set(failed) <= seen:
-            return Verdict("end", "failed", text)
-        users = self.slurm.hostnames(self.cluster.exclude) if self.cluster.exclude is not None else ()
+        seen = set(self.history().excluded)
+        if set(failed) <= seen or is_shared(failed, self.all_nodes):
+            return Verdict("end", "failed", reason)
+        users = patiently(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
         self.excluded = sorted({*failed, *seen, *users})
-        return Verdict("requeue", "failed", text)
+        return Verdict("requeue", "failed", reason)
 
-    def requeue(self, verdict: Verdict) -> int:
+    def requeue(self, verdict: Verdict) -> Verdict:
         """Ask Slurm to start the job again, which ends this process: at once by SIGTERM, which is ignored here, and
-        some time later (KillWait) for good. Meanwhile the job waits, and only then does Slurm take nodes from it.
+        some time later (KillWait) for good. Meanwhile the job waits, and only then does Slurm take nodes from it. The
+        verdict that is returned says why that was not done.
         """
+        verdict = settled(verdict, self.record, self.cluster)
+        if verdict.next != "requeue":
+            return verdict
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        patiently(self.record.note, "requeued", reason=verdict.reason, excluded=self.excluded)  # later there is no time
         patiently(self.slurm.requeue, self.job_id)
-        patiently(self.record.note, "requeued", reason=verdict.reason, excluded=self.excluded)
         if self.excluded:
             until = Retrying(
                 retry=retry_if_exception_type(Failure),
@@ -187,8 +222,7 @@ class Batch:
             until(self.slurm.exclude, self.job_id, self.excluded)
         self.upload()
         time.sleep(REQUEUED_S)
-        print("Slurm was asked to requeue this job and did not end it", file=sys.stderr)
-        return FAILED
+        return Verdict("end", "failed", "Slurm was asked to requeue this job and did not end it")
 
     def upload(self) -> None:
         """Put what this job has printed into a record in S3: until then it is on this node."""
@@ -200,9 +234,11 @@ class Batch:
         part = os.environ.get("SLURM_ARRAY_TASK_ID")
         which = ["--merge"] if merge else [f"--part={part}"] if part else []
         node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.s3.flags()]
-        code = processes.exit_code(processes.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
-        if merge or part is None:
-            self.record.note("ended", outcome="failed" if code else "done", reason=f"exit code {code}")
+        code = children.exit_code(children.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
+        if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
+            verdict = prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation")
+            patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
+        self.upload()
         return code
 
 

@@ -49,6 +49,7 @@ CURES = (  # what sbatch says -> what to do; the first that fits
     ("feature", "`sinfo --format='%N %f'` shows the nodes' features"),
     ("gres", "`sinfo --format='%N %G'` shows what the nodes have"),
     ("node (configuration|name|count)", "`sinfo --Node --long` shows the nodes; ask for fewer, or for less of each"),
+    ("job array", "`scontrol show config | grep MaxArraySize` shows how many; ask for fewer parts"),
     ("time limit", "`sinfo --format='%P %l'` shows the limits"),
     ("dependency", "the job to wait for must be known to Slurm"),
 )
@@ -127,19 +128,11 @@ class Slurm:
         """End a job. Nothing happens if it is over, or if Slurm has forgotten it."""
         self.answer("scancel", str(job_id))
 
-    def signal(self, job_id: int, name: str, *, batch: bool = True) -> None:
-        """Send a signal, such as USR1, to the batch script of a job that runs; not `batch`: to its steps."""
-        self.answer("scancel", *(["--batch"] if batch else []), f"--signal={name}", str(job_id))
-
     def requeue(self, job_id: int) -> None:
         """Put a job back into the queue. One that runs is ended at once, so srun has to have ended before. One that is
-        over starts again. It waits for some two minutes (cred_expire) unless `start_now` is called.
+        over starts again. It waits for some two minutes (cred_expire).
         """
         self.answer("scontrol", "requeue", str(job_id))
-
-    def start_now(self, job_id: int) -> None:
-        """End the time that a requeued job has to wait."""
-        self.answer("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
         """Keep a job that waits from these nodes, and from no others. Slurm refuses it while the job runs, so a job

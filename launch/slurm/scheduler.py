@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
@@ -22,7 +23,7 @@ class Scheduler:
     def request(self, job: Job, record: Record) -> list[str]:
         return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
 
-    def preview(self, job: Job, record: Record) -> str:
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         slurm, cluster = Slurm(), settings(job)
         partition, others = slurm.partition(cluster.partition), slurm.partitions()
         limit_s = partition.max_time_s if cluster.time_limit is None else time_limit_s(cluster.time_limit)
@@ -45,6 +46,12 @@ class Scheduler:
             slurm.cancel(number)  # or the parts would run with nobody to know of them
             raise
 
+    def find(self, job: Job, record: Record) -> Handle | None:
+        there = Slurm().job_ids(job_name(record.run_dir))
+        if job.kind == "train" or job.parts == 1:
+            return {"job_id": there[0]} if there else None
+        return {"parts_id": there[0], "job_id": there[-1]} if there else None  # without a merge both are the array
+
     def state(self, handle: Handle) -> State:
         """The state of the first of its jobs that is not over, or that failed: the merge of parts waits for all."""
         for name in ("parts_id", "job_id"):
@@ -52,8 +59,9 @@ class Scheduler:
             if any(not job.is_over for job in jobs):
                 return State(True, said(handle, name, jobs), sorted({node for job in jobs for node in job.nodes}))
             if name == "parts_id" and any(job.state != "COMPLETED" for job in jobs):
-                return State(False, said(handle, name, [job for job in jobs if job.state != "COMPLETED"]))
-        return State(False, said(handle, "job_id", jobs))
+                jobs = [job for job in jobs if job.state != "COMPLETED"]
+                return State(False, said(handle, name, jobs), outcome=outcome(jobs))
+        return State(False, said(handle, "job_id", jobs), outcome=outcome(jobs))
 
     def cancel(self, handle: Handle) -> None:
         for name in ("job_id", "parts_id"):
@@ -70,6 +78,12 @@ def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
     reason = f" ({job.reason}{f', {HINTS[job.reason]}' if job.reason in HINTS else ''})" if job.reason else ""
     code = f", exit code {job.exit_code}" if job.is_over and job.exit_code else ""
     return f"job {handle[name]}{tasks} {job.state}{reason}{code}"
+
+
+def outcome(jobs: Sequence[SlurmJob]) -> str:
+    """How Slurm says that a job ended; empty if it has completed, or is not known any more."""
+    states = {job.state for job in jobs} - {"COMPLETED"}
+    return "cancelled" if "CANCELLED" in states else "failed" if states else ""
 
 
 def number(handle: Handle, name: str) -> int:
@@ -92,6 +106,7 @@ def options(job: Job, record: Record) -> list[str]:
     # Nodes need not share a folder with this machine if the record is in S3: the job puts its output there at its end.
     logs = f"/tmp/{name}-%j-" if record.is_remote else f"{file_pattern(record.local_folder() / 'logs')}/"
     given = [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
+    given += [f"--chdir={job.folder}"] if cluster.chdir is None else []  # a resume comes from another one perhaps
     given += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
     given += ["--exclusive", "--mem=0"] if cluster.exclusive else []
     if job.kind == "prepare":

@@ -12,6 +12,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 TOKEN = "/latest/api/token"
@@ -19,6 +20,11 @@ SPOT = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 EVENTS = "/latest/meta-data/events/maintenance/scheduled"
 LONGEST_S = 21600  # that a token may live
+
+
+class Server(ThreadingHTTPServer):
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's looks for the name of the address, where there may be no DNS
 
 
 @dataclass
@@ -30,9 +36,9 @@ class Request:
 
 
 class FakeIMDS:
-    """The service at a free port of this machine."""
+    """The service at a free port of this machine, or at the address that is its own on EC2."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.requests: list[Request] = []  # in the order they came
         self.said: dict[str, str] = {}  # body of each path that is no 404
         self.status: int | None = None  # answered instead of everything else
@@ -41,8 +47,8 @@ class FakeIMDS:
         self.answering = threading.Event()
         self.answering.set()
         handler = type("BoundHandler", (Handler,), {"imds": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        self.server = Server(address, handler)
+        self.endpoint = f"http://{address[0]}:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
 
     def __enter__(self) -> FakeIMDS:

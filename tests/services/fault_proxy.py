@@ -224,7 +224,7 @@ class Connection:
             self.upstream = await asyncio.open_connection("127.0.0.1", self.proxy.upstream_port, limit=2**20)
         reader, writer = self.upstream
         sent: list[bytes] | None = [] if request.method == "POST" and "uploadId=" in request.query else None
-        sending = asyncio.create_task(self.send(head, writer, sent))
+        sending, closes = asyncio.create_task(self.send(head, writer, sent)), False
         try:
             answer = await read_head(reader)
             while answer.first[1] == "100":  # the server wants the body
@@ -238,11 +238,13 @@ class Connection:
                 await sending
                 self.writer.write(with_etag(answer, body, b"".join(sent)))
             else:
-                self.writer.write(with_headers(answer.raw, fault.headers if fault else {}))
+                closes = not sending.done()  # it did not want the body; a client that is not told would ask again here
+                raw = closing(answer.raw) if closes else answer.raw
+                self.writer.write(with_headers(raw, fault.headers if fault else {}))
                 if request.method != "HEAD" and request.status not in (204, 304):
                     await self.send_back(answer, reader, fault)
             await self.writer.drain()
-            return sending.done() and not head.closes and not answer.closes
+            return not closes and not head.closes and not answer.closes
         finally:
             sending.cancel()
 
@@ -297,6 +299,11 @@ class Connection:
 def with_headers(head: bytes, headers: dict[str, str]) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return head[:-2] + lines.encode() + b"\r\n"
+
+
+def closing(head: bytes) -> bytes:
+    """An answer's head that says that its connection ends with it."""
+    return with_headers(re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head), {"Connection": "close"})
 
 
 def with_etag(answer: Head, body: bytes, asked: bytes) -> bytes:

@@ -12,17 +12,19 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import TypeVar
 
 from forks import TORCHRUN, free_port, start_forked
 from running import eventually
 from services.process import Process
 from services.relay import relaying
 
+T = TypeVar("T")
 PACKAGES = ("iproute2", "util-linux")
 NOT_PERMITTED = "the kernel permits no network namespaces here"  # a skip that --require-services accepts
 KINDS = ("net", "uts", "mnt")  # namespaces: a network, a host name, and the files that look it up
@@ -84,15 +86,16 @@ class Machines:
         restarts: int = 0,
         changes: Mapping[int, list[str]] | None = None,
         count: int = 2,
+        ranks: int = 1,
     ) -> list[ForkServerProcess]:
-        """Start a torchrun with one rank on each machine, or on the first `count`. What they print goes to
+        """Start a torchrun with `ranks` on each machine, or on the first `count`. What they print goes to
         log.0, log.1, ...; `changes` are arguments for one machine alone.
         """
         port, started = free_port(), []
         for number, (pid, address) in enumerate(zip(self.pids[:count], ADDRESSES[:count], strict=True)):
             options = [
                 f"--nnodes={count}",
-                "--nproc-per-node=1",
+                f"--nproc-per-node={ranks}",
                 f"--max-restarts={restarts}",
                 f"--local-addr={address}",
             ]
@@ -114,22 +117,31 @@ class Machines:
         """All that runs on one machine ends, and inside it says nothing to the others: no connection is closed."""
         holder, way = self.pids[number], ("blackhole", ALL)
         inside(holder, "ip", "route", "add", *way)
-        for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended by now
-                if int(process.name) != holder and is_inside(process, holder):
-                    os.kill(int(process.name), signal.SIGKILL)
+        self.kill_all(number)
         try:
             yield
         finally:
             inside(holder, "ip", "route", "del", *way)
 
+    def kill_all(self, number: int) -> None:
+        """All that runs on one machine ends, and its connections are closed."""
+        for pid in self.running(number):
+            with suppress(ProcessLookupError):  # it has ended by now
+                os.kill(pid, signal.SIGKILL)
+
+    def running(self, number: int) -> list[int]:
+        """What runs on a machine, without what holds it."""
+        holder, pids = self.pids[number], []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended by now
+                if int(process.name) != holder and is_inside(process, holder):
+                    pids.append(int(process.name))
+        return pids
+
     @contextmanager
     def reaching(self, port: int) -> Iterator[str]:
         """The address at which the machines reach a server that listens at 127.0.0.1 outside them."""
-        with ThreadPoolExecutor(
-            1
-        ) as thread:  # namespaces are those of a thread, and its sockets stay where it made them
-            listener = thread.submit(listen_inside, self.pids[0], ADDRESSES[0]).result()
+        listener = made_inside(self.pids[0], lambda: socket.create_server((ADDRESSES[0], 0)))
         with relaying(listener, port) as address:
             yield address
 
@@ -158,7 +170,7 @@ def three_machines(folder: Path) -> Iterator[Machines]:
             process = Process(words, log=folder / "log")
             stack.callback(process.kill)
             pids.append(process.shell.pid)
-            eventually(lambda pid=process.shell.pid: has_own(pid), 60)
+            eventually(lambda pid=process.shell.pid: has_own(pid))
         inside(pids[0], "ip", "link", "add", LINK, "type", "bridge")  # the first machine's card is the switch as well
         for pid in pids[1:]:
             port = ("link", "add", f"port{pid}", "master", LINK, "up", "type", "veth")
@@ -168,11 +180,17 @@ def three_machines(folder: Path) -> Iterator[Machines]:
         yield Machines(pids)
 
 
-def listen_inside(pid: int, address: str) -> socket.socket:
-    with Path(f"/proc/{pid}/ns/net").open() as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "setns")
-    return socket.create_server((address, 0))
+def made_inside(pid: int, make: Callable[[], T]) -> T:
+    """What a function makes in a network. Namespaces are those of a thread, and its sockets stay where it made them."""
+
+    def act() -> T:
+        with Path(f"/proc/{pid}/ns/net").open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(act).result()
 
 
 def is_inside(process: Path, holder: int) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-START_S = 60
+START_S = 240
 # The program replaces the shell, so its process id is ours to wait for. A watcher beside it ends it when the pipe
 # to us brings a line or closes, which it also does when the test run itself is killed.
 WATCHED = 'exec 3<&0; (read -r _ <&3; kill -KILL $$) 2>/dev/null & exec "$@" 3<&- </dev/null'

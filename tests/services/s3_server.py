@@ -165,7 +165,7 @@ def start(folder: Path, program: str, *arguments: str) -> Process:
 def do(folder: Path, program: str, *arguments: str) -> str:
     """What a program that ends by itself prints; RuntimeError if it fails."""
     settings = [] if program in ("monmaptool", "ceph-authtool") else ["-c", str(folder / "ceph.conf")]
-    done = subprocess.run([program, *settings, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([program, *settings, *arguments], capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
         raise RuntimeError(f"{program} {' '.join(arguments)} ends with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout

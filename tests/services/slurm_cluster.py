@@ -25,7 +25,7 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-li
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "ip", "mount", "nsenter", "unshare")
 ISOLATED = ["unshare", "--net", "--uts", "--mount"]
 CPUS = 4  # that each node claims to have
-COMMAND_S = 60.0
+COMMAND_S = 300.0
 
 # A command gives up some seconds before MessageTimeout when slurmctld is away; Slurm's own value is 10 s. The other
 # times are the shortest that Slurm takes: a requeued job waits for cred_expire and a second, a silent node is down

@@ -8,7 +8,7 @@ from pathlib import Path
 from running import eventually
 from services.slurm_cluster import SlurmCluster
 
-STATE_S = 90.0  # a node that is lost counts as down after half a minute
+STATE_S = 300.0  # a node that is lost counts as down after half a minute
 
 
 def write_script(path: Path, body: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,16 +18,18 @@ from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.unsent import STAGING, adopt
-from train.config import InputError, Plan, TrainConfig, Unreachable
+from train.config import Failure, InputError, Plan, TrainConfig, Unreachable
 from train.host import machine
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.models.memory import advice
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
 from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_go_on
 from train.run_folder.ownership import LeaseLost, check_owner, find_identity
 from train.storage.folders import make_folder
 from train.tasks import Task
+from train.telemetry.metrics import Recorder
 
 logger = logging.getLogger("train")
 ENDS = ("done", "early_stop")
@@ -47,6 +49,7 @@ class Attempt:
     folder: RunFolder
     identity: dict[str, Any]
     stop: StopRequest
+    dry: Callable[..., Recorder] | None = None  # makes the recorder of a run that saves nothing
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # the requests to stop, with their ranks
@@ -115,6 +118,9 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
             yield attempt
         except BaseException as error:
             record_failure(error, attempt)
+            kind = kind_of(error)
+            if kind in OUT_OF_MEMORY:  # no mistake of the program: one line says what to change
+                raise OutOfMemory(kind, out_of_memory(kind, error, attempt.cfg)) from error
             raise
 
 
@@ -158,7 +164,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     if not attempt.watch.is_ours or attempt.folder.is_lost:  # the folder is another job's
         return
     if kind in OUT_OF_MEMORY:
-        reason = out_of_memory(kind, error)
+        reason = out_of_memory(kind, error, attempt.cfg)
     if kind == "refused":
         outcome, reason = "refused", f"refused: {error}"
     elif isinstance(error, StoppedEarly):
@@ -170,6 +176,14 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     goes_on = may_go_on(kind, attempt.folder.previous.get("kind", ""))
     attempt.folder.exit_file(reason, None)
     attempt.folder.outcome(Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on))
+
+
+class OutOfMemory(Failure):
+    """What is to be lowered; `kind` says of which memory."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 def kind_of(error: BaseException) -> str:
@@ -185,6 +199,8 @@ def kind_of(error: BaseException) -> str:
         (MemoryError, "out_of_host_memory"),
         (SystemExit, "left_at_once"),
     ]
+    if isinstance(error, OutOfMemory):
+        return error.kind
     kind = next((name for cls, name in table if isinstance(error, cls)), type(error).__name__)
     if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
         return "out_of_device_memory"
@@ -198,12 +214,11 @@ def lost_a_loader(error: BaseException) -> bool:
     return KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
 
 
-def out_of_memory(kind: str, error: BaseException) -> str:
+def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
     """The reason of a failure for lack of memory, with the peak and what to lower."""
     device_bytes = peak_device_bytes()
     peak = f"peak {own_peak_bytes() / 1e9:.3g} GB of host memory"
     peak += f", {device_bytes / 1e9:.3g} GB of device memory" if device_bytes else ""
     first_line = (str(error).strip() or type(error).__name__).split("\n")[0]
-    advice = "lower micro_batch_size (the global batch stays)"
-    advice += ", data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
-    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice}"
+    loader = ", lower data.num_workers or data.prefetch" if kind == "out_of_host_memory" else ""
+    return f"{kind.replace('_', ' ')}: {first_line}; {peak}; {advice(cfg, world_size=launched().world_size)}{loader}"

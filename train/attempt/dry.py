@@ -1,4 +1,6 @@
-"""Recorder and saver of a dry run, which executes every graph once for train.precompile: its numbers mean nothing."""
+"""The saver of a dry run, and the recorder of one that executes every graph once for train.precompile: its numbers mean
+nothing.
+"""
 
 from __future__ import annotations
 

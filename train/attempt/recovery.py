@@ -10,20 +10,23 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from train.attempt import goodput
 from train.attempt.resume import load_newest
-from train.checkpoints.loader import Loaded, read
+from train.checkpoints.loader import Loaded, fitting, read_weights
 from train.checkpoints.manifest import Damaged, Manifest
 from train.checkpoints.progress import Progress
 from train.checkpoints.retention import best
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import Store
 from train.config import InputError, TrainConfig, Unreachable, flat
-from train.host.environment import environment
+from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from train.attempt.attempt import Attempt
     from train.backend import Backend
     from train.parallel import Engine
@@ -54,7 +57,7 @@ class Recovery:
             store,
             engine,
             backend,
-            Facts(lease.number if lease else 0, attempt.identity, flat(attempt.cfg), environment()["versions"]),
+            Facts(lease.number if lease else 0, attempt.identity, flat(attempt.cfg), versions()),
             may_commit=self._before_commit,
             after_commit=self._after_commit,
             newest=loaded.progress.step if loaded.ranks else None,
@@ -264,7 +267,8 @@ class Recovery:
                 del manifests[step]
                 continue
             logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
-            self.engine.model.load_state_dict(read(path / "model.pt"))
+            with fitting(path):
+                put_weights(self.engine.model, read_weights(path, manifests[step]))
             self.store.let_go(path)
             return
 
@@ -282,6 +286,15 @@ class Recovery:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for a save that is under way, unless the run has to leave at once."""
         self.saver.close(waits=kind is not SystemExit)
+
+
+def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a model weights by the names of its state. An engine may have hooks on `load_state_dict`."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        raise LookupError(f"weights of other names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
+    for name, value in own.items():
+        value.copy_(weights[name])
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:

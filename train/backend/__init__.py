@@ -13,13 +13,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.config import BackendConfig, InstanceConfig, check
+from train.config import BackendConfig, InstanceConfig, S3Config, check
 from train.host import machine
 from train.host.launched import launched
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from train.backend.base import Work
     from train.backend.graphs import Compilers, Graphs
     from train.backend.nonfinite import Skips
@@ -46,6 +49,14 @@ class Reducer(Protocol):
         mean over the labels of all ranks; 0 if there are no labels.
         """
 
+    def state(self) -> State:
+        """Entries for the optimizer's state in a checkpoint, the same on all ranks. What a rank remembers beside it is
+        dropped here, so that the run that goes on and one that resumes do the same.
+        """
+
+    def load(self, state: State) -> None:
+        """Put back the entry "compression" of what `state` returned; empty if the checkpoint has none."""
+
 
 class Backend(Protocol):
     """The verbs of a device. All ranks call those that are collectives, in the same order."""
@@ -56,6 +67,7 @@ class Backend(Protocol):
     precision: str  # what was chosen: fp32, bf16, ...
     adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
     monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
+    may_compile: bool  # whether backend.compile is an option here that the run does not use
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     world: World  # the ranks, over the hosts
     work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
@@ -66,13 +78,21 @@ class Backend(Protocol):
     def move(self, model: nn.Module) -> None:
         """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device."""
 
-    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> Reducer:
+    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
         """The reducer of a model that has moved and is the same on all ranks. `accumulation`: micro batches of a step;
-        `lengths`: how many shapes batches have.
+        `lengths`: how many shapes batches have; `alone`: each rank keeps its own gradients and count.
         """
 
     def add_up(self, tensors: list[Tensor]) -> None:
         """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
+
+    def mesh(self) -> DeviceMesh:
+        """The devices of all ranks, for engines that split tensors over them. InputError where there is none."""
+
+    def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A group of some of the ranks, in which tensors of the device are sent and added up. All ranks make the same
+        groups, in the same order. InputError for a device whose ranks meet only all together.
+        """
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         """Called once weights and optimizer are as the first step finds them. Raises RuntimeError unless the optimizer
@@ -104,6 +124,9 @@ class Backend(Protocol):
     def graphs(self) -> Graphs:
         """What was compiled and executed; zeros where nothing is."""
 
+    def profile_text(self) -> str:
+        """What the device says of the steps so far, in Markdown; nothing where PyTorch's profiler sees it all."""
+
     def seed(self, seed: int) -> None:
         """Random numbers of this rank (dropout): a function of seed and rank."""
 
@@ -112,17 +135,20 @@ class Backend(Protocol):
     def set_rng_state(self, state: State) -> None: ...
 
     def save(self, state: State, file: BinaryIO) -> None:
-        """Write tensors and plain containers that are on the host, for `train.backend.base.load`. A thread of rank 0
-        calls it while the ranks train: it may not touch the device.
+        """Write tensors and plain containers that are on the host, for `train.backend.base.load`. A thread calls it
+        while the ranks train, on rank 0 and wherever else a part of the state is: it may not touch the device.
         """
 
     def close(self) -> None: ...
 
 
-def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool = False) -> Backend:
+def open_backend(
+    cfg: BackendConfig, instance: InstanceConfig, s3: S3Config | None = None, *, collects: bool = False
+) -> Backend:
     """Open the device and join the other ranks. Raises InputError if this machine has no such device.
 
-    `collects`: the run only collects graphs, and the numbers that come back mean nothing.
+    `collects`: the run only collects graphs, and the numbers that come back mean nothing; one that cannot be kept is an
+    error.
     """
     wanted = instance.device
     check(
@@ -143,6 +169,10 @@ def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool
     if name == "auto":
         has_neuron = cfg.device == "neuron" or (cfg.device == "auto" and bool(machine.neuron_devices()))
         name = "xla" if has_neuron else "ddp"
+    check(
+        cfg.compile == "none" or name == "ddp",
+        f"backend.compile={cfg.compile} is for GPUs and CPUs; {name} compiles every graph by itself: leave it out",
+    )
     # The modules are imported here, so that a run pays for its own backend alone.
     if name == "xla":
         from train.backend import xla_environment
@@ -159,4 +189,4 @@ def open_backend(cfg: BackendConfig, instance: InstanceConfig, *, collects: bool
         return Neuron(cfg)
     from train.backend.ddp import DDP
 
-    return DDP(cfg)
+    return DDP(cfg, s3, collects=collects)

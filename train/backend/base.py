@@ -15,9 +15,12 @@ from torch import Tensor
 
 from train.backend.graphs import Compilers
 from train.backend.nonfinite import Skips
+from train.config import InputError
 from train.ranks import World
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from train.backend import State
 
 RANK_STRIDE = 1_000_003  # a prime: the seeds of neighbouring runs and ranks differ
@@ -43,7 +46,9 @@ class Work:
 class Base:
     """See `train.backend.Backend`."""
 
+    name: str
     read: Callable[[Sequence[Tensor]], list[Tensor]]
+    may_compile = False
     skips: Skips  # made when the model moves: made later, it would give the first step another graph on XLA
 
     def __init__(self) -> None:
@@ -54,7 +59,19 @@ class Base:
         for buffer, copy in zip(buffers, self.read(tensors), strict=True):
             buffer.copy_(copy)
 
+    def mesh(self) -> DeviceMesh:
+        raise InputError(
+            f"backend={self.name} has no collectives of torch.distributed that could split a model's state over ranks; "
+            "choose parallel=data without shard_optimizer"
+        )
+
+    def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        raise InputError(f"parallel=pipeline runs with backend=ddp, not backend={self.name}; set parallel=data")
+
     def cut(self) -> None: ...
+
+    def profile_text(self) -> str:
+        return ""
 
     def close(self) -> None:
         """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and

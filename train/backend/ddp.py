@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -12,19 +15,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from train.backend import guards, nonfinite
+from train.backend import guards, nonfinite, slow_links
 from train.backend.base import RANK_STRIDE, Base, Work
-from train.backend.graphs import Graphs
+from train.backend.graphs import Compilers, Graphs
 from train.backend.rendezvous import join
-from train.config import BackendConfig, check
+from train.cli.console import without_stdout
+from train.config import BackendConfig, S3Config, check
 from train.config.backend import DEFAULT_TIMEOUT_S
 from train.host import cluster, machine
 
 if TYPE_CHECKING:
     from train.backend import Reducer, State
+    from train.backend.compiled import TorchCompiler
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
@@ -37,9 +43,11 @@ class DDP(Base):
     name = "ddp"
     adamw = {"fused": True}
     drops_masks = True  # of batches without padding
+    at_once: Callable[..., Reducer] | None = None  # makes what reduces gradients in place of DDP's wrapper
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
+    compiler: TorchCompiler | None = None
 
-    def __init__(self, cfg: BackendConfig) -> None:
+    def __init__(self, cfg: BackendConfig, s3: S3Config | None = None, *, collects: bool = False) -> None:
         super().__init__()
         world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
@@ -52,9 +60,14 @@ class DDP(Base):
         self.precision = pick_precision(cfg.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compresses = cfg.grad_compression == "bf16"
-        check(is_cuda or not self.compresses, "backend.grad_compression=bf16 needs CUDA; gloo cannot add bf16 numbers")
+        self.at_once = slow_links.reducer_for(cfg, self.precision)
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
+        self.may_compile = cfg.compile == "none"
+        check(is_cuda or not cfg.cuda_graphs, "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU")
+        if cfg.compile != "none":
+            self.compiler = self.open_compiler(cfg, s3 or S3Config(), must_keep=collects)
+            self.drops_masks = False  # each form of a batch is one more graph
         if is_cuda:
             torch.cuda.set_device(self.device)
             cluster.pin(pci_address(self.device))
@@ -62,10 +75,32 @@ class DDP(Base):
         if world.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
             device = f"{self.name} on {self.device.type}, {self.precision}"
-            join(names, device, timeout_s=cfg.timeout_s or DEFAULT_TIMEOUT_S, join_timeout_s=cfg.join_timeout_s)
+            self.timeout_s = cfg.timeout_s or DEFAULT_TIMEOUT_S
+            store = join(names, device, timeout_s=self.timeout_s, join_timeout_s=cfg.join_timeout_s)
+            if self.compiler is not None:
+                self.compilers = Compilers(self.compiler.is_busy, store)
             answers = world.sum([1.0])[0]
             if answers != world.size:
                 raise RuntimeError(f"{answers:g} ranks answered, but WORLD_SIZE is {world.size}")
+
+    def open_compiler(self, cfg: BackendConfig, s3: S3Config, *, must_keep: bool) -> TorchCompiler:
+        from train.backend.compiled import TorchCompiler  # late: it imports Inductor
+        from train.backend.kernel_cache import KernelCache
+
+        cxx = os.environ.get("CXX", "g++")
+        check(
+            self.device.type != "cpu" or shutil.which(cxx) is not None,
+            f"backend.compile={cfg.compile} needs a C++ compiler for a CPU, and there is no {cxx} here: apt-get "
+            "install g++, set CXX, or leave backend.compile out",
+        )
+        # The kernels of a GPU name its number.
+        writes = self.world.rank == (0 if self.device.index is None else self.world.local_rank)
+        cache = None
+        if cfg.compile_cache is not None:
+            cache = KernelCache(cfg.compile_cache, s3, may_write=writes, must_write=must_keep)
+        processor = torch.backends.cpu.get_cpu_capability()
+        facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
+        return TorchCompiler(cfg, facts, cache)
 
     def move(self, model: Any) -> None:
         tied = guards.tied_names(model)
@@ -73,20 +108,34 @@ class DDP(Base):
         guards.tie(model, tied)
         guards.check_tied(model, tied)
         self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.read)
+        if self.compiler is not None:
+            self.compiler.compile(model)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
-    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> Reducer:
-        if not self.world.is_distributed:
+    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
+        if self.compiler is not None:
+            self.compiler.expect(lengths)
+        if alone or not self.world.is_distributed:
             return NoReducer(model, self.device)
+        if self.at_once is not None:
+            return self.at_once(model, self.device, self.world)
         return DDPReducer(model, self.device, self.world.size, accumulation, compresses=self.compresses)
 
     def add_up(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             dist.all_reduce(tensor)
 
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (self.world.size,))
+
+    def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        with without_stdout():  # gloo prints how many ranks each has connected
+            group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s))
+        return group
+
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
+        for batch in batches if self.compiler is None else self.compiler.watched(batches):
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
             if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
                 del inputs["attention_mask"]  # it hides nothing, and CUDA's fastest attention takes none
@@ -106,6 +155,8 @@ class DDP(Base):
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
         self.skips.see(norm, overflowed=self._rescale())
         optimizer.zero_grad(set_to_none=True)
+        if self.compiler is not None:
+            self.compiler.after_step()
         return norm
 
     def _rescale(self) -> Tensor | None:
@@ -129,7 +180,12 @@ class DDP(Base):
             torch.get_device_module(self.device).synchronize()
 
     def graphs(self) -> Graphs:
-        return Graphs()
+        return Graphs() if self.compiler is None else self.compiler.graphs()
+
+    def close(self) -> None:
+        if self.compiler is not None:
+            self.compiler.close()
+        super().close()
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed + RANK_STRIDE * (self.world.rank + 1))  # all devices
@@ -150,7 +206,7 @@ class DDP(Base):
 
 
 class NoReducer:
-    """The reducer of a single process, whose gradients are those of all ranks. See `train.backend.Reducer`."""
+    """The reducer of a process whose gradients are those of all ranks, or are its own. See `train.backend.Reducer`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module: nn.Module = model
@@ -164,6 +220,11 @@ class NoReducer:
 
     def finish(self) -> Tensor:
         return self.count
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None: ...
 
 
 class DDPReducer(NoReducer):

@@ -27,8 +27,9 @@ class Graphs(NamedTuple):
 class GraphBudget:
     """Counts the graphs compiled since the first batch and compares with what the run should need."""
 
-    def __init__(self, compiled: Callable[[], int], *, is_fatal: bool) -> None:
-        self.compiled, self.is_fatal = compiled, is_fatal
+    def __init__(self, compiled: Callable[[], int], *, is_fatal: bool, hint: str) -> None:
+        """`hint`: how to learn the cause, where it is no new shape."""
+        self.compiled, self.is_fatal, self.hint = compiled, is_fatal, hint
         self.limit = 0  # set once the model is known
         self.base: int | None = None
         self.reported = 0
@@ -54,8 +55,8 @@ class GraphBudget:
         if used <= max(self.limit, self.reported):
             return
         self.reported = used
-        message = (
-            f"graph {used} was compiled, {self.limit} are expected (backend.max_graphs); {self.shapes.last_change()}"
+        message = f"graph {used} was compiled, {self.limit} are expected (backend.max_graphs); " + (
+            self.shapes.last_change() or f"no input changed its shape: {self.hint}"
         )
         if self.is_fatal:
             raise RuntimeError(message)

@@ -149,13 +149,10 @@ class Shapes:
         self.seen.append(shapes)
         return True
 
-    def last_change(self) -> str:
-        """A description of how the newest shapes differ from the first."""
+    def last_change(self) -> str | None:
+        """A description of how the newest shapes differ from the first; None if all are alike."""
         if len(self.seen) < 2:
-            return (
-                "no input changed its shape: look for a Python number that becomes 0 or 1, or for control flow that "
-                "depends on values (PT_XLA_DEBUG_LEVEL=2 prints the line)"
-            )
+            return None
         first, last = self.seen[0], self.seen[-1]
         changed = [f"{k} {list(first.get(k, ()))} -> {list(v)}" for k, v in last.items() if first.get(k) != v]
         return "inputs changed their shape: " + ", ".join(changed)

@@ -18,7 +18,7 @@ from train.backend.base import Base
 from train.backend.ddp import DDP
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
-from train.config.backend import NEURON_TIMEOUT_S
+from train.config.backend import NEURON_TIMEOUT_S, check_reduces_plainly
 from train.host import cluster, machine
 
 DEVICE = "neuron"  # without a number: a process sees its own core only
@@ -57,6 +57,9 @@ class Neuron(DDP):
                 ones=float(ones.cpu()),
             )
 
+    mesh = Base.mesh  # nobody has seen torch's split of a model run on these devices
+    subgroup = Base.subgroup  # whether its collectives send from rank to rank is not documented
+
     def move(self, model: Any) -> None:
         super().move(model)
         model.pick_by_products()
@@ -77,4 +80,4 @@ def check_machine(cfg: BackendConfig) -> None:
         cfg.precision in ("auto", "fp32", "bf16"),
         f"backend.precision={cfg.precision} is for CUDA; set bf16 or fp32 with backend=neuron",
     )
-    check(cfg.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=neuron")
+    check_reduces_plainly(cfg, Neuron.name)

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 UNLIMITED_MB = 1_000_000
 MOST_NAMED = 8  # machines
+HINT = (  # on a graph too many
+    "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
+    "prints the line)"
+)
 
 
 class XLA(Base):
@@ -76,7 +80,7 @@ class XLA(Base):
         self.executed_before = 0
         self.untimed = 0  # graphs that were never timed: the runtime had them compiled in a cache of its own
         self.first_step_of: list[nn.Parameter] = []
-        self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron)
+        self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
 
     def _join(self) -> None:
         """Meet the other ranks, before anything asks the device runtime for their number: its first answer stays."""
@@ -159,7 +163,8 @@ class XLA(Base):
         self.skips = nonfinite.Skips(self.device, self.read)
         self._arrange_layers(model)
 
-    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1) -> Reducer:
+    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
+        check(not alone, "parallel=local_sgd runs with backend=ddp, not backend=xla")
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
         self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
         return XLAReducer(self, model)
@@ -273,6 +278,9 @@ class XLA(Base):
 
     # ---- random numbers and files ----------------------------------------------------------------------------------
 
+    def profile_text(self) -> str:
+        return f"\n## PyTorch/XLA since the start\n\n```\n{metrics.short_metrics_report()}\n```\n"
+
     def seed(self, seed: int) -> None:
         own = seed + RANK_STRIDE * (self.world.rank + 1)
         torch.manual_seed(own)
@@ -319,6 +327,11 @@ class XLAReducer:
             gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
             self.backend.add_up([self.count, *reversed(gradients)])  # those of the last layers are ready first
         return self.count
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None: ...
 
 
 def metric(name: str) -> tuple[int, float]:

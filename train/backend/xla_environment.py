@@ -10,6 +10,7 @@ from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
 from train.host import cluster, machine
 from train.host.launched import launched
+from train.host.versions import read_versions
 
 logger = logging.getLogger("train")
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc")
@@ -28,7 +29,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     )
     kind = choose_device(cfg.device)
     missing = [name for name in ("torch-neuronx", "neuronx-cc") if name not in versions]
-    check(kind == "CPU" or not missing, f"{' and '.join(missing)} not installed: {machine.INSTALL}")
+    check(kind == "CPU" or not missing, f"{' and '.join(missing)} not installed: {read_versions().sdk.install}")
     check(
         kind == "CPU" or "torch_xla" not in sys.modules,
         "another library (accelerate?) imported torch_xla before its environment was set: pip uninstall accelerate",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from train.checkpoints.loader import read
+from train.checkpoints.loader import fitting, read_optimizer, read_weights
 from train.checkpoints.manifest import Manifest
-from train.checkpoints.staging import named
+from train.checkpoints.staging import State, named
 from train.config import flatten
 from train.run_folder.folder import differences
 
-FILES = {"model": "weights", "optimizer": "moments"}
+CONTENTS: dict[str, Callable[[Path, Manifest], Any]] = {"weights": read_weights, "moments": read_optimizer}
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,12 @@ def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: in
     ]
     yield from section("written by", differences(*written))
     num_different = 0
-    for file, content in FILES.items():
-        tensors = differences_of(*(folder / f"{file}.pt" for folder in folders))
+    for content, read in CONTENTS.items():
+        states = []
+        for folder, manifest in zip(folders, manifests, strict=True):
+            with fitting(folder):
+                states.append(read(folder, manifest))
+        tensors = differences_of(*states)
         different = [each for each in tensors if not each.is_equal]
         num_different += len(different)
         yield f"{content}: {len(different)} of {len(tensors)} tensors differ"
@@ -66,9 +71,9 @@ def section(name: str, lines: list[str]) -> Iterator[str]:
     yield from (f"  {line}" for line in lines)
 
 
-def differences_of(one: Path, other: Path) -> list[Difference]:
-    """The differences of all tensors in two files, the largest relative ones first. Holds both files in memory."""
-    first, second = (dict(named(read(path))) for path in (one, other))
+def differences_of(one: State, other: State) -> list[Difference]:
+    """The differences of all tensors in two states, the largest relative ones first. Holds both in memory."""
+    first, second = (dict(named(state)) for state in (one, other))
     compared = [difference(name, first.get(name), second.get(name)) for name in {**first, **second}]
     return sorted(compared, key=lambda each: (each.is_equal, each.order))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from train.checkpoints.loader import fitting, read
+from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
 from train.config import InputError, TrainConfig, check, flat
 from train.models.encoder import Network
@@ -29,7 +29,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
         check(data_id_of(run) == data, f"step {manifest.step} learnt from other data than {run.location}/model is for")
-        export_described(source, spec_of(cfg.task).head, run, target)
+        export_described(source, manifest, spec_of(cfg.task).head, run, target)
         return
     task = build_task(cfg)
     check(
@@ -38,7 +38,7 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
         "give the location of the run's data with --data",
     )
     model = task.build_model()
-    put_weights(model, source)
+    put_weights(model, source, manifest)
     task.export(model, make_folder(target))
 
 
@@ -50,19 +50,19 @@ def data_id_of(run: Folder) -> str:
         raise InputError(f"{run.location}/environment.json is damaged: it does not say the run's data") from error
 
 
-def put_weights(model: Network, source: Path) -> None:
+def put_weights(model: Network, source: Path, manifest: Manifest) -> None:
     with fitting(source):
-        model.load_state_dict(read(source / "model.pt"))
+        model.load_state_dict(read_weights(source, manifest))
 
 
-def export_described(source: Path, head: str, run: Folder, target: Path) -> None:
+def export_described(source: Path, manifest: Manifest, head: str, run: Folder, target: Path) -> None:
     """Export with the config.json of transformers and the tokenizer that the run left in model/."""
     names = [name for name in run.names("model/") if name.count("/") == 1]
     with scratch_folder() as scratch:
         for name in names:
             (scratch / Path(name).name).write_bytes(run.read(name))
         model = Network(without_weights(head, scratch))
-        put_weights(model, source)
+        put_weights(model, source, manifest)
         model.export(make_folder(target))
     for name in names:
         if name != "model/config.json":

@@ -17,8 +17,10 @@ from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Untrusted
 from train.checkpoints.progress import Progress
 from train.checkpoints.store import Store
 from train.config import Failure
+from train.parallel.pieces import Tensors
 from train.ranks import World, no_beat
 from train.run_folder.folder import check_same_run, differences
+from train.storage.untrusted import BadContent, shown
 
 if TYPE_CHECKING:
     from train.backend import Backend, State
@@ -88,7 +90,7 @@ def load(
 
     def put_back() -> list[State]:
         with world.in_turn(), fitting(path):
-            engine.load(read(path / "model.pt"), read(path / "optimizer.pt"))
+            engine.load(read_weights(path, manifest), read_optimizer(path, manifest))
             ranks = read(path / "ranks.pt")["ranks"]
             if manifest.world_size == world.size:
                 backend.set_rng_state(ranks[world.rank]["rng"])
@@ -121,7 +123,7 @@ def fitting(path: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+    except (RuntimeError, LookupError, TypeError, AttributeError, BadContent) as error:
         if isinstance(error, Failure):
             raise
         reason = (str(error).splitlines() or [""])[0]
@@ -129,6 +131,26 @@ def fitting(path: Path) -> Iterator[None]:
             f"{path} does not hold the state of this model, though its checksums are right "
             f"({type(error).__name__}: {reason}); who wrote it?"
         ) from error
+
+
+def read_weights(folder: Path, manifest: Manifest) -> Tensors:
+    """The weights of a verified checkpoint, from the files of all ranks that wrote some. Called in `fitting`."""
+    return Tensors({name: read(folder / name) for name in manifest.files_of("model")})
+
+
+def read_optimizer(folder: Path, manifest: Manifest) -> State:
+    """The optimizer's state, the same way: its "state" has the tensors of each parameter, by number."""
+    contents = {name: read(folder / name) for name in manifest.files_of("optimizer")}
+    first, *others = contents.values()
+    by_number: dict[Any, dict[str, Any]] = {}
+    for name, content in contents.items():
+        for number, tensors in content["state"].items():
+            by_number.setdefault(number, {})[name] = tensors
+    state = {number: Tensors(parts) for number, parts in sorted(by_number.items())}
+    lacking = {number for group in first["param_groups"] for number in group["params"]} - state.keys()
+    if others and lacking:  # a single file may hold no moments: not every optimizer has some
+        raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")
+    return {**first, "state": state}
 
 
 def read(path: Path) -> State:

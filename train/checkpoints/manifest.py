@@ -16,8 +16,10 @@ from train.storage.manifest import fault_of, fault_of_file, sealed, unsealed
 from train.storage.untrusted import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 2
+FORMAT_OF_PARTS = 3  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out
 FILE = "manifest.json"
 LATEST = "LATEST"
+PART = re.compile(r"(model|optimizer)_\d{5,}\.pt")  # what another rank than rank 0 has written
 
 
 class Damaged(RuntimeError):
@@ -54,21 +56,28 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry["bytes"] for entry in self.files.values())
 
+    def files_of(self, content: str) -> list[FileName]:
+        """The files of "model" or "optimizer", that of rank 0 first, whether or not the manifest names that one."""
+        first = file_name(content, 0)
+        return [first, *sorted(name for name in self.files if is_part(name) and name.startswith(f"{content}_"))]
+
     def to_json(self) -> bytes:
-        return canonical_json(sealed({"format": FORMAT, **asdict(self), "folder": self.folder or ""}))
+        number = FORMAT_OF_PARTS if any(map(is_part, self.files)) else FORMAT
+        return canonical_json(sealed({"format": number, **asdict(self), "folder": self.folder or ""}))
 
     @classmethod
     def from_json(cls, content: bytes) -> Manifest:
         """Raises Damaged for a manifest that was changed or holds what none holds, OtherVersion for another format."""
         try:
             body = read_object(content)
-            if isinstance(body.get("format"), int) and body["format"] != FORMAT:
+            if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
                 raise OtherVersion(
                     f"the checkpoint of step {shown(body.get('step'))} is of format {body['format']}, this version "
-                    f"reads {FORMAT}; resume with the version that wrote it, or choose another run_dir"
+                    f"reads {FORMAT} and {FORMAT_OF_PARTS}; resume with the version that wrote it, or choose another "
+                    "run_dir"
                 )
             body = unsealed(body)
-            if body.pop("format", None) != FORMAT:
+            if body.pop("format", None) not in (FORMAT, FORMAT_OF_PARTS):
                 raise BadContent("it does not say its format")
             manifest = record(cls, {**body, "folder": body.get("folder") or None})
             record(Progress, manifest.progress, "progress")
@@ -79,6 +88,14 @@ class Manifest:
     def check_step(self, step: int) -> None:
         if self.step != step:
             raise Damaged(f"{FILE} is of step {self.step}")
+
+
+def file_name(content: str, rank: int) -> FileName:
+    return FileName(f"{content}_{rank:05d}.pt" if rank else f"{content}.pt")
+
+
+def is_part(name: str) -> bool:
+    return PART.fullmatch(name) is not None
 
 
 def step_name(step: int) -> str:

@@ -1,41 +1,34 @@
 """Save beside the training, load what was saved. The loop's door to checkpoints.
 
-A save costs the training a copy to host memory. A thread of rank 0 writes, uploads and commits it; at most one is in
-flight. A save that fails is an alarm, several in a row end the run.
+A save costs the training a copy to host memory. A thread of each rank that has a part of the state writes and uploads
+that, and rank 0's commits it; at most one is in flight. A save that fails is an alarm, several in a row end the run.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
-
-from train.checkpoints.manifest import FILE, Manifest
+from train.checkpoints.manifest import Manifest
 from train.checkpoints.progress import Progress
 from train.checkpoints.retention import Retention
-from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
+from train.checkpoints.staging import Staging, State
 from train.checkpoints.store import Store
-from train.config import CheckpointConfig, Failure, InputError, Unreachable
+from train.checkpoints.writer import Writer
+from train.config import CheckpointConfig, Failure
+from train.host.threads import pool_beside_training
 from train.ranks import no_beat
-from train.storage.untrusted import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.parallel import Stateful
 
 logger = logging.getLogger("train")
-UNSENT = (InputError, Unreachable)  # a service that is away or refuses: what it did not take may be given to it later
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts to commit: random, doubling
 
 
 class SavesFail(Failure):
@@ -64,7 +57,7 @@ class Facts:
 
 
 class Saver:
-    """Saves checkpoints. All ranks make a Saver and call `save` and `wait` at the same steps; only rank 0 writes."""
+    """Saves checkpoints. All ranks make a Saver and call `save` and `wait` at the same steps; rank 0 commits."""
 
     def __init__(
         self,
@@ -83,15 +76,15 @@ class Saver:
         """
         self.cfg, self.store, self.facts = cfg, store, facts
         self.engine, self.backend, self.world = engine, backend, backend.world
-        self.may_commit, self.after_commit = may_commit, after_commit
+        self.after_commit = after_commit
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self.flight: Future[Saved] | None = None
+        self.writer = Writer(store, backend, may_commit)
+        self.pool = pool_beside_training("save")
+        self.flight: Future[Saved | None] | None = None  # gives None on other ranks than rank 0
         self.flight_began_s = 0.0
         self.results: list[Saved] = []  # since the last call of `take`
         self.failures_in_a_row = 0
         self.newest = newest  # committed
-        self.kept: tuple[int, Path] | None = None  # step and copy of a save that could not be committed
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # how long the last save took
         self.warming = self.pool.submit(lambda: None)
@@ -120,11 +113,15 @@ class Saver:
             return
         self.engine.check_replicas()
         ranks = self.world.gather({"rng": self.backend.rng_state(), **own})
-        whole = self.engine.state()
-        if self.world.rank != 0:
+        part = self.engine.state()
+        self.writer.open(part)
+        if self.world.rank != 0 and not self.writer.is_split:
             return
         self.warming.result()
-        state = self.staging.copy(whole, self.backend)
+        state = self.staging.copy(part, self.backend)
+        if self.world.rank != 0:
+            self.flight = self.pool.submit(self.writer.write_part, state, patience_s)
+            return
         manifest = Manifest(
             step=progress.step,
             **vars(self.facts),
@@ -141,9 +138,10 @@ class Saver:
 
     def warm(self) -> None:
         """Make the host memory of the first save in the thread, while the first steps run."""
-        state = self.engine.state()
-        if self.world.rank == 0:
-            self.warming = self.pool.submit(self.staging.warm, state, self.backend)
+        part = self.engine.state()
+        self.writer.open(part)
+        if part:
+            self.warming = self.pool.submit(self.staging.warm, part, self.backend)
 
     def wait(self, beat: Callable[[], None] = no_beat) -> None:
         """Wait until the last save is committed or has failed."""
@@ -169,6 +167,8 @@ class Saver:
     def collect(self) -> None:
         if self.flight is not None and self.flight.done():
             saved, self.flight = self.flight.result(), None
+            if saved is None:
+                return
             if saved.num_bytes:
                 self.newest, self.save_s = saved.step, saved.save_s
             self.failures_in_a_row = 0 if saved.failure is None else self.failures_in_a_row + 1
@@ -190,94 +190,19 @@ class Saver:
     @property
     def newest_text(self) -> str:
         newest = "there is no checkpoint" if self.newest is None else f"the newest checkpoint is of step {self.newest}"
-        return f"{newest} ({self.store.location}){self.kept_text}"
-
-    @property
-    def kept_text(self) -> str:
-        if self.kept is None or not (self.kept[1] / FILE).is_file():  # it may have made room for a newer one
-            return ""
-        step, folder = self.kept
-        return f"; step {step} is whole in {folder}: the next start on this machine uploads it"
+        return f"{newest} ({self.store.location}){self.writer.kept_text}"
 
     def _write(self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float) -> Saved:
         """Write, commit and prune, in the thread. A failure is logged and returned; several in a row end the run."""
         num_bytes, failure = 0, None
         try:
-            num_bytes = self._publish(state, manifest, patience_s)
+            num_bytes = self.writer.publish(state, manifest, patience_s)
             self.after_commit()
             self.retention.prune()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"
-            logger.error("saving step %d: %s%s", manifest.step, failure, self.kept_text)
+            logger.error("saving step %d: %s%s", manifest.step, failure, self.writer.kept_text)
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
-
-    def _publish(self, state: State, manifest: Manifest, patience_s: float) -> int:
-        name = first_not_finite({"weights": state["model"], "moments": state["optimizer"]})
-        if name is not None:
-            raise FloatingPointError(f"{name} is no longer finite; such a state is not saved")
-        scratch = self.store.scratch(manifest.step, num_bytes_of(state))
-        try:
-            names = {part: FileName(f"{part}.pt") for part in state}
-            files = {name: self._write_file(state[part], scratch / name) for part, name in names.items()}
-            manifest = self.store.keep(scratch, replace(manifest, files=files))
-            self._commit(scratch, manifest, patience_s)
-        except BaseException as error:
-            if isinstance(error, UNSENT) and (scratch / FILE).is_file():
-                self.kept = manifest.step, scratch
-            elif scratch.is_dir():
-                shutil.rmtree(scratch)
-            raise
-        self.kept = None
-        return manifest.num_bytes
-
-    def _commit(self, scratch: Path, manifest: Manifest, patience_s: float) -> None:
-        """Commit, and retry for `patience_s` if the service does not answer."""
-
-        def warn(state: RetryCallState) -> None:
-            error, left_s = state.outcome and state.outcome.exception(), patience_s - (state.seconds_since_start or 0)
-            logger.warning("saving step %d: %s; tried again for up to %.0f s", manifest.step, error, left_s)
-
-        for attempt in Retrying(
-            retry=retry_if_exception_type(UNSENT),
-            stop=stop_after_delay(patience_s),
-            wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
-            before_sleep=warn,
-            reraise=True,
-        ):
-            with attempt:
-                self.may_commit()
-                self.store.commit(scratch, manifest)
-
-    def _write_file(self, content: State, path: Path) -> FileEntry:
-        with path.open("wb") as raw:
-            file = Hashing(raw)
-            try:
-                self.backend.save(content, file)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise file.refusal or error from None  # torch's own error is about its archive: "unexpected pos"
-            raw.flush()
-            os.fsync(raw.fileno())
-        return {"bytes": file.num_bytes, "sha256": Sha256(file.digest.hexdigest())}
 
     def close(self, *, waits: bool) -> None:
         self.pool.shutdown(wait=waits, cancel_futures=not waits)
-
-
-class Hashing:
-    """A file that computes the checksum of the bytes it is given, whatever the disk then makes of them."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
-        self.refusal: OSError | None = None  # the disk's error
-
-    def write(self, content: bytes | memoryview) -> int:
-        self.digest.update(content)
-        self.num_bytes += memoryview(content).nbytes
-        try:
-            return self.file.write(content)
-        except OSError as error:
-            self.refusal = error
-            raise
-
-    def flush(self) -> None:
-        self.file.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -82,7 +82,7 @@ def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
     """All tensors of a state, each with its name: "model.embeddings.weight"."""
     if isinstance(value, Tensor):
         return [(prefix, value)]
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
     return [pair for key, item in items for pair in named(item, f"{prefix}.{key}" if prefix else str(key))]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.store_disk import LocalStore
 from train.storage.folders import Folder, LocalFolder
+from train.storage.untrusted import FileName
 
 
 class Store(Protocol):
     """The checkpoints of a run, by their steps. A broken one is put aside under another name, never deleted.
 
-    A save goes `scratch`, `keep`, `commit`; a load `fetch`, `path_of`, `let_go`.
+    A save goes `scratch`, `keep`, `commit`; one that several ranks write `begin_parts` before that, and on the others
+    `part`, `send_part` before `keep`; a load `fetch`, `path_of`, `let_go`.
     """
 
     location: str
@@ -43,8 +46,21 @@ class Store(Protocol):
     def scratch(self, step: int, num_bytes: int) -> Path:
         """An empty folder of this machine to write a step's files to. OSError if there is no room for `num_bytes`."""
 
+    def begin_parts(self, manifest: Manifest, names: list[FileName]) -> Manifest:
+        """Return the manifest that other ranks need to write their files; `names` are those of all ranks."""
+
+    def part(self, scratch: str, manifest: Manifest, num_bytes: int) -> AbstractContextManager[Path]:
+        """A folder of this machine for the files of another rank than rank 0, whose `scratch` has this name. OSError if
+        there is no room for `num_bytes`, or rank 0's folder is gone.
+        """
+
+    def send_part(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
+        """Bring the synced files in the folder of `part` to where `commit` needs them."""
+
     def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
-        """Return the manifest to commit. For S3, which may be away for long, `scratch` now outlasts this process."""
+        """Return the manifest to commit. For S3, which may be away for long, `scratch` now outlasts this process, if it
+        holds all files of the step.
+        """
 
     def send_kept(self, fence: int) -> None:
         """Commit the save that an earlier attempt kept and could not commit, if it is newer than all steps."""

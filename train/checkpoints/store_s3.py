@@ -20,6 +20,7 @@ from train.checkpoints.manifest import (
     Manifest,
     check_files,
     check_sizes,
+    is_part,
     step_name,
     step_of,
 )
@@ -31,6 +32,7 @@ from train.storage.untrusted import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
+PARTS = "parts"  # in the folder of this machine
 UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
 WRITTEN = re.compile(r"\d{8,}-[0-9a-f]{8}/.*")  # a file in such a folder
 MAX_NAMED = 3  # steps in a message
@@ -93,6 +95,7 @@ class S3Store:
     def fetch(self, step: int) -> Path:
         manifest = self.look(step)
         self.clear("fetched")  # the step of an earlier call, or what could not be verified
+        self.clear(PARTS)  # what killed saves have left: no step is loaded while another is saved
         target = self.path_of(manifest)
         target.mkdir(parents=True)
         check_room(target, manifest.num_bytes)
@@ -130,7 +133,28 @@ class S3Store:
             check_room(folder, num_bytes)
         return folder
 
+    def begin_parts(self, manifest: Manifest, names: list[FileName]) -> Manifest:
+        manifest = self.with_folder(manifest)
+        self.mark(manifest, names)
+        return manifest
+
+    @contextmanager
+    def part(self, scratch: str, manifest: Manifest, num_bytes: int) -> Iterator[Path]:
+        folder = self.local / PARTS / uuid.uuid4().hex
+        folder.mkdir(parents=True)
+        try:
+            check_room(folder, num_bytes)
+            yield folder
+        finally:
+            shutil.rmtree(folder)
+
+    def send_part(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
+        for name in names:
+            self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), folder / name)
+
     def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
+        if manifest.folder:
+            return manifest  # the files of other ranks are not here: a copy would not be whole
         manifest = self.with_folder(manifest)  # each attempt to commit overwrites what the one before has uploaded
         unsent.keep(scratch, manifest)
         return manifest
@@ -148,8 +172,7 @@ class S3Store:
         """Raises LeaseLost, and commits nothing, if another job took the run folder during the upload."""
         manifest = manifest if manifest.folder else self.with_folder(manifest)
         with self.unfinished(manifest):
-            for name in manifest.files:
-                self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), scratch / name)
+            self.send_part(scratch, manifest, [name for name in manifest.files if not is_part(name)])
             self.check_fence(manifest.fence)
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
                 self.check_fence(manifest.fence)  # a step of a newer owner stays
@@ -161,11 +184,15 @@ class S3Store:
     @contextmanager
     def unfinished(self, manifest: Manifest, *, removes: bool = False) -> Iterator[None]:
         """Mark the files of a manifest as leftovers, which they are if the work that is done meanwhile is cut off."""
-        mark = self.key(manifest.step, f"{manifest.folder}.unfinished")
-        self.folder.write(mark, canonical_json({"files": sorted(manifest.files), "removes": removes}))
+        mark = self.mark(manifest, list(manifest.files), removes=removes)
         yield
         with suppress(InputError, Failure):  # the work is done; while its manifest is there a mark means nothing
             self.folder.remove(mark)
+
+    def mark(self, manifest: Manifest, names: list[FileName], *, removes: bool = False) -> str:
+        mark = self.key(manifest.step, f"{manifest.folder}.unfinished")
+        self.folder.write(mark, canonical_json({"files": sorted(names), "removes": removes}))
+        return mark
 
     def check_fence(self, fence: int) -> None:
         newest = max(numbers(self.folder), default=0)

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from train.cli.command import DONE, EXITS, FAILED, REFUSED, STOPPED, Parser, command_parser, guarded
 from train.cli.help import groups, settings_help
 from train.config import (
+    SPLITS,
     BackendConfig,
     CorpusConfig,
     FilesCorpusConfig,
@@ -56,12 +57,14 @@ SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the o
     ("data", "shards", ShardsConfig),
     ("data", "records", RecordsConfig),
     ("backend", XLAConfig.name, XLAConfig),
+    *(("parallel", schema.name, schema) for schema in SPLITS),
     ("corpus", "plain", CorpusConfig),
     ("corpus", "files", FilesCorpusConfig),
     ("corpus", "hf", HFCorpusConfig),
 ]
 CONFIGS: dict[type, str] = {TrainConfig: "train", PrepareConfig: "prepare"}  # names in conf/; `launch` adds its own
-TABLES, LABELS = ("data.label_map", "data.more_validation"), "data.labels"
+TABLES = ("data.label_map", "data.more_validation", "compare.variants", "compare.largest_batch")
+LABELS = "data.labels"
 
 Config = TypeVar("Config")
 
@@ -139,8 +142,8 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
         with initialize_config_module("conf", version_base="1.3"):
             composed = compose(config_name(schema), overrides=overrides)
         for key, value in users_own.items():
-            is_known = OmegaConf.get_type(composed, "data") is RecordsConfig
-            check(is_known, f"{key} is not a setting of the data chosen here; --cfg job lists all")
+            where = "of the data chosen here" if key.startswith("data.") else "of this command"
+            check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, given)) from error
@@ -165,8 +168,8 @@ def check_override(schema: type, override: str) -> None:
     )
     listed = groups(config_name(schema))
     top = key.split(".")[0].split("/")[0]
-    is_known = top in listed or any(top == item.name for item in fields(schema))
-    check(is_known, f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
+    if top not in listed and all(top != item.name for item in fields(schema)):
+        raise InputError(f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
     default, options = listed.get(key, (None, []))
     chosen = parsed.value()
     if options and not isinstance(chosen, dict):
@@ -316,7 +319,7 @@ def run(
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
             nonlocal local_rank
-            local_rank = launched().local_rank if schema is TrainConfig else 0
+            local_rank = launched().local_rank if issubclass(schema, TrainConfig) else 0
             return action(load_config(schema, overrides))
         composed = compose_config(schema, overrides)
         check_what_is_set(composed, schema, overrides)

@@ -34,6 +34,7 @@ def read_config(folder: Folder) -> TrainConfig:
         task = TASKS[saved.task.kind].settings
         schema.task, schema.data = task, task.learns_from
         schema.optim = OPTIMIZERS[saved.optim.name].settings
+        schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[saved.parallel.name]
         schema.backend = XLAConfig if "layers" in saved.backend else BackendConfig
         config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
     except FileNotFoundError as error:

@@ -9,13 +9,21 @@ without torch, so that launchers and reports can read a configuration on a machi
 # ruff: noqa: F401 -- the names that other packages import
 
 from train.config.attempt import LeaseConfig, PreemptConfig, WatchdogConfig
-from train.config.backend import BackendConfig, InstanceConfig, ParallelConfig, XLAConfig
+from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
 from train.config.checkpoints import CheckpointConfig, lower_is_better
 from train.config.checks import check, check_choice, check_values
 from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
 from train.config.errors import Failure, InputError, Unreachable, Unset
 from train.config.models import ModelConfig
 from train.config.optim import OptimConfig
+from train.config.parallel import (
+    SPLITS,
+    DataParallelConfig,
+    FSDPConfig,
+    LocalSGDConfig,
+    ParallelConfig,
+    PipelineConfig,
+)
 from train.config.plain import flat, flatten, to_dict
 from train.config.plan import Plan, make_plan
 from train.config.prepare import (

@@ -1,4 +1,4 @@
-"""Settings of the device, of the split over ranks and of the machine."""
+"""Settings of the device and of the machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import date
 from train.config.checks import check, check_at_least, check_at_most, check_choice, check_positive
 from train.config.data import MAX_MICRO_BATCHES_AHEAD
 
+DEVICES = CUDA, NEURON = "cuda", "neuron"  # that a machine may have
 DEFAULT_TIMEOUT_S = 600.0  # of a collective operation
 NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for each other's compilers
 
@@ -20,8 +21,18 @@ class BackendConfig:
     precision: str = "auto"  # fp32 | tf32 | bf16 | fp16 | auto: bf16 if the hardware multiplies it natively, or fp16
     # on GPUs that have only that, or fp32. bf16 and fp16 are autocast, fp16 with a scaled loss; tf32 is fp32 of which
     # CUDA rounds the factors of products to 10 bits
-    grad_compression: str = "none"  # none | bf16: half the bytes in the gradient reduction (CUDA)
+    grad_compression: str = "none"  # of gradients between ranks (backend=ddp): none | bf16: half the bytes | powersgd:
+    # matrices as products of two narrow ones, a few per cent of the bytes; what a step leaves out is added to the next
+    powersgd_rank: int = 16  # columns of the narrow matrices: more are closer to the gradient, and more bytes
+    powersgd_start_step: int = 100  # steps that are reduced in full before; the warm-up of the rate should be over
+    hierarchical_reduction: bool = False  # add gradients up inside each machine first, then between first ranks
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
+    compile: str = "none"  # none | layers | model: what torch.compile makes kernels of, with backend=ddp
+    cuda_graphs: bool = False  # send a compiled graph's kernels to a GPU in one call; with compile. Not run on hardware
+    compile_cache: str | None = None  # a folder or s3://bucket/prefix that keeps compiled graphs for other machines and
+    # for a run that starts again; as trusted as the code itself. None: only this machine's own disk
+    max_graphs: int | None = None  # compiled for the steps and evaluations; each one more is a warning, and on CPUs
+    # through XLA it stops the run; None: as many as needed
     timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200
     join_timeout_s: float = DEFAULT_TIMEOUT_S  # ranks that have not come to join the others after that are an error
 
@@ -29,8 +40,27 @@ class BackendConfig:
         check_choice("backend.name", self.name, ("auto", "ddp", "xla", "neuron"))
         check_choice("backend.device", self.device, ("auto", "cpu", "cuda", "neuron"))
         check_choice("backend.precision", self.precision, self.precisions())
-        check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16"))
-        check_positive("backend.", self, "timeout_s", "join_timeout_s")
+        check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16", "powersgd"))
+        check_at_least("backend.", self, powersgd_rank=1, powersgd_start_step=2)  # 2: PyTorch's own limit
+        check_choice("backend.compile", self.compile, ("none", "layers", "model"))
+        check(
+            self.compile != "none" or not self.cuda_graphs,
+            "backend.cuda_graphs=true is for compiled kernels; set backend.compile=layers or model",
+        )
+        check(
+            self.compile == "none" or self.name in ("auto", "ddp"),
+            f"backend.compile={self.compile} is for backend=ddp; backend={self.name} compiles every graph by itself",
+        )
+        check(
+            self.compile != "none" or self.compile_cache is None,
+            "backend.compile_cache is for backend.compile=layers or model; on Trainium set NEURON_COMPILE_CACHE_URL",
+        )
+        check_positive("backend.", self, "timeout_s", "join_timeout_s", "max_graphs")
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """Whether gradients are reduced as they are."""
+        return self.grad_compression == "none" and not self.hierarchical_reduction
 
     def precisions(self) -> tuple[str, ...]:
         """Values that `precision` may have."""
@@ -52,13 +82,12 @@ class XLAConfig(BackendConfig):
     batches_per_execution: int = 1  # micro batches in one graph; with all of a step's there is one execution a step
     loader_prefetch: int = 8  # micro batches kept ready on the host
     device_prefetch: int = 4  # micro batches kept ready on the device; that many are sent together
-    max_graphs: int | None = None  # one graph more stops the run on CPUs and warns on Trainium; None: as many as needed
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
-        check(self.grad_compression == "none", "backend.grad_compression is for NCCL; leave it out with backend=xla")
-        check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch", "max_graphs")
+        check_reduces_plainly(self, self.name)
+        check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch")
         ahead = MAX_MICRO_BATCHES_AHEAD
         check_at_most("backend.", self, loader_prefetch=ahead, device_prefetch=ahead)
 
@@ -66,9 +95,10 @@ class XLAConfig(BackendConfig):
         return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
 
 
-@dataclass(kw_only=True)
-class ParallelConfig:
-    name: str = "data"  # data: every rank holds the model and a share of each batch
+def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
+    """InputError for a reduction of gradients that only backend=ddp has."""
+    keys = "backend.grad_compression and backend.hierarchical_reduction"
+    check(cfg.reduces_plainly, f"{keys} are for backend=ddp; leave them out with backend={name}")
 
 
 @dataclass(kw_only=True)
@@ -101,7 +131,7 @@ class InstanceConfig:
     source: str | None = None  # origin and date of the figures
 
     def __post_init__(self) -> None:
-        check_choice("instance.device", self.device or "cuda", ("cuda", "neuron"))
+        check_choice("instance.device", self.device or CUDA, DEVICES)
         check_positive("instance.", self, "devices", "micro_batch_tokens", "vcpus", "memory_gib", "network_cards")
         check_positive("instance.", self, "device_memory_gib", "device_tflops_bf16", "device_tflops_fp32")
         check_positive("instance.", self, "network_gbit_per_s", "device_link_gbyte_per_s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +26,8 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
-            check(math.isfinite(value) and abs(value) < LARGEST_FLOAT, f"{key}={value:g} must be a finite number")
+            given = f"{value:g}" if isinstance(value, float) else "a whole number of more than 100 digits"
+            check(abs(value) < LARGEST_FLOAT, f"{key}={given} must be a finite number")  # NaN is below nothing
             is_real = isinstance(value, float) and key != "max_epochs"  # it becomes a number of steps
             check(is_real or abs(value) < LARGEST, f"{key}={value} must be below 2^63")
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from train.config.prepare import PrepareConfig
 from train.config.train import TrainConfig
@@ -13,9 +12,7 @@ from train.config.train import TrainConfig
 
 def to_dict(config: TrainConfig | PrepareConfig) -> dict[str, Any]:
     """The configuration in plain containers, for config.yaml and fingerprints."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config))
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return asdict(config)
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:

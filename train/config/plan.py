@@ -15,10 +15,11 @@ class Plan:
     """Sizes that a configuration leads to, given the number of ranks and the amount of data."""
 
     world_size: int
+    replicas: int  # groups of ranks that see rows of their own: all ranks, or the pipelines
     global_batch_size: int  # sequences per optimizer step
-    micro_batch_size: int  # sequences per rank and forward pass
-    accumulation: int  # forward passes per rank and optimizer step
-    eval_batch_size: int  # sequences per rank and batch of an evaluation
+    micro_batch_size: int  # sequences per replica and forward pass
+    accumulation: int  # forward passes per replica and optimizer step
+    eval_batch_size: int  # sequences per replica and batch of an evaluation
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
@@ -27,22 +28,22 @@ class Plan:
 
 def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
     """Make the plan of a run over `rows` training sequences of up to `seq_len` tokens; InputError if there is none."""
+    replicas = cfg.parallel.replicas(world_size)
+    over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
     if cfg.global_batch_size is None:
         assert cfg.micro_batch_size is not None  # TrainConfig refuses a run without both
-        global_batch = cfg.micro_batch_size * world_size
+        global_batch = cfg.micro_batch_size * replicas
     else:
         global_batch = cfg.global_batch_size
     check(
-        global_batch % world_size == 0,
-        f"global_batch_size={global_batch} does not divide over {world_size} ranks; make it a multiple",
+        global_batch % replicas == 0,
+        f"global_batch_size={global_batch} does not divide over {over}; make it a multiple",
     )
-    share = global_batch // world_size
-    micro, fits = cfg.micro_batch_size or share, fitting(cfg, seq_len)
-    if fits is not None:
-        micro = next(size for size in range(min(micro, fits, share), 0, -1) if share % size == 0)
+    share = global_batch // replicas
+    micro, fits = micro_batch(cfg, share, seq_len), fitting(cfg, seq_len)
     check(
         share % micro == 0,
-        f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {world_size} ranks",
+        f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {over}",
     )
     per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
     accumulation = share // micro
@@ -53,7 +54,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     )
     check(
         rows >= global_batch,
-        f"the data holds {rows} training sequences, fewer than one batch of {global_batch} over {world_size} ranks; "
+        f"the data holds {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
         "prepare more text or lower global_batch_size",
     )
     steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, others each epoch
@@ -76,6 +77,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     factor = {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[optim.lr_scaling]
     return Plan(
         world_size=world_size,
+        replicas=replicas,
         global_batch_size=global_batch,
         micro_batch_size=micro,
         accumulation=accumulation,
@@ -85,6 +87,19 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         warmup_steps=warmup,
         lr=optim.lr * factor,
     )
+
+
+def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
+    """The sequences of a rank and forward pass, of the `share` that it has of a step, cut into parts or not."""
+    micro, fits, cuts = cfg.micro_batch_size or share, fitting(cfg, seq_len), cfg.parallel.cuts
+    if fits is not None:
+        sizes = range(min(micro, fits * cuts, share), 0, -1)
+        micro = next((size for size in sizes if share % size == 0 and size % cuts == 0), micro)
+    check(
+        micro % cuts == 0,
+        f"micro_batch_size={micro} is not a multiple of parallel.micro_batches={cuts}, the parts that it is cut into",
+    )
+    return micro
 
 
 def fitting(cfg: TrainConfig, seq_len: int | None) -> int | None:

@@ -26,7 +26,7 @@ class S3Config:
     def flags(self) -> list[str]:
         """The same settings as command line flags."""
         given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
-        flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
+        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]  # it may begin with a dash
         return [*flags, "--path-style"] if self.path_style else flags
 
 

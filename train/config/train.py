@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from train.config.attempt import LeaseConfig, NonfiniteConfig, PreemptConfig, WatchdogConfig
-from train.config.backend import DEFAULT_TIMEOUT_S, BackendConfig, InstanceConfig, ParallelConfig
+from train.config.backend import DEFAULT_TIMEOUT_S, BackendConfig, InstanceConfig
 from train.config.checkpoints import BestConfig, CheckpointConfig, ResumeConfig
-from train.config.checks import check, check_at_least, check_positive
+from train.config.checks import check, check_at_least, check_at_most, check_positive
 from train.config.data import DataConfig, RecordsConfig, ShardsConfig
 from train.config.errors import Unset
 from train.config.models import ModelConfig
 from train.config.optim import OptimConfig
+from train.config.parallel import ParallelConfig
 from train.config.publish import HubConfig
 from train.config.s3 import S3Config
 from train.config.tasks import TaskConfig
 from train.config.telemetry import StragglerConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
+MAX_SAMPLES = 32
 
 
 @dataclass(kw_only=True)
@@ -52,7 +54,11 @@ class TrainConfig:
     eval_batch_size: int | None = None  # sequences per rank and batch of an evaluation; None: micro_batch_size
     collect_graphs: bool = False  # for train.precompile: run each graph once, judge no number, save nothing
     export: bool = True  # write run_dir/export for plain transformers at the end
+    samples: int = 8  # validation examples that the export answers for the report (samples.json); 0: none
     tensorboard: bool = True
+    profile: bool = False  # trace some steps of rank 0: run_dir/profile/summary.md says where their time went
+    profile_after: int = 10  # steps of the attempt before these: the first ones compile and fill caches
+    profile_steps: int = 5  # steps that are traced
     task: TaskConfig = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = MISSING
@@ -86,7 +92,8 @@ class TrainConfig:
             )
         sizes = ("seq_len", "global_batch_size", "micro_batch_size", "max_examples", "max_steps", "max_epochs")
         check_positive("", self, *sizes, "log_every", "eval_every", "eval_examples", "eval_batch_size", "max_run_s")
-        check_at_least("", self, seed=0)
+        check_at_least("", self, seed=0, samples=0, profile_after=0, profile_steps=1)
+        check_at_most("", self, samples=MAX_SAMPLES)
         check(
             self.seq_len is None or self.seq_len >= 8,
             f"seq_len={self.seq_len} must be at least 8 (3 are special tokens)",
@@ -100,6 +107,7 @@ class TrainConfig:
             "shards: choose data=shards" if learns_from is ShardsConfig else "records: choose data=csv, tweets, ..."
         )
         check(isinstance(self.data, learns_from), f"task={self.task.kind} learns from {wanted}")
+        self.parallel.check_goes_with(self.backend)
         check(
             self.optim.head_lr is None or learns_from is RecordsConfig,
             f"optim.head_lr={self.optim.head_lr} is for tasks whose head begins with random weights; leave it out",

@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, numbers
 from train.host.machine import minor, package_faults
+from train.host.versions import INDEX as NEURON_INDEX
+from train.host.versions import read_versions
 
-INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
+INDEX = f"--extra-index-url {NEURON_INDEX}"
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
 NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
 NEURON_PYTHONS = ((3, 11), (3, 13))  # of the last SDKs that ship torch-neuronx for XLA
-
-
-@dataclass(frozen=True)
-class Sdk:
-    """Versions that one release of the Neuron SDK ships together (its n2-manifest.json)."""
-
-    name: str
-    torch_neuronx: str  # without the release of torch in front
-    neuronx_cc: str
-    libneuronxla: str
-    runtime: str
-    dkms: str
-
-
-SDKS = (
-    Sdk("2.26.1", "2.10.16998", "2.21.33363.0", "2.2.12677.0", "2.28.23", "2.24.7"),
-    Sdk("2.27.1", "2.11.19912", "2.22.12471.0", "2.2.14584.0", "2.29.40", "2.25.4"),
-    Sdk("2.28.0", "2.12.22436", "2.23.6484.0", "2.2.15515.0", "2.30.51", "2.26.5"),
-    Sdk("2.29.1", "2.13.26312", "2.24.8799.0", "2.2.16408.0", "2.31.24", "2.27.4"),
-    Sdk("2.30.0", "2.14.27725", "2.25.3371.0", "2.2.16974.0", "2.32.31", "2.28.0"),
-    Sdk("2.31.1", "2.15.32035", "2.26.6360.0", "2.2.17544.0", "2.33.10", "2.29.0"),
-    # No new torch-neuronx for XLA; the manual's page pairs that of 2.31.1 with the newer rest.
-    Sdk("2.32.0", "2.15.32035", "2.27.5334.0", "", "2.34.10", "2.30.2"),
-    Sdk("2.33.0", "2.15.32035", "2.28.7631.0", "3.0.10135.0", "2.35.30", "2.31.7"),
-)
-LAST = SDKS[5]  # the last that ships torch-neuronx for XLA
-INSTALL = f"pip install neuronx-cc=={LAST.neuronx_cc} torch-neuronx==2.9.0.{LAST.torch_neuronx} {INDEX}"
 
 
 def python(probe: Probe) -> Finding:
@@ -52,7 +25,8 @@ def python(probe: Probe) -> Finding:
         return ok(text)
     low, high = NEURON_PYTHONS
     if not low <= probe.python[:2] <= high:
-        return bad(f"{text}: Neuron SDK {LAST.name} has wheels for 3.11 to 3.13", cure="python3.12 -m venv .venv")
+        text = f"{text}: Neuron SDK {read_versions().sdk.name} has wheels for 3.11 to 3.13"
+        return bad(text, cure="python3.12 -m venv .venv")
     if probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"
         return bad(text, cure="launch from an Ubuntu 24.04 image (Neuron's pytorch-2.9/ubuntu-24.04)")
@@ -75,7 +49,7 @@ def packages(probe: Probe) -> Finding:
         return bad(f"torch {torch} is built without CUDA", cure="pip install --force-reinstall 'torch>=2.6'")
     if native:
         if neuronx:
-            return warn(f"{text}: no table for the native build yet", cure="see train/doctor/checks_versions.py")
+            return warn(f"{text}: no table for the native build yet", cure="see ami/versions.yaml")
         return bad(f"torch-neuronx is missing ({text})", cure=f"pip install 'torch-neuronx>2.9' {INDEX}")
     if probe.is_trainium or neuronx:
         return neuron_packages(text, versions)
@@ -84,17 +58,19 @@ def packages(probe: Probe) -> Finding:
 
 def neuron_packages(text: str, versions: dict[str, str]) -> Finding:
     """Python packages of a trn1: all there, and shipped together by one SDK."""
+    table = read_versions()
+    install = table.sdk.install
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
     if missing:
-        return bad(f"{', '.join(missing)} missing ({text})", cure=INSTALL)
+        return bad(f"{', '.join(missing)} missing ({text})", cure=install)
     build = plain(versions["torch-neuronx"]).split(".", 3)[-1]
-    sdks = [sdk for sdk in SDKS if sdk.torch_neuronx == build]
+    sdks = [sdk for sdk in table.sdks if sdk.torch_neuronx == build]
     if not sdks:
-        return warn(f"torch-neuronx {versions['torch-neuronx']} is in no SDK of the table", cure=INSTALL)
+        return warn(f"torch-neuronx {versions['torch-neuronx']} is in no SDK of the table", cure=install)
     sdks = [sdk for sdk in sdks if sdk.neuronx_cc == plain(versions["neuronx-cc"])]
     if not sdks:
         both = f"torch-neuronx {versions['torch-neuronx']} with neuronx-cc {versions['neuronx-cc']}"
-        return warn(f"{both}: no SDK ships them together", cure=INSTALL)
+        return warn(f"{both}: no SDK ships them together", cure=install)
     library = plain(versions.get("libneuronxla", sdks[0].libneuronxla))
     if sdks[0].libneuronxla and library != sdks[0].libneuronxla:
         cure = f"pip install libneuronxla=={sdks[0].libneuronxla} {INDEX}"
@@ -125,15 +101,16 @@ def driver(probe: Probe) -> Finding:
         return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
     loaded = probe.text("/sys/module/neuron/version") or probe.ask("modinfo", "-F", "version", "neuron").out.strip()
     dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
-    text = f"driver {dkms or 'unknown'}, runtime {runtime}"
+    text, wanted = f"driver {dkms or 'unknown'}, runtime {runtime}", read_versions().sdk
     if not dkms:
-        cure = f"sudo apt-get install aws-neuronx-dkms={LAST.dkms}*"
+        cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*"
         return bad(f"{text}: no driver is installed", cure=cure)
     if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
-        cure = f"sudo apt-get install aws-neuronx-runtime-lib={LAST.runtime}* (or newer)"
+        cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
         return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
-    sdk = next((s for s in SDKS if numbers(s.dkms) == numbers(dkms) and numbers(s.runtime) == numbers(runtime)), None)
+    both = numbers(dkms), numbers(runtime)
+    sdk = next((s for s in read_versions().sdks if (numbers(s.dkms), numbers(s.runtime)) == both), None)
     if sdk is None:
-        cure = f"sudo apt-get install aws-neuronx-dkms={LAST.dkms}* aws-neuronx-runtime-lib={LAST.runtime}*"
+        cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"
         return warn(f"{text}: no SDK of the table ships them together", cure=cure)
     return ok(f"{text}: SDK {sdk.name}")

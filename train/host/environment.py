@@ -20,19 +20,31 @@ PACKAGES += ("tokenizers", "datasets", "numpy", "safetensors", "hydra-core")
 
 def environment() -> dict[str, Any]:
     """Versions, commit, folders of the code, and machine. Environment variables are left out: they may be secret."""
-    versions = installed_versions(*PACKAGES)
     return {
         "baretrain": train.__version__,
         "python": platform.python_version(),
-        "versions": {package: versions.get(package) for package in PACKAGES},
+        "versions": versions(),
         "commit": commit(),
         "code": [str(Path(train.__file__).parent), str(Path(conf.__file__ or "").parent)],
         "neuron_cc_flags": os.environ.get("NEURON_CC_FLAGS"),
         "host": platform.node(),
         "machine": platform.machine(),
+        "processor": processor(),
         "cpus": os.cpu_count(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of PACKAGES; None for one that is not installed."""
+    installed = installed_versions(*PACKAGES)
+    return {package: installed.get(package) for package in PACKAGES}
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """The maker's name of this machine's processors; None where Linux has none."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def commit() -> str | None:

@@ -23,14 +23,11 @@ from typing import Any
 from train.config import InputError, check
 from train.config.backend import NEURON_TIMEOUT_S
 from train.host.processes import read_process
+from train.host.versions import read_versions
 
 DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
 NETWORK_FILESYSTEMS = ("nfs", "efs", "lustre", "smb", "cifs", "ceph", "beegfs", "gpfs", "fuse.s3")
 ROOT_COMM_PORT = 48620  # of Neuron's collectives; to be reserved, as Linux uses this range for outgoing connections
-INDEX = "https://pip.repos.neuron.amazonaws.com"
-INSTALL = (
-    f"pip install 'neuronx-cc==2.26.6360.0' 'torch-neuronx==2.9.0.2.15.32035' --extra-index-url {INDEX}"  # SDK 2.31.1
-)
 
 
 @dataclass(frozen=True)
@@ -218,7 +215,7 @@ def installed_versions(*names: str) -> dict[str, str]:
 
 def package_faults(versions: Mapping[str, str]) -> list[str]:
     """Conflicts between the installed torch, torch-xla, torch-neuronx and neuronx-cc, each with its fix."""
-    faults = []
+    faults, install = [], read_versions().sdk.install
     torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
     if xla and minor(torch) != minor(xla):
         faults.append(
@@ -228,17 +225,17 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     neuronx = versions.get("torch-neuronx", "")
     if neuronx and neuronx.split(".")[0] == "1" and "+" not in neuronx and neuronx.count(".") < 3:
         faults.append(
-            f"torch-neuronx {neuronx} is the public index's empty stub; pip uninstall torch-neuronx && {INSTALL}"
+            f"torch-neuronx {neuronx} is the public index's empty stub; pip uninstall torch-neuronx && {install}"
         )
     elif neuronx and release(neuronx) < (2, 9):
-        faults.append(f"torch-neuronx {neuronx} is older than 2.9; {INSTALL}")
+        faults.append(f"torch-neuronx {neuronx} is older than 2.9; {install}")
     elif neuronx and release(neuronx) > (2, 9):
         faults.append(
-            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {INSTALL}"
+            f"torch-neuronx {neuronx} is the native build for trn2 and trn3 (backend=neuron); on trn1: {install}"
         )
     compiler = versions.get("neuronx-cc", "")
     if compiler and compiler.split(".")[0] in ("0", "1"):
-        faults.append(f"neuronx-cc {compiler} is the public index's empty stub; pip uninstall neuronx-cc && {INSTALL}")
+        faults.append(f"neuronx-cc {compiler} is the public index's empty stub; pip uninstall neuronx-cc && {install}")
     return faults
 
 

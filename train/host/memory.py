@@ -17,6 +17,21 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that programs can still take on this machine without swapping: MemAvailable of proc(5), on Linux alone."""
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
+
+
+def limit_allocations(most_bytes: int) -> None:
+    """Have this process, and those that it starts from now on, fail to allocate more than this: RLIMIT_DATA counts
+    private writable memory since Linux 4.7 (getrlimit(2)).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard == resource.RLIM_INFINITY or most_bytes < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
+
+
 def peak_memory(pid: int) -> int | None:
     """Peak bytes of host memory of a process; None if it has ended."""
     try:

@@ -24,7 +24,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from train.config import InputError, ModelConfig, check
 from train.host.memory import total_memory_bytes
-from train.models.layers import Checkpoint, Run, freeze, recompute_layers, run_shared_layer_by, shared_layer
+from train.models.layers import (
+    Checkpoint,
+    Run,
+    freeze,
+    recompute_layers,
+    repeated_layers,
+    run_shared_layer_by,
+    separate_layers,
+    shared_layer,
+)
 from train.models.pretrained import read_model_config, read_weights
 
 # The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
@@ -51,6 +60,8 @@ ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by
 
 class Network(nn.Module):
     """A model of transformers, with what backends and tasks do to it whatever its head."""
+
+    head_share = 0.0  # of the positions of a sequence that the head reads: about none, if it reads one token
 
     def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
         """`new`: names of the parameters that a checkpoint did not have."""
@@ -83,6 +94,28 @@ class Network(nn.Module):
         """Keep only the input of each layer for the backward pass. RuntimeError if no layer was recognised."""
         if not recompute_layers(self.network, checkpoint):
             raise RuntimeError(f"{type(self.network).__name__} has no layers that are known to be recomputable")
+
+    def compile_layers(self, optimised: Callable[[Any], Any]) -> int:
+        """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
+        training and one in evaluation for each kind of layer. RuntimeError if no layer was recognised.
+        """
+        layers = repeated_layers(self.network)
+        first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
+        training, evaluation = set(), set()
+        for layer in layers:
+            weights = list(layer.parameters())
+            kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
+            evaluation.add(kind)
+            # Behind frozen layers, the input of the first trained one needs no gradient.
+            training.add((kind, any(weight is first for weight in weights)))
+            layer.forward = optimised(layer.forward)
+        if not layers:
+            raise RuntimeError(f"{type(self.network).__name__} has no layers that are known to be compilable")
+        return len(training) + len(evaluation)
+
+    def separate_layers(self) -> list[nn.Module]:
+        """The layers, in their order, that have weights of their own."""
+        return separate_layers(self.network)
 
     def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
         """Run a shared layer by `make_loop(layer, depth)`. Returns False and does nothing if no layer is shared."""

@@ -56,6 +56,7 @@ class SpanReader(PaddedEncoder):
     """The span of an answer: logits [B, S, 2] of its start and end."""
 
     has_spans = True
+    head_share = 1.0
 
     def logits(self, output: Any) -> Tensor:
         return torch.stack([output.start_logits, output.end_logits], dim=-1)

@@ -17,14 +17,30 @@ Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*ten
 Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask or None) -> hidden
 
 
+def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """The layers that a network is made of, in their order; a shared one comes once."""
+    return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)]
+
+
+def separate_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """The layers that have weights of their own; none if one is shared over the whole depth. InputError if no layer is
+    known.
+    """
+    layers = repeated_layers(network)
+    check(
+        bool(layers),
+        f"the layers of {type(network).__name__} are not known, so that they cannot be split over ranks; choose "
+        "parallel=data",
+    )
+    return layers if len(layers) >= network.config.num_hidden_layers else []
+
+
 def recompute_layers(network: PreTrainedModel, checkpoint: Checkpoint) -> int:
     """Keep only the input of each layer for the backward pass. Returns the number of such layers.
 
     The switch of transformers ignores ALBERT, and its default recomputation is not the one that XLA needs.
     """
-    layers = [
-        module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)
-    ]
+    layers = repeated_layers(network)
     for layer in layers:
         layer.forward = recomputed(layer.forward, checkpoint, layer)
     return len(layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from train.config import InputError, ModelConfig, check
+from train.config import InputError, ModelConfig, TrainConfig, check
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path
 from train.storage.untrusted import BadContent, of_type, read_object
 
@@ -41,8 +41,12 @@ class Shape:
     def is_albert(self) -> bool:
         return self.model_type == "albert"
 
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_size if self.is_albert else self.hidden_size
+
     def embedding_parameters(self) -> int:
-        width = self.embedding_size if self.is_albert else self.hidden_size
+        width = self.embedding_width
         rows = self.vocab_size + self.max_position_embeddings + self.type_vocab_size
         return (rows + 2) * width  # and the weight and bias of a LayerNorm
 
@@ -63,7 +67,7 @@ class Shape:
         if not (freeze_embeddings or freeze_layers):
             total += self.embedding_parameters()
         if head == "mlm":  # a dense layer, a LayerNorm, and the bias of the scores; their weights are the embedding's
-            width = self.embedding_size if self.is_albert else hidden
+            width = self.embedding_width
             return total + hidden * width + 3 * width + self.vocab_size
         return total + (hidden**2 + hidden if head == "classify" else 0)  # a pooler, or a dense layer
 
@@ -144,6 +148,12 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
     return replace(default, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
 
+def check_layers(cfg: TrainConfig) -> None:
+    """InputError if the model of a run is known to have too few layers for the parts that the run cuts it into."""
+    if cfg.parallel.num_parts > 1 and (shape := find_shape(cfg.model)) is not None:
+        cfg.parallel.check_layers(shape.num_hidden_layers)
+
+
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
     """Whether `find_shape` takes the vocabulary from something else than the architecture's default."""
     return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
@@ -169,6 +179,12 @@ def read_shape(folder: Folder) -> Shape | None:
         return shape_of(read_object(folder.read(name)))
     except BadContent as error:
         raise InputError(f"{path} is damaged: {error}") from error
+
+
+def shape_of_model(model: Any) -> Shape | None:
+    """The sizes of a `Network`; None for other models, and for architectures whose parameters are not counted here."""
+    network = getattr(model, "network", None)
+    return None if network is None else shape_of(network.config.to_dict())
 
 
 def shape_of(values: dict[str, Any]) -> Shape | None:

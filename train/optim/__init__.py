@@ -14,13 +14,21 @@ from train.optim import adamw, lamb
 from train.optim.groups import parameter_groups, set_learning_rate
 from train.optim.schedules import SCHEDULES, learning_rate
 from train.optim.spec import OptimizerSpec
-from train.optim.state import load_state
+from train.optim.state import load_state, part_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["build_optimizer", "check_optimizer", "learning_rate", "load_state", "set_learning_rate"]
+__all__ = [
+    "build_optimizer",
+    "check_optimizer",
+    "learning_rate",
+    "load_state",
+    "parameter_groups",
+    "part_of",
+    "set_learning_rate",
+]
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
     "adamw": adamw.SPEC,

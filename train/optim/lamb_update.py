@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Lamb(torch.optim.Optimizer):
@@ -22,7 +23,6 @@ class Lamb(torch.optim.Optimizer):
     zeros in the gradients then.
     """
 
-    _step_supports_amp_scaling = True
     found_inf: Tensor | None = None
 
     def __init__(
@@ -30,6 +30,11 @@ class Lamb(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust_ratio": True}
         super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """False for weights that are split over ranks: torch 2.9 has not all operations of such a step for DTensor."""
+        return not isinstance(self.param_groups[0]["params"][0], DTensor)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

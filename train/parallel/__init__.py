@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,11 +27,15 @@ class Stateful(Protocol):
         """Raise RuntimeError if ranks that should hold the same weights do not."""
 
     def state(self) -> dict[str, State]:
-        """The state for a checkpoint: "model" by parameter names, "optimizer" without settings; whole on rank 0."""
+        """This rank's part of the state for a checkpoint, empty if other ranks have all of it: "model" by parameter
+        names, "optimizer" without settings. No tensor is in two parts, unless as a `piece` in each; all that is no
+        tensor of "model" or of the optimizer's "state" is in the part of rank 0. Ranks that have stepped apart are the
+        same afterwards.
+        """
 
-    def load(self, model: State, optimizer: State) -> None:
-        """Put back what `state` returned, on any device and number of ranks. InputError if the optimizer's state is for
-        another number of parameters.
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+        """Put back the whole of what the ranks' `state` returned, on any device and number of ranks. A mapping may read
+        a tensor only when it is asked for. InputError if the optimizer's state is for another number of parameters.
         """
 
 
@@ -45,6 +49,8 @@ class Engine(Stateful, Protocol):
     optimizer: torch.optim.Optimizer
     data_rank: int  # ranks with the same data_rank see the same rows
     data_size: int  # the number of different data_ranks
+    stage: int  # ranks of one stage do the same work, on different rows
+    bubble: float  # the share of the passes of a step in which a rank waits for other stages, at best
     loss_sum: Tensor  # [1], on the device: this rank's sum since it was last taken; a resumed run fills it
 
     def ready(self) -> None:
@@ -53,6 +59,11 @@ class Engine(Stateful, Protocol):
     def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
         """Update once by the mean loss over the labels of all ranks and micro batches. Returns the global norm of the
         gradients before clipping, [] on the device. The "count" of the batches is for the rows of this data rank.
+        """
+
+    def take_span_s(self) -> float:
+        """Seconds from the first to the last pass of the steps since the last call, waiting for other stages included;
+        0 where no stage waits for another.
         """
 
     def take_loss(self) -> float:
@@ -76,19 +87,15 @@ def build_engine(
     lengths: int = 1,
 ) -> Engine:
     """`accumulation`: micro batches of a step on each rank; `lengths`: how many shapes batches have."""
-    engine: Engine = engine_of(cfg).build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
+    check_choice("parallel.name", cfg.name, tuple(ENGINES))
+    module: Any = import_module(ENGINES[cfg.name])  # only runs that use an engine import it
+    engine: Engine = module.build(cfg, optim, backend, model, loss, accumulation=accumulation, lengths=lengths)
     return engine
 
 
-def data_size(cfg: ParallelConfig, world_size: int) -> int:
-    """The number of groups of ranks that see rows of their own. InputError if `world_size` cannot be split so."""
-    return engine_of(cfg).data_size(cfg, world_size)
-
-
-def engine_of(cfg: ParallelConfig) -> Any:
-    """The module of an engine, which has `build` and `data_size`. It is imported only by runs that use it."""
-    check_choice("parallel.name", cfg.name, tuple(ENGINES))
-    return import_module(ENGINES[cfg.name])
-
-
-ENGINES = {"data": "train.parallel.data"}
+ENGINES = {
+    "data": "train.parallel.data",
+    "local_sgd": "train.parallel.local_sgd",
+    "fsdp": "train.parallel.fsdp",
+    "pipeline": "train.parallel.pipeline",
+}

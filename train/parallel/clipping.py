@@ -16,9 +16,15 @@ def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_nor
     `max_norm`, in one pass over them. Returns the norm [] between the two. Nothing is read from the device.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return scale(gradients, nn.utils.get_total_norm(gradients), divisor, max_norm)
+
+
+@torch.no_grad()
+def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
+    """The same for gradients whose norm [] is known, as over all ranks that hold a part of them."""
     divisor = divisor.reshape(())
     factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
-    norm = nn.utils.get_total_norm(gradients) * factor
+    norm = norm * factor
     if max_norm is not None:
         factor = factor * (max_norm / (norm + EPSILON)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)

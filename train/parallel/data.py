@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,26 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from train.backend import guards
-from train.config import OptimConfig, ParallelConfig
+from train.config import DataParallelConfig, OptimConfig, ParallelConfig
+from train.config.parallel import check_shards
 from train.optim import build_optimizer, load_state, set_learning_rate
 from train.parallel.clipping import divide_and_clip
 
 if TYPE_CHECKING:
-    from train.backend import Backend
+    from train.backend import Backend, Reducer
     from train.data.batches.loader import Batch
     from train.parallel import LossFunction, State, Statistics
 
 
-def build(cfg: ParallelConfig, *args: Any, **options: Any) -> DataParallel:
-    return DataParallel(*args, **options)
+def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
+    if isinstance(cfg, DataParallelConfig) and cfg.shard_optimizer and backend.world.size > 1:
+        from train.parallel.sharded_optimizer import ShardedOptimizer  # late: it is made of this engine
 
-
-def data_size(cfg: ParallelConfig, world_size: int) -> int:
-    return world_size
+        check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
+        return ShardedOptimizer(optim, backend, *args, **options)
+    return DataParallel(optim, backend, *args, **options)
 
 
 class Replica:
     """A model that every rank holds whole, and its optimizer, as checkpoints see them."""
+
+    stage, bubble = 0, 0.0
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.backend, self.model, self.optimizer = backend, model, optimizer
@@ -41,6 +46,11 @@ class Replica:
         )
 
     def state(self) -> dict[str, State]:
+        held = self.held()
+        return held if self.backend.world.rank == 0 else {}
+
+    def held(self) -> dict[str, State]:
+        """The state, as far as this rank holds it."""
         moments = self.optimizer.state_dict()
         groups = [{"params": group["params"]} for group in moments["param_groups"]]
         scaler = self.backend.scaler
@@ -51,7 +61,7 @@ class Replica:
             "optimizer": {**moments, "param_groups": groups, **scale},
         }
 
-    def load(self, model: State, optimizer: State) -> None:
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
         self.model.load_state_dict(model)
         load_state(self.optimizer, optimizer)
         if "loss_scale" in optimizer:
@@ -60,9 +70,14 @@ class Replica:
     def assemble(self) -> None:
         """Do nothing: the model of every rank is whole."""
 
+    def take_span_s(self) -> float:
+        return 0.0
+
 
 class DataParallel(Replica):
     """See `train.parallel.Engine`."""
+
+    alone = False  # whether each rank steps by its own gradients
 
     def __init__(
         self,
@@ -77,12 +92,18 @@ class DataParallel(Replica):
         self.data_rank, self.data_size = backend.world.rank, backend.world.size
         self.max_grad_norm = optim.max_grad_norm
         backend.move(model)
-        self.reducer = backend.reducer(model, accumulation=accumulation, lengths=lengths)
+        self.reducer = self.build_reducer(backend, model, accumulation=accumulation, lengths=lengths)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=model.head_parameters())
+        optimizer = self.build_optimizer(optim, backend, model.head_parameters())
         super().__init__(backend, model, optimizer)
         self.loss = loss
         self.loss_sum = torch.zeros(1).to(backend.device)
+
+    def build_reducer(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int) -> Reducer:
+        return backend.reducer(model, accumulation=accumulation, lengths=lengths, alone=self.alone)
+
+    def build_optimizer(self, optim: OptimConfig, backend: Backend, head: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
 
     def ready(self) -> None:
         self.backend.ready(self.optimizer, self.parameters)
@@ -95,8 +116,12 @@ class DataParallel(Replica):
         for number, batch in enumerate(micro_batches, start=1):
             with self.reducer.micro_batch(is_last=number == len(micro_batches)):
                 self._add_gradients(batch)
-        clip = partial(divide_and_clip, self.parameters, self.reducer.finish(), self.max_grad_norm)
+        clip = partial(self.clip, self.reducer.finish())
         return self.backend.update(self.optimizer, self.parameters, clip)
+
+    def clip(self, divisor: Tensor) -> Tensor:
+        """Divide and clip the gradients. Returns their norm in between, []."""
+        return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
     def _add_gradients(self, batch: Batch) -> None:
         # This is a function so that none of its tensors is alive when the backend cuts the graph: all cuts are alike.
@@ -114,3 +139,13 @@ class DataParallel(Replica):
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
         with self.backend.autocast():  # a new one for each batch: casts that outlive it would change the next graph
             return statistics(self.model, inputs)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, State]:
+        held = super().held()
+        return {**held, "optimizer": {**held["optimizer"], **self.reducer.state()}}
+
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+        super().load(model, optimizer)
+        self.reducer.load(optimizer.get("compression", {}))

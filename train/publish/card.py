@@ -15,6 +15,7 @@ from typing import Any
 from train.config import ShardsConfig, lower_is_better
 from train.report.data import Records, classes_table, labels_table, metrics_table, read_records, splits_table
 from train.report.figures import printable
+from train.report.page import at_step
 from train.report.run import Line, Run, number, read_run, scores, summarise
 from train.run_folder.folder import RunFolder
 from train.storage.whole import write_atomic
@@ -269,8 +270,8 @@ def text(value: object) -> str:
     return escaped.replace("&", "&amp;")
 
 
-def reached(point: tuple[float, int] | None) -> str:
-    return "unknown" if point is None else f"{point[0]:.4f} at step {point[1]:,}"
+def reached(point: tuple[Any, int] | None) -> str:
+    return "unknown" if point is None else at_step(*point)
 
 
 def number_text(value: float | None) -> str:

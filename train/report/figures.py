@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from train.config import lower_is_better
 from train.report.data import Evaluated, Records, label_names
 from train.report.run import Line, Run, number, scores, summarise
+from train.storage.folders import sha256_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,25 +64,40 @@ def waiting_share(line: Line) -> float | None:
     return waited / (step_s * steps) if waited is not None and step_s and steps else None
 
 
+LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", metric("loss"), from_zero=False)
+THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", metric("tokens_per_s"))
 PANELS = (
-    Panel("loss", "Loss", "loss (nats)", metric("loss"), from_zero=False),
+    LOSS,
+    THROUGHPUT,
     Panel("learning_rate", "Learning rate", "learning rate", metric("lr")),
-    Panel("throughput", "Throughput", "tokens per second", metric("tokens_per_s")),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", metric("mfu"), percent=True),
-    Panel("padding", "Padding", "share of all tokens", metric("padding_share"), percent=True),
-    Panel("data_wait", "Waiting for data", "share of elapsed time", waiting_share, percent=True),
+    Panel("padding_share", "Padding", "share of all tokens", metric("padding_share"), percent=True),
+    Panel("data_wait_share", "Waiting for data", "share of elapsed time", waiting_share, percent=True),
     Panel("goodput", "Goodput", "share of the time since the first start", metric("goodput"), percent=True),
-    Panel("grad_norm", "Gradient norm", "global L2 norm", metric("grad_norm"), spikes=True),
+    Panel("gradient_norm", "Gradient norm", "global L2 norm", metric("grad_norm"), spikes=True),
 )
 
 
+def panels(runs: list[Run]) -> Iterator[Panel]:
+    """Yield the panels of these runs, with what readers look for first: loss, throughput, quality."""
+    yield from (LOSS, THROUGHPUT)
+    yield from eval_panels(runs)
+    yield from (panel for panel in PANELS if panel not in (LOSS, THROUGHPUT))
+
+
 def eval_panels(runs: list[Run]) -> Iterator[Panel]:
-    names = {name: None for run in runs for name in scores(run.lines["eval"]) if name != "loss"}
-    for index, name in enumerate(names, 1):
-        unit = printable(name.replace("_", " "))
-        file = f"eval_{index}_" + re.sub(r"[^A-Za-z0-9]", "_", name)[:60]
-        spikes = lower_is_better(name)
+    for name in {name: None for run in runs for name in scores(run.lines["eval"]) if name != "loss"}:
+        unit, file, spikes = printable(name.replace("_", " ")), file_name("validation", name), lower_is_better(name)
         yield Panel(file, f"Validation {unit}", unit, metric(name), kind="eval", from_zero=False, spikes=spikes)
+
+
+def file_name(prefix: str, name: str) -> str:
+    """The name of a figure's file, without its suffix: the same in every report. A hash keeps names apart that a file
+    cannot have in full.
+    """
+    plain = re.sub(r"[^a-z0-9_]", "_", name)[:60]
+    hashed = "" if plain == name else f"_{sha256_bytes(name.encode(errors='surrogatepass'))[:8]}"
+    return f"{prefix}_{plain}{hashed}"
 
 
 def points(lines: list[Line], value: Callable[[Line], float | None], x: str) -> tuple[list[float], list[float]]:
@@ -183,7 +199,7 @@ def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
         for index, (name, (xs, ys)) in enumerate(zip(names, curves, strict=True)):
             label = f" {shortened(name)}"  # the space: a name that begins with "_" would be left out of the legend
             curve(axes, xs, ys, band=len(runs) == 1, label=label, **look(index))
-        if panel.name == "loss":
+        if panel.name == LOSS.name:
             add_validation(axes, runs, x)
         finish(axes, panel, values)
         handles, named = axes.get_legend_handles_labels()
@@ -211,12 +227,16 @@ def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         if any(split.label_counts for split in records.splits):
-            yield "labels", "Labels", png_of(label_bars(records))
+            yield "labels_by_split", "Labels", png_of(label_bars(records))
         if any(sum(split.counts) for split in records.splits):
-            yield "lengths", "Lengths", png_of(length_steps(records))
-        for number, evaluated in enumerate(records.evaluated, 1):
+            yield "lengths_by_split", "Lengths", png_of(length_steps(records))
+        for evaluated in records.evaluated:
             if evaluated.confusion:
-                yield f"confusion_{number}", f"Confusion: {evaluated.name}", png_of(heat_map(evaluated))
+                yield (
+                    file_name("confusion", evaluated.name),
+                    f"Confusion: {evaluated.name}",
+                    png_of(heat_map(evaluated)),
+                )
 
 
 def axes_of(title: str, *, height: float = 3.4, **more: str) -> tuple[Figure, Axes]:

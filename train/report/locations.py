@@ -11,7 +11,15 @@ from train.config import InputError, S3Config, check
 from train.report.run import Run, read_run
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
-FILES = ("metrics.jsonl", "config.yaml", "environment.json", "data.json", "evaluation.json")  # all that a report reads
+FILES = (  # all that a report reads
+    "metrics.jsonl",
+    "config.yaml",
+    "environment.json",
+    "outcome.json",
+    "data.json",
+    "evaluation.json",
+    "samples.json",
+)
 
 
 def plain(location: str) -> str:

@@ -12,9 +12,10 @@ import json
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, check
+from train.report.cards import cards, duration, side_by_side
 from train.report.data import (
     Records,
     bad_rows,
@@ -25,18 +26,19 @@ from train.report.data import (
     read_records,
     splits_table,
 )
-from train.report.figures import MAX_POINTS, PANELS, data_figures, draw, eval_panels, labels, look, printable, x_axis
+from train.report.figures import MAX_POINTS, data_figures, draw, labels, look, panels, printable, x_axis
 from train.report.run import Run, summarise
+from train.run_folder import samples
+from train.storage.folders import LocalFolder
+from train.storage.untrusted import BadContent
 from train.storage.whole import write_atomic
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
 TITLES = ("Training report: ", "Comparison of ")  # of report.html.j2
-
-
-def duration(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
 
 
 COUNT, SECONDS = "{:,.0f}".format, "{:,.1f}".format
@@ -57,6 +59,10 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Training time (h:mm:ss)", "train_s", duration),
     ("Tokens/s over the whole run", "tokens_per_s", COUNT),
     ("MFU", "mfu", "{:.1%}".format),
+    ("Bubble: waiting for other stages", "bubble_share", "{:.1%}".format),
+    ("Bubble at best", "bubble_share_ideal", "{:.1%}".format),
+    ("Least peak memory of a rank (GB)", "least_rank_bytes", lambda value: f"{value / 1e9:,.2f}"),
+    ("Highest peak memory of a rank (GB)", "most_rank_bytes", lambda value: f"{value / 1e9:,.2f}"),
     ("Cost", "cost_usd", "${:,.2f}".format),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
@@ -92,10 +98,12 @@ def facts(summary: dict[str, Any]) -> dict[str, str]:
         if key == "train_loss":
             for name, score in summary["scores"].items():
                 for which, (value, step) in score.items():
-                    result[printable(f"Validation {name}, {which}".replace("_", " "))] = (
-                        f"{value:,.4f} at step {step:,}"
-                    )
+                    result[printable(f"Validation {name}, {which}".replace("_", " "))] = at_step(value, step)
     return result
+
+
+def at_step(value: float | None, step: int) -> str:
+    return f"{'no number' if value is None else f'{value:,.4f}'} at step {step:,}"
 
 
 def table(summaries: list[dict[str, Any]]) -> list[list[str]]:
@@ -138,6 +146,7 @@ def describe(run: Run, records: Records | None, label: str, number: int) -> dict
         "path": printable(run.location or run.path),
         "stroke": look(number),
         "summary": summary,
+        "cards": cards(run, summary, records),
         "why": {
             key: why_unknown(run, key, summary["precision"]) for key in ("mfu", "cost_usd") if summary[key] is None
         },
@@ -162,24 +171,44 @@ def sections(records: Records) -> list[tuple[str, list[tuple[str, list[list[str]
     return [(title, tables) for title, tables in shown if tables]
 
 
+def samples_of(run: Run) -> samples.Samples | None:
+    """What the model answered to some validation examples. InputError, one line, for a damaged file."""
+    try:
+        return samples.read(LocalFolder(run.path))
+    except BadContent as error:
+        raise InputError(f"{run.path / samples.NAME} is damaged: {error}") from error
+
+
 def printed(rows: list[list[str]]) -> list[list[str]]:
     return [[printable(cell) for cell in row] for row in rows]
 
 
-def render(runs: list[Run], output: Path) -> Path:
-    """Write report.html and its PNGs to the folder `output`; returns the path of the HTML."""
+def template(path: Path) -> Template:
+    """The template of a page, which may extend base.html.j2 of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    loader = FileSystemLoader([path.parent, Path(__file__).parent])
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["printable"] = printable
+    return environment.get_template(path.name)
+
+
+def render(runs: list[Run], output: Path) -> Path:
+    """Write report.html and its PNGs to the folder `output`; returns the path of the HTML.
+
+    What readers look for comes first: cards, curves, samples. The long table and all settings fold below.
+    """
+    learnt = samples_of(runs[0]) if len(runs) == 1 else None
     read, names, x = [read_records(run.path) for run in runs], labels(runs), x_axis(runs)
-    drawn = [(panel, draw(panel, runs, x)) for panel in (*PANELS, *eval_panels(runs))]
+    drawn = [(panel, draw(panel, runs, x)) for panel in panels(runs)]
     figures = [(panel, png) for panel, png in drawn if png is not None]
     only = read[0] if len(runs) == 1 else None
     pictures = list(data_figures(only)) if only is not None else []
     described = [describe(*each, number) for number, each in enumerate(zip(runs, read, names, strict=True))]
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    html = environment.get_template("report.html.j2").render(
+    html = template(Path(__file__).parent / "report.html.j2").render(
         runs=described,
+        rows=side_by_side([run["cards"] for run in described]),
+        samples=learnt,
         table=table([run["summary"] for run in described]),
         differences=config_differences(runs),
         figures=[(panel.title, base64.b64encode(png).decode()) for panel, png in figures],

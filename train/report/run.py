@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, flatten, lower_is_better
-from train.storage.untrusted import read_yaml
+from train.config.checks import LARGEST, LARGEST_FLOAT
+from train.run_folder.outcome import KEYS, NAME, Outcome
+from train.storage.untrusted import BadContent, read_yaml, record
 
 Line = dict[str, Any]
 
@@ -28,6 +29,7 @@ class Run:
     attempts: list[list[Line]]  # all that happened, redone steps included: time and money are counted from these
     lines: dict[str, list[Line]]  # by kind, superseded train and eval lines left out: curves are drawn from these
     location: str = ""  # of a run in S3, as the user wrote it
+    outcome: Outcome | None = None  # of the last attempt; None: it goes on, or was killed
 
 
 def read_run(path: Path) -> Run:
@@ -38,9 +40,20 @@ def read_run(path: Path) -> Run:
         lines = read_metrics(path / "metrics.jsonl")
         config = read_mapping(path / "config.yaml", read_yaml)
         environment = read_mapping(path / "environment.json", json.loads)
+        outcome = read_outcome(path / NAME)
     except OSError as error:
         raise InputError(f"cannot read {error.filename or path}: {error.strerror}") from error
-    return Run(path, dict(flatten(config)), dict(flatten(environment)), split_attempts(lines), drop_superseded(lines))
+    attempts, kept = split_attempts(lines), drop_superseded(lines)
+    return Run(path, dict(flatten(config)), dict(flatten(environment)), attempts, kept, outcome=outcome)
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """How the last attempt ended; None if it left no outcome, or if another program wrote the file."""
+    known = {key: value for key, value in read_mapping(path, json.loads).items() if key in KEYS}
+    try:
+        return record(Outcome, known) if known.keys() == KEYS else None
+    except BadContent as error:
+        raise InputError(f"{path} is damaged: {error}") from error
 
 
 def read_mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
@@ -67,11 +80,15 @@ def read_metrics(path: Path) -> list[Line]:
                 break  # the process was killed while it wrote
             raise InputError(f"{path} line {row_number} is not JSON: {error}") from error
         valid = isinstance(line, dict) and isinstance(line.get("kind"), str)
-        valid = valid and all(isinstance(line.get(key), int) for key in ("attempt", "step"))
+        valid = valid and all(is_count(line.get(key)) for key in ("attempt", "step"))
         check(valid, f"{path} line {row_number} is not a metrics line: expected an object with kind, attempt and step")
         lines.append(line)
     check(bool(lines), f"{path} holds no line yet: there is nothing to report")
     return lines
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < LARGEST
 
 
 def drop_superseded(lines: list[Line]) -> dict[str, list[Line]]:
@@ -97,7 +114,7 @@ def split_attempts(lines: list[Line]) -> list[list[Line]]:
 def number(line: dict[str, Any], key: str) -> float | None:
     """The value of a key if it is a finite number; None if not."""
     value = line.get(key)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT
     return value if known else None
 
 
@@ -137,15 +154,18 @@ def last(lines: list[Line], key: str) -> float | None:
     return next((value for line in reversed(lines) if (value := number(line, key)) is not None), None)
 
 
-def scores(evaluations: list[Line]) -> dict[str, dict[str, tuple[float, int]]]:
-    """(value, step) of the last and the best of every metric; no best where the better direction is not known."""
-    result: dict[str, dict[str, tuple[float, int]]] = {}
+def scores(evaluations: list[Line]) -> dict[str, dict[str, tuple[Any, int]]]:
+    """(value, step) of the last and the best of every metric; no best where the better direction is not known. The last
+    value is None if it was no finite number.
+    """
+    result: dict[str, dict[str, tuple[Any, int]]] = {}
     for name in {key: None for line in evaluations for key in line if not NOT_SCORES.fullmatch(key)}:
         reached = [(value, line["step"]) for line in evaluations if (value := number(line, name)) is not None]
         sign = -1 if lower_is_better(name) else 1 if HIGHER_IS_BETTER.search(name) else 0
         best = {"best": max(reached, key=lambda point: sign * point[0])} if sign and reached else {}
         if reached:
-            result[name] = {**best, "last": reached[-1]}
+            end = next(line for line in reversed(evaluations) if name in line)
+            result[name] = {**best, "last": (number(end, name), end["step"])}
     return result
 
 
@@ -154,10 +174,6 @@ def sizes(run: Run, end: Line) -> dict[str, float | None]:
     config, environment, trained = run.config, run.environment, run.lines["train"]
     world_size = number(end, "world_size") or number(environment, "world_size")
     batch = number(config, "global_batch_size") or number(environment, "plan.global_batch_size")
-    seq_len = number(config, "seq_len")
-    if batch and not seq_len and trained:
-        tokens = (number(trained[-1], "tokens_per_s") or 0.0) * (number(trained[-1], "step_s") or 0.0)
-        seq_len = round(tokens / batch) or None
     steps = number(end, "steps_total") or number(environment, "plan.total_steps") or number(config, "max_steps")
     examples = last(trained, "examples")
     if batch and examples is not None:  # a run that is stopped writes no line at its last step
@@ -165,7 +181,7 @@ def sizes(run: Run, end: Line) -> dict[str, float | None]:
     return {
         "world_size": world_size,
         "global_batch_size": batch,
-        "seq_len": seq_len,
+        "seq_len": number(environment, "seq_len") or number(config, "seq_len"),
         "steps_total": steps,
         "examples": examples,
     }
@@ -180,10 +196,15 @@ def steps_done(run: Run) -> int:
     return steps
 
 
+def closing(run: Run) -> Line:
+    """The summary of the last attempt; empty if it goes on, or was killed."""
+    return run.attempts[-1][-1] if run.attempts[-1][-1]["kind"] == "summary" else {}
+
+
 def reliability(run: Run, end: Line) -> dict[str, float | None]:
     """What faults and saves cost. An attempt that was killed leaves no count of its skipped steps and rollbacks."""
     survived = [line for line in run.lines["fault"] if number(line, "steps_lost") is not None]
-    closing = run.attempts[-1][-1] if run.attempts[-1][-1]["kind"] == "summary" else {}
+    ending = closing(run)
     return {
         "goodput": last([line for attempt in run.attempts for line in attempt], "goodput"),
         "faults_survived": len(survived),
@@ -195,8 +216,8 @@ def reliability(run: Run, end: Line) -> dict[str, float | None]:
         "checkpoints": len(run.lines["checkpoint"]),
         "save_s": total([number(line, "save_s") for line in run.lines["checkpoint"]]),
         "alarms": len(run.lines["fault"]),
-        **{key: number(closing, key) for key in ("skipped_steps", "rollbacks")},
-        **{key: number(end, key) for key in ("wall_s", "mttf_s", "suggested_interval_s", "suggested_every")},
+        **{key: number(ending, key) for key in ("wall_s", "skipped_steps", "rollbacks")},
+        **{key: number(end, key) for key in ("mttf_s", "suggested_interval_s", "suggested_every")},
     }
 
 
@@ -210,6 +231,8 @@ def summarise(run: Run) -> dict[str, Any]:
     model = config.get("model.pretrained") or config.get("model.architecture")
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     entropy = last(lines["summary"] + lines["eval"], "unigram_entropy")
+    of_ranks = end.get("peak_bytes_of_ranks")
+    peaks = [value for value in of_ranks if is_count(value)] if isinstance(of_ranks, list) else []
     return {
         **sizes(run, end),
         **reliability(run, end),
@@ -224,6 +247,9 @@ def summarise(run: Run) -> dict[str, Any]:
         "train_s": train_s,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "mfu": mean([(each["mfu"], each["train_s"]) for each in attempts]),
+        "least_rank_bytes": min(peaks, default=None),
+        "most_rank_bytes": max(peaks, default=None),
+        **{key: number(end, key) for key in ("bubble_share", "bubble_share_ideal")},
         "cost_usd": last([line for attempt in run.attempts for line in attempt], "cost_usd"),  # of all until then
         "cost_partial": without_summary > 0 or any(number(each[-1], "cost_usd") is None for each in run.attempts),
         "train_loss": number(lines["train"][-1], "loss") if lines["train"] else None,  # null: it was no number
@@ -231,5 +257,5 @@ def summarise(run: Run) -> dict[str, Any]:
         "unigram_entropy": number(environment, "unigram_entropy") if entropy is None else entropy,
         "attempts": len(attempts),
         "attempts_without_summary": without_summary,
-        "reason": end.get("reason"),
+        "reason": closing(run).get("reason"),
     }

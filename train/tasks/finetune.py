@@ -28,7 +28,9 @@ from train.data.shards.prepared import Supply
 from train.models.encoder import check_fits, model_config, most_positions
 from train.models.heads import PaddedEncoder
 from train.models.source import resolved, task_tokenizer
+from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
+from train.tasks.spec import Origin
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -137,6 +139,7 @@ class FineTuning(ABC):
         metrics: Sequence[str],
     ) -> None:
         assert isinstance(cfg.data, RecordsConfig)
+        self.cfg, self.data = cfg, cfg.data
         self.sizes, self.lengths, self.seq_len = sizes, sizes.lengths, sizes.seq_len
         self.tables = open_tables(cfg, featurizer)
         self.splits: list[Split] = []
@@ -241,3 +244,17 @@ class FineTuning(ABC):
         assert isinstance(model, PaddedEncoder)
         model.export(folder)
         shutil.copytree(self.tables.folder / "tokenizer", folder, dirs_exist_ok=True)
+
+    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
+        """Some validation examples, as `python -m train.predict` answers them."""
+        from train.tasks.predictor import Host, Trained  # it imports this file
+        from train.tasks.samples import candidates, mixed
+
+        trained, host = Trained.of(Origin(str(export), (self.cfg, run), self.data), self.seq_len), Host()
+        examples, target = self.tables.examples("validation"), trained.featurizer.kind.target
+        rows = list(candidates(examples, most, target=target, labels=trained.labels))
+        if not rows:
+            return []
+        predictor = trained.predictor(trained, host, dict.fromkeys(trained.prediction.options))
+        results = predictor.predict(rows, host, batch_size=8, on_batch=lambda _: None)
+        return mixed([predictor.sample(*pair) for pair in zip(rows, results, strict=True)], most)

@@ -6,9 +6,10 @@ Rows are those of `train.data.records.raw.read_texts`. One process, on the CPU o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.kinds import TOKENS, Featurizer
 from train.data.records.token_rows import TokenRows
 from train.models.heads import PaddedEncoder
+from train.run_folder.samples import Sample
 from train.tasks import TASKS, spec_of
 from train.tasks.finetune import Sizes, logits_of
 from train.tasks.spec import Origin, Prediction
@@ -27,11 +29,31 @@ from train.tasks.spec import Origin, Prediction
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from train.backend.ddp import DDP
-
 TOKENISED_TOGETHER = 500  # rows; before they are an Arrow table they take ten times as much memory
 STEP = 8  # tokens; batches are padded to multiples of it, which suits matrix units
 MOST_LENGTHS = 128  # different lengths that batches are padded to
+
+
+class Computes(Protocol):
+    """What a predictor needs of a backend."""
+
+    device: torch.device
+
+    def autocast(self) -> AbstractContextManager[Any]: ...
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class Host:
+    """The CPU in float32, beside a run whose backend has the devices and their graphs."""
+
+    device = torch.device("cpu")
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
 
 
 @dataclass(frozen=True)
@@ -84,7 +106,7 @@ class Predictor(ABC):
     csv_columns: list[str]
     shortest = STEP  # the least tokens of a batch
 
-    def __init__(self, trained: Trained, backend: DDP, options: Mapping[str, Any]) -> None:
+    def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
         """Read the weights. `options`: the values of the flags in the task's Prediction."""
         self.trained, self.options = trained, options
         model = self.build_model()
@@ -101,7 +123,7 @@ class Predictor(ABC):
         return []
 
     def predict(
-        self, rows: list[dict[str, Any]], backend: DDP, *, batch_size: int, on_batch: Callable[[int], Any]
+        self, rows: list[dict[str, Any]], backend: Computes, *, batch_size: int, on_batch: Callable[[int], Any]
     ) -> list[dict[str, Any]]:
         """The model's answer to each row, in their order. `on_batch` gets the number of sequences read."""
         features = self.features(rows)
@@ -122,7 +144,7 @@ class Predictor(ABC):
 
     @torch.inference_mode()
     def statistics(
-        self, features: Dataset, backend: DDP, batch_size: int, on_batch: Callable[[int], Any]
+        self, features: Dataset, backend: Computes, batch_size: int, on_batch: Callable[[int], Any]
     ) -> np.ndarray:
         """[rows, n] float32, in the order of the features. They are read in the order of their length, longest first:
         there is little padding, and a batch that does not fit into memory fails at once.
@@ -159,6 +181,10 @@ class Predictor(ABC):
     def results(
         self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
     ) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def sample(self, row: dict[str, Any], result: dict[str, Any]) -> Sample:
+        """A row whose right answer is known and what `predict` gave for it, for the report."""
 
     @abstractmethod
     def metrics(self) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from train.data.shards.order import ShardSampler, Windows
     from train.data.shards.prepared import Supply
     from train.models.encoder import Network
+    from train.run_folder.samples import Sample
     from train.storage.folders import Folder
     from train.tasks.predictor import Predictor
 
@@ -51,6 +52,7 @@ class TaskSpec:
     build: Callable[[TrainConfig], Task]  # imports torch; InputError for data that the task cannot learn from
     head: str  # transformers loads an export as AutoModelFor<head>
     card: CardText
+    headline: tuple[str, ...] = ("loss",)  # the metric that a report leads with: the first of these that a run has
     prediction: Prediction | None = None  # None: its models do not predict
 
 
@@ -110,3 +112,6 @@ class Task(Protocol):
         """Write to the run folder what its checkpoints need to be exported without the data; rank 0."""
 
     def export(self, model: nn.Module, folder: Path) -> None: ...
+
+    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
+        """At most so many validation examples with the answers of the exported model; rank 0. They cost little."""

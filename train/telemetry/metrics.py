@@ -15,12 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from train.backend.base import peak_device_bytes
 from train.config import Plan, TrainConfig
 from train.host import machine
+from train.host.memory import own_peak_bytes
 from train.run_folder.folder import RunFolder
+from train.telemetry.bubble import Bubble
 from train.telemetry.console import Console
 from train.telemetry.journal import Journal
 from train.telemetry.monitor import Monitor, Sample
+from train.telemetry.profile import Profiler
 from train.telemetry.stragglers import Stragglers
 
 if TYPE_CHECKING:
@@ -57,6 +61,7 @@ class Sums(NamedTuple):
     loss: float
     wait_s: float  # mean of the ranks
     works_s: list[float]  # [world_size]
+    bubble: dict[str, float]  # fields of the line
     sample: Sample
 
 
@@ -88,7 +93,9 @@ class Recorder:
         self.world = self.backend.world
         # Ranks that see the same rows count them once between them.
         self.share = self.engine.data_size / self.world.size
-        self.stragglers = Stragglers(self.cfg.straggler, self.world.share(platform.node()))
+        self.bubble = Bubble(self.engine.bubble)
+        hosts, stages = zip(*self.world.share((platform.node(), self.engine.stage)), strict=True)
+        self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
 
     @property
     def has_measured(self) -> bool:
@@ -108,6 +115,7 @@ class Recorder:
         self.journal: Journal | None = None
         if is_first_rank:
             self.journal = Journal(self.folder, first_step=step + 1, tensorboard=self.cfg.tensorboard)
+        self.profiler = Profiler(self.cfg, self.folder, self.backend) if is_first_rank and self.cfg.profile else None
         self.console = Console(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
         return self
 
@@ -117,14 +125,18 @@ class Recorder:
         if error is not None:
             self.fault(f"{type(error).__name__}: {error}")
         self.console.bar.close()
+        if self.profiler is not None:
+            self.profiler.close()
         if self.journal is not None:
             self.journal.close()
 
     def begin_step(self) -> None:
+        if self.profiler is not None:
+            self.profiler.begin_step()
         self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
 
     def data_ready(self) -> None:
-        wait_s = time.perf_counter() - self.began_s
+        self.step_wait_s = wait_s = time.perf_counter() - self.began_s
         self.window.wait_s += wait_s
         self.window.work_s += wait_s
 
@@ -155,6 +167,8 @@ class Recorder:
             skipped, self.skips_in_a_row = self.read_skips()
         self.console.bar.update()
         self._time_step()
+        if self.profiler is not None:
+            self.profiler.end_step(self.step_wait_s)
         if is_due:
             stragglers = self.stragglers.see(sums.works_s)
             self._write_train(lr, norm, sums)
@@ -186,15 +200,16 @@ class Recorder:
     def _add_up(self) -> Sums:
         """Add up the window over the ranks; waits for the device."""
         window, world = self.window, self.world
-        local = [self.engine.take_loss(), window.wait_s / world.size]
-        window.work_s += self.backend.work.take_s()
+        passes_s, span_s = self.backend.work.take_s(), self.engine.take_span_s()
+        local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
+        window.work_s += passes_s
         works_s = [window.work_s if rank == world.rank else 0.0 for rank in range(world.size)]
         counts = [window.count, window.tokens, self.own_tokens]
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
-        loss_sum, wait_s, window.count, window.tokens, self.all_tokens = sums[:5]
+        loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
         window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to a little less
-        works_s, readings = sums[5 : 5 + world.size], sums[5 + world.size :]
-        return Sums(loss_sum / (window.count or 1.0), wait_s, works_s, Sample.from_values(readings))
+        bubble, sample = self.bubble.see(passes_s, span_s), Sample.from_values(others[world.size :])
+        return Sums(loss_sum / (window.count or 1.0), wait_s, others[: world.size], bubble, sample)
 
     def _time_step(self) -> None:
         compile_s = self.backend.graphs().compile_s - self.compiled_s
@@ -233,9 +248,9 @@ class Recorder:
             "epoch": self.progress.examples / self.plan.global_batch_size / self.plan.steps_per_epoch,
             "goodput": self.goodput(),
             **self.stragglers.fields,
+            **sums.bubble,
         }
-        mfu = self.mfu(window.flops / window.busy_s)
-        if mfu is not None:
+        if (mfu := self.mfu(window.flops / window.busy_s)) is not None:
             line["mfu"] = mfu
         if self.backend.scaler.is_enabled():
             line["loss_scale"] = self.backend.scaler.get_scale()
@@ -311,6 +326,10 @@ class Recorder:
                 "backend": self.backend.name,
                 "device": self.backend.device_name,
                 "precision": self.backend.precision,
+                "peak_device_bytes": peak_device_bytes(),
+                "peak_host_bytes": own_peak_bytes(),
+                "peak_bytes_of_ranks": self.world.share(peak_device_bytes() or own_peak_bytes()),
+                **self.bubble.fields(),
                 **facts,
             },
         )

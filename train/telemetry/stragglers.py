@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from train.config import StragglerConfig
@@ -49,9 +49,11 @@ class Pace:
 class Stragglers:
     """The judge of how long each rank has worked for each line of the metrics."""
 
-    def __init__(self, cfg: StragglerConfig, hosts: Sequence[str]) -> None:
-        """`hosts` [world_size]: the machine of each rank."""
-        self.cfg, self.hosts = cfg, hosts
+    def __init__(self, cfg: StragglerConfig, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
+        """`hosts` [world_size]: the machine of each rank; `stages` [world_size]: a rank is compared with others of its
+        stage only, by default with all.
+        """
+        self.cfg, self.hosts, self.stages = cfg, hosts, stages or [0] * len(hosts)
         self.paces = [Pace() for _ in hosts]
         self.seen = 0
         self.fields: dict[str, float] = {}  # of the line
@@ -61,14 +63,14 @@ class Stragglers:
         `works_s` [world_size]: seconds of work since the last line.
         """
         self.seen += 1
-        medians_s = medians_of_others(works_s) if len(works_s) > 1 else [0.0]
-        if self.seen <= WARM_UP or min(medians_s) <= 0:
+        ratios = self.ratios(works_s)
+        if self.seen <= WARM_UP or not ratios:
             return []
-        ratios = [work_s / median_s for work_s, median_s in zip(works_s, medians_s, strict=True)]
-        slowest = max(range(len(ratios)), key=ratios.__getitem__)
+        slowest = max(ratios, key=ratios.__getitem__)
         self.fields = {"slowest_rank": slowest, "slowest_ratio": ratios[slowest]}
         texts = []
-        for rank, (pace, ratio) in enumerate(zip(self.paces, ratios, strict=True)):
+        for rank, ratio in ratios.items():
+            pace = self.paces[rank]
             if num_lines := pace.see(ratio, self.cfg):
                 texts.append(
                     f"rank {rank} on {self.hosts[rank]} holds the others up: its own work takes {ratio:.1f} times the "
@@ -77,6 +79,19 @@ class Stragglers:
                     else f"rank {rank} on {self.hosts[rank]} no longer holds the others up, {num_lines} lines in a row"
                 )
         return texts
+
+    def ratios(self, works_s: Sequence[float]) -> Mapping[int, float]:
+        """The work of each rank in multiples of the median of the others of its stage; empty if there are no others, or
+        if a rank did nothing.
+        """
+        ratios: dict[int, float] = {}
+        for stage in sorted(set(self.stages)):
+            ranks = [rank for rank, own in enumerate(self.stages) if own == stage]
+            medians_s = medians_of_others([works_s[rank] for rank in ranks]) if len(ranks) > 1 else [0.0]
+            if min(medians_s) <= 0:
+                return {}
+            ratios |= {rank: works_s[rank] / median_s for rank, median_s in zip(ranks, medians_s, strict=True)}
+        return dict(sorted(ratios.items()))
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:

@@ -54,6 +54,7 @@ SPEC = TaskSpec(
             ("Class weights from the data", "task.balanced"),
         ),
     ),
+    headline=("f1_macro",),
     prediction=Prediction(
         verb="labels texts",
         inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from train.config import check
 from train.models.heads import Classifier, build_classifier
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import scores
 from train.tasks.classify.task import COLUMNS, ClassifyFeaturizer, predicted, probabilities, statistics
 from train.tasks.finetune import Sizes
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig
 
-    from train.backend.ddp import DDP
+    from train.tasks.predictor import Computes
 
 SHOWN_LABELS = 10
 
@@ -29,7 +30,7 @@ class LabelPredictor(Predictor):
 
     columns = COLUMNS
 
-    def __init__(self, trained: Trained, backend: DDP, options: Mapping[str, Any]) -> None:
+    def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
         super().__init__(trained, backend, options)
         self.labels = trained.labels
         self.csv_columns = ["id", "label", "prediction", *(f"probability_{label}" for label in self.labels)]
@@ -73,6 +74,12 @@ class LabelPredictor(Predictor):
                 "prediction": self.labels[answer],
                 "probabilities": dict(zip(self.labels, share, strict=True)),
             }
+
+    def sample(self, row: dict[str, Any], result: dict[str, Any]) -> Sample:
+        shares = sorted(result["probabilities"].items(), key=lambda pair: -pair[1])[:MOST_GUESSES]
+        guesses = [Guess(excerpt(label), min(1.0, share)) for label, share in shares]
+        answer = Answer(excerpt(row["label"]), guesses, float(result["prediction"] == row["label"]))
+        return Sample(excerpt(row["text"]), [answer], excerpt(row.get("text_pair") or ""))
 
     def metrics(self) -> str:
         if not self.known:

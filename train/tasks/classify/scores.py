@@ -1,4 +1,7 @@
-"""Metrics of classification by scikit-learn, on the host. A class that is empty or never predicted counts 0."""
+"""Metrics of classification by scikit-learn, on the host. A class that is empty or never predicted counts 0.
+
+It is imported by the first evaluation: with scipy it takes a second, for which no first step should wait.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, precision_recall_fscore_support
 
 NAMES = ("accuracy", "f1_macro", "f1_weighted")
 
@@ -15,6 +17,8 @@ def summary(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
     """The metrics NAMES of labels and predictions [rows], int64. As by default in scikit-learn, F1 is averaged over the
     labels that occur in either; a label that is never predicted has 0.
     """
+    from sklearn.metrics import accuracy_score, f1_score
+
     return {
         "accuracy": float(accuracy_score(labels, predicted)),
         "f1_macro": float(f1_score(labels, predicted, average="macro", zero_division=0)),
@@ -26,6 +30,8 @@ def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> d
     """Precision, recall, F1 and support for each of `names` (in the order of their numbers), and the confusion matrix
     with a row for each true label and a column for each prediction.
     """
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
     numbers = list(range(len(names)))
     columns = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0)
     precision, recall, f1, support = (column.tolist() for column in columns)

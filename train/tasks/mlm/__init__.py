@@ -45,4 +45,5 @@ SPEC = TaskSpec(
         example='f"It fills in {pipe.tokenizer.mask_token} tokens."',
         settings=(("Masked tokens", "task.mask_rate"),),
     ),
+    headline=("mlm_loss", "loss"),  # with sentence-order prediction the loss is of both
 )

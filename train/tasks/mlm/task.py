@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import InputError, ShardsConfig, TrainConfig, check
+from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import Buckets
 from train.data.batches.loader import MaskedRows
 from train.data.batches.masking import IGNORE_INDEX, Masker
@@ -31,6 +32,7 @@ from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, wo
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
 from train.models.flops import train_flops_per_sequence
 from train.models.source import resolved
+from train.run_folder.samples import MOST_GUESSES, Sample
 from train.storage.folders import Folder
 from train.tasks.highest import highest
 from train.tasks.mlm import MLMConfig
@@ -110,9 +112,14 @@ class MaskedLMTask:
         return self.data.supply(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
+        return self._model(self.model)
+
+    def _model(self, cfg: ModelConfig) -> MaskedLM:
         info, predicts_order = self.manifest.tokenizer, self.swapper is not None
         sizes = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
-        return build_masked_lm(self.model, **sizes, predicts_order=predicts_order)
+        model = build_masked_lm(cfg, **sizes, predicts_order=predicts_order)
+        model.head_share = self.predictions / self.seq_len
+        return model
 
     def train_data(self) -> MaskedRows:
         return MaskedRows(self.data.split("train"), self.masker, is_training=True, swapper=self.swapper)
@@ -177,6 +184,24 @@ class MaskedLMTask:
         assert isinstance(model, MaskedLM)
         model.export(folder)
         shutil.copytree(self.folder / "tokenizer", folder, dirs_exist_ok=True)
+
+    @torch.inference_mode()
+    def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
+        """Validation sequences whose hidden tokens are all masked, on the host."""
+        from train.tasks.mlm.samples import Spelling, blanks_of
+        from train.tasks.samples import spread
+
+        info, rows = self.manifest.tokenizer, MaskedRows(self.data.split("validation"), self.masker, is_training=False)
+        drawn = rows.draw(spread(self.eval_rows, most)[None])["inputs"]
+        inputs = {name: tensor[0] for name, tensor in drawn.items()}
+        positions, labels = inputs["positions"], inputs["labels"]
+        last = positions.amax(1, keepdim=True)  # for slots without a use
+        inputs["input_ids"].scatter_(1, torch.where(labels == IGNORE_INDEX, last, positions), info.mask_id)
+        model = self._model(replace(self.model, pretrained=str(export))).eval()
+        shares, guesses = self._logits(model, inputs)[0].softmax(-1).unflatten(0, labels.shape).topk(MOST_GUESSES)
+        spelling = Spelling(self.folder / "tokenizer", mask_id=info.mask_id, special_ids=info.special_ids)
+        sequences = zip(inputs["input_ids"].numpy(), map(blanks_of, positions, labels, guesses, shares), strict=True)
+        return [spelling.sample(tokens, blanks) for tokens, blanks in sequences if blanks]
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:

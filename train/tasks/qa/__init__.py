@@ -53,6 +53,7 @@ SPEC = TaskSpec(
         example='question="Who wrote it?", context="It was written by somebody."',
         settings=(("Window stride (tokens)", "task.stride"),),
     ),
+    headline=("f1",),
     prediction=Prediction(
         verb="answers questions",
         inputs={"question": "to answer from --context", "context": "in which the answer is"},

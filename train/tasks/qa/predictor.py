@@ -12,6 +12,7 @@ from torch import Tensor
 
 from train.config import InputError
 from train.models.heads import SpanReader, build_span_reader
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Sizes
 from train.tasks.predictor import Predictor, Trained
 from train.tasks.qa import QAConfig, spans
@@ -20,7 +21,7 @@ from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.spec import Origin
 
 if TYPE_CHECKING:
-    from train.backend.ddp import DDP
+    from train.tasks.predictor import Computes
 
 
 def threshold_of(origin: Origin, given: float | None) -> float | None:
@@ -48,7 +49,7 @@ class AnswerPredictor(Predictor):
     columns = TARGETS | CONTEXT
     csv_columns = ["id", "answer", "score"]
 
-    def __init__(self, trained: Trained, backend: DDP, options: Mapping[str, Any]) -> None:
+    def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
         assert isinstance(trained.task, QAConfig)
         self.task = trained.task
         self.threshold = threshold_of(trained.origin, options["null_threshold"])  # see spans.Reading.answer
@@ -83,6 +84,15 @@ class AnswerPredictor(Predictor):
         if wanted is not None and (wanted["text"] or v2):
             exact, f1 = spans.score(answer, wanted["text"], v2=v2)
             self.questions, self.exact, self.f1 = self.questions + 1, self.exact + exact, self.f1 + f1
+
+    def sample(self, row: dict[str, Any], result: dict[str, Any]) -> Sample:
+        wanted, given = row["answers"], result["answer"]
+        first, *others = sorted(result["n_best"], key=lambda span: span["text"] != given)
+        others = [span for span in others if span["text"] != given]
+        guesses = [Guess(excerpt(span["text"]), span["probability"]) for span in (first, *others)[:MOST_GUESSES]]
+        truth, at = (wanted["text"][0], wanted["answer_start"][0]) if wanted["text"] else ("", first["begin"])
+        score = spans.score(given, wanted["text"], v2=self.threshold is not None)[1]
+        return Sample(excerpt(row["question"]), [Answer(excerpt(truth), guesses, score)], excerpt(row["context"], at))
 
     def metrics(self) -> str:
         if not self.questions:

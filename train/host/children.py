@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from train.host.processes import read_process
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 POLL_S, ORPHANS_POLL_S = 1.0, 0.1
+ENDING_S = 10.0  # for a process to end after SIGTERM
+TIMED_OUT = 124  # as timeout(1) exits
 
 
 def start(
@@ -37,8 +40,13 @@ def start(
     return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=end_with_parent)
 
 
-def exit_code(process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None] = lambda: None) -> int:
-    """Wait for a process, and call `meanwhile` every POLL_S; its exit code as shells report it."""
+def exit_code(
+    process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None] = lambda: None, limit_s: float = math.inf
+) -> int:
+    """Wait for a process, and call `meanwhile` every POLL_S; its exit code as shells report it. After `limit_s` it is
+    ended, and left to itself if that does not help, as in a driver that never answers: TIMED_OUT.
+    """
+    until_s = time.monotonic() + limit_s
     while True:
         try:
             code = process.wait(POLL_S)
@@ -46,6 +54,12 @@ def exit_code(process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None]
             meanwhile()
         else:
             return 128 - code if code < 0 else code
+        if time.monotonic() > until_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+            process.kill()
+            return TIMED_OUT
 
 
 def adopt_orphans() -> None:

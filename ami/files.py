@@ -1,0 +1,91 @@
+"""What a build puts into the image besides the scripts: versions for them, constraints for pip, our wheel."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import ami
+from ami.base import Base
+from ami.config import AmiConfig
+from train.config import Failure, InputError, check
+from train.host.versions import INDEX, Versions
+
+HERE = Path(ami.__file__).parent
+ROOT = HERE.parent
+FOLDER = "baretrain"  # which Packer uploads to /tmp
+
+
+def write_files(folder: Path, cfg: AmiConfig, base: Base, versions: Versions, commit: str) -> Path:
+    """Write all of it below `folder`; returns what Packer uploads."""
+    check(
+        (ROOT / "constraints.txt").is_file(),
+        f"images are built from a checkout, which has constraints.txt; {ROOT} is an installed package",
+    )
+    target = folder / FOLDER
+    target.mkdir()
+    (target / "image.env").write_text(shell_values(image_values(cfg, base, versions, commit)))
+    constraints = (ROOT / "constraints.txt").read_text() if cfg.image == "cuda" else neuron_constraints(versions)
+    (target / "constraints.txt").write_text(constraints)
+    if cfg.wheel is None:
+        build_wheel(target)
+    else:
+        given = Path(cfg.wheel)
+        check(given.is_file(), f"wheel={cfg.wheel} is not there; leave it out to build one")
+        shutil.copy(given, target)
+    (wheel,) = target.glob("*.whl")
+    check(
+        re.match(rf"baretrain-{re.escape(versions['baretrain'])}-", wheel.name) is not None,
+        f"{wheel.name} is not baretrain {versions['baretrain']}, which ami/versions.yaml names",
+    )
+    return target
+
+
+def build_wheel(folder: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise Failure(f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE")
+
+
+def neuron_constraints(versions: Versions) -> str:
+    """The content of constraints-trn1.txt."""
+    head = (
+        f"# Neuron SDK {versions.sdk.name}, the last that ships PyTorch/XLA for Trainium 1; from Neuron's own index. "
+    )
+    lines = [f"{name}=={version}" for name, version in sorted(versions.python_packages().items())]
+    return "\n".join([f"{head}Not run on hardware.", *lines, ""])
+
+
+def image_values(cfg: AmiConfig, base: Base, versions: Versions, commit: str) -> dict[str, str]:
+    """What the scripts of ami/provision read from /etc/baretrain/image.env."""
+    return {
+        "IMAGE": cfg.image,
+        "BASE_IMAGE": base.id,
+        "COMMIT": commit,
+        "COMPILE_CACHE": cfg.compile_cache or "",
+        "NEURON_SDK": versions.sdk.name,
+        "NEURON_DKMS": versions.sdk.dkms,
+        "NEURON_RUNTIME": versions.sdk.runtime,
+        "NEURON_COLLECTIVES": versions.sdk.collectives,
+        "NEURON_TOOLS": versions.sdk.tools,
+        "NEURON_KEY": versions.keys["neuron"].version,
+        "NEURON_INDEX": INDEX,
+        "EFA_INSTALLER": versions["efa-installer"],
+        "EFA_KEY": versions.keys["efa"].version,
+        "NVIDIA_DRIVER": versions["nvidia-driver"],
+        "NVIDIA_DRIVER_LEAST": versions["nvidia-driver-least"],
+    }
+
+
+def shell_values(values: Mapping[str, str]) -> str:
+    """Lines of NAME='value' for a shell. InputError for a value that could be more than a value."""
+    for name, value in values.items():
+        if re.fullmatch(r"[\w.:/+-]*", value, re.ASCII) is None:
+            raise InputError(f"{name}={value!r} has characters that image.env cannot hold: letters, digits and _.:/+-")
+    return "".join(f"{name}='{value}'\n" for name, value in values.items())

@@ -1,0 +1,76 @@
+# The builder, which both images share: no inbound port, no public address, IMDSv2 only, encrypted disks, a role for SSM
+# that exists during the build.
+source "amazon-ebs" "machine" {
+  region        = var.region
+  source_ami    = var.base_image
+  instance_type = var.instance_type
+  subnet_id     = var.subnet
+
+  communicator                          = "ssh"
+  ssh_username                          = "ubuntu"
+  ssh_interface                         = "session_manager"
+  ssh_timeout                           = "20m"
+  ssh_clear_authorized_keys             = true
+  pause_before_ssm                      = "30s"
+  associate_public_ip_address           = false
+  temporary_security_group_source_cidrs = ["127.0.0.1/32"] # nobody: SSM's agent calls out
+  temporary_key_pair_type               = "ed25519"
+
+  temporary_iam_instance_profile_policy_document {
+    Version = "2012-10-17"
+    Statement {
+      Effect = "Allow"
+      Action = [
+        "ssm:UpdateInstanceInformation",
+        "ssmmessages:CreateControlChannel",
+        "ssmmessages:CreateDataChannel",
+        "ssmmessages:OpenControlChannel",
+        "ssmmessages:OpenDataChannel",
+      ]
+      Resource = ["*"]
+    }
+    dynamic "Statement" {
+      for_each = length(var.cache_arns) > 0 ? [1] : []
+      content {
+        Effect   = "Allow"
+        Action   = ["s3:GetObject", "s3:ListBucket"]
+        Resource = var.cache_arns
+      }
+    }
+  }
+
+  # >=1.7 begin
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+  }
+  imds_support = "v2.0"
+  deprecate_at = var.deprecate_at
+  # >=1.7 end
+
+  encrypt_boot = true
+  kms_key_id   = var.kms_key
+  launch_block_device_mappings {
+    device_name           = var.root_device
+    volume_type           = "gp3"
+    volume_size           = var.disk_gib
+    throughput            = 500
+    iops                  = 4000
+    encrypted             = true
+    kms_key_id            = var.kms_key
+    delete_on_termination = true
+  }
+
+  # The builder ends itself even if Packer and the machine that it runs on are gone.
+  user_data         = "#!/bin/sh\nshutdown -P +${var.max_minutes}\n"
+  shutdown_behavior = "terminate"
+
+  ami_name        = var.name
+  ami_description = "baretrain"
+  ami_regions     = var.copy_regions
+  tags            = var.tags
+  snapshot_tags   = var.tags
+  run_tags        = var.build_tags
+  run_volume_tags = var.build_tags
+}

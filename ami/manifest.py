@@ -1,0 +1,69 @@
+"""What is installed on an image, for /etc/baretrain/manifest.json. Runs on the image."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import train
+from train.config import InputError
+from train.host.versions import Versions, read_versions
+
+ENVIRONMENT = Path("/etc/baretrain/image.env")
+SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # beginnings of packages
+EFA = Path("/opt/amazon/efa_installed_packages")
+
+
+def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any]:
+    """Versions on this machine. The same machine gives the same: no times in it."""
+    values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
+    query = ["dpkg-query", "-W", "-f=${db:Status-Abbrev} ${Package} ${Version}\\n"]
+    rows = [
+        row.split() for row in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    ]
+    version = re.search(r"EFA installer version: (\S+)", efa.read_text() if efa.is_file() else "")
+    return {
+        "schema": 1,
+        "image": values.get("IMAGE", ""),
+        "base_image": values.get("BASE_IMAGE", ""),
+        "commit": values.get("COMMIT", ""),
+        "baretrain": train.__version__,
+        "system": platform.freedesktop_os_release().get("PRETTY_NAME", ""),
+        "python": platform.python_version(),
+        "efa_installer": version[1] if version else None,
+        "system_packages": {row[1]: row[2] for row in rows if len(row) == 3 and re.match(SYSTEM, row[1])},
+        "packages": {each.name.lower(): each.version for each in metadata.distributions() if each.name},
+    }
+
+
+def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
+    """InputError for a version that is not that of ami/versions.yaml."""
+    wanted, has = {"torch": versions["torch"]}, dict(manifest["packages"])
+    begins: dict[str, str] = {}
+    if manifest["image"] == "neuron":
+        wanted, begins = versions.python_packages(), versions.system_packages()
+    wrong = [
+        f"{name} {has.get(name, 'is missing')}, not {version}"
+        for name, version in wanted.items()
+        if has.get(name, "").split("+")[0] != version
+    ]
+    system = manifest["system_packages"]
+    wrong += [
+        f"{name} {system.get(name, 'is missing')}, not {version}"
+        for name, version in begins.items()
+        if not f"{system.get(name, '')}.".startswith(f"{version}.")
+    ]
+    if wrong:
+        raise InputError(f"this image is not what ami/versions.yaml names: {'; '.join(wrong)}; build it again")
+
+
+def checked() -> dict[str, Any]:
+    """What is installed. InputError if it is not what images of this kind have."""
+    manifest = installed()
+    check_installed(manifest, read_versions())
+    return manifest

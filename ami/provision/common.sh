@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# What every image has: packages, limits, ports, time, names, this machine's own disks, a user. Runs as root; a second
+# run changes nothing. Nothing is applied to the running kernel: the image starts again before it is used.
+set -euo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
+
+[ "$(id -u)" = 0 ] || fail "common.sh changes the whole machine: run it as root"
+command -v apt-get >/dev/null || fail "this system has no apt-get: build from Ubuntu 24.04" \
+    "(Amazon Linux cannot run torch-neuronx 2.9, whose wheel needs glibc 2.35)"
+if command -v cloud-init >/dev/null; then
+    cloud-init status --wait >/dev/null || true # it installs too at the first start; 2: it had warnings
+fi
+
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q -o APT::Update::Error-Mode=any
+apt-get install -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 \
+    ca-certificates chrony curl gnupg gpgv kmod mdadm numactl pciutils procps python3 python3-venv xfsprogs
+
+# EFA registers memory, 32 ranks with loader workers open many files.
+put 0644 /etc/security/limits.d/90-baretrain.conf <<'EOF'
+* - memlock unlimited
+* - nofile 1048576
+* - nproc unlimited
+root - memlock unlimited
+root - nofile 1048576
+root - nproc unlimited
+EOF
+put 0644 /etc/systemd/system.conf.d/90-baretrain.conf <<'EOF'
+[Manager]
+DefaultLimitMEMLOCK=infinity
+DefaultLimitNOFILE=1048576
+DefaultLimitNPROC=infinity
+DefaultTasksMax=infinity
+EOF
+
+# Ports of Neuron's collectives, which no outgoing connection may take (train.doctor looks for the first).
+put 0644 /etc/sysctl.d/90-baretrain.conf <<'EOF'
+net.ipv4.ip_local_reserved_ports = 48620,62182
+net.core.somaxconn = 4096
+EOF
+
+# EC2's own clock, which is reached without any route to the outside.
+put 0644 /etc/chrony/sources.d/ec2.sources <<'EOF'
+server 169.254.169.123 prefer iburst minpoll 4 maxpoll 4
+EOF
+systemctl enable --quiet chrony.service
+
+# A machine with several cards must resolve its name to the first one's address: DNS has it, /etc/hosts must not.
+put 0644 /etc/cloud/cloud.cfg.d/90-baretrain.cfg <<'EOF'
+manage_etc_hosts: false
+EOF
+touch /etc/hosts
+sed -i '/^127\.0\.1\.1[[:space:]]/d' /etc/hosts
+
+# Instance stores, which are empty at the first start: one file system at /mnt/local for caches and checkpoints.
+put 0755 /usr/local/sbin/baretrain-nvme <<'EOF'
+#!/usr/bin/env bash
+# Mount this machine's own NVMe disks, joined, at /mnt/local. Their content is lost when the machine stops.
+set -euo pipefail
+mkdir -p /run/baretrain /mnt/local
+if ! mountpoint -q /mnt/local; then
+    device=$(blkid -L baretrain || true) # of an earlier start of the system
+    if [ -z "$device" ]; then
+        disks=()
+        for model in /sys/class/block/nvme*n1/device/model; do
+            grep -qs "Amazon EC2 NVMe Instance Storage" "$model" || continue
+            disk=/dev/$(basename "${model%/device/model}")
+            [ -n "$(lsblk -nro MOUNTPOINT "$disk" | tr -d '\n')" ] || disks+=("$disk") # the base image may use it
+        done
+        [ "${#disks[@]}" -gt 0 ] || exit 0
+        device=${disks[0]}
+        if [ "${#disks[@]}" -gt 1 ]; then
+            device=/dev/md0
+            mdadm --create "$device" --run --level=0 --raid-devices="${#disks[@]}" "${disks[@]}"
+        fi
+        mkfs.xfs -q -f -L baretrain "$device"
+    fi
+    mount -o noatime "$device" /mnt/local
+fi
+chmod 1777 /mnt/local
+echo /mnt/local >/run/baretrain/nvme
+EOF
+put 0644 /etc/systemd/system/baretrain-nvme.service <<'EOF'
+[Unit]
+Description=This machine's own NVMe disks at /mnt/local
+After=local-fs.target
+Before=cloud-final.service
+
+[Service]
+Type=oneshot
+ExecStart=/usr/local/sbin/baretrain-nvme
+RemainAfterExit=yes
+
+[Install]
+WantedBy=multi-user.target
+EOF
+systemctl enable --quiet baretrain-nvme.service
+
+# For those who log in through SSM; without a password and without sudo.
+id baretrain >/dev/null 2>&1 || useradd --create-home --shell /bin/bash baretrain

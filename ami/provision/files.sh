@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Put what Packer uploaded to /tmp/baretrain where the other scripts look for it. Runs as root.
+set -euo pipefail
+
+from=/tmp/baretrain
+rm -rf /opt/baretrain/dist
+install -d -m 0755 /etc/baretrain /opt/baretrain/dist
+install -m 0644 "$from/image.env" /etc/baretrain/image.env
+install -m 0644 "$from/constraints.txt" "$from"/baretrain-*.whl /opt/baretrain/dist

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Close what a training machine does not need, keep the versions that were tested, and remove what belongs to the
+# builder alone. Runs as root; a second run changes nothing.
+set -euo pipefail
+
+put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
+
+# SSM is the way in. The running sshd stays, through which Packer works; at the next start there is none.
+for unit in ssh.service ssh.socket; do
+    if [ -n "$(systemctl list-unit-files --no-legend "$unit" 2>/dev/null)" ]; then
+        systemctl disable --quiet "$unit"
+    fi
+done
+put 0600 /etc/ssh/sshd_config.d/90-baretrain.conf <<'EOF'
+PasswordAuthentication no
+PermitRootLogin no
+EOF
+
+# An upgrade during a run could take the kernel's driver away.
+put 0644 /etc/apt/apt.conf.d/90-baretrain <<'EOF'
+APT::Periodic::Enable "0";
+APT::Periodic::Unattended-Upgrade "0";
+EOF
+for unit in apt-daily.timer apt-daily-upgrade.timer unattended-upgrades.service; do
+    if [ -n "$(systemctl list-unit-files --no-legend "$unit" 2>/dev/null)" ]; then
+        systemctl mask --quiet "$unit"
+    fi
+done
+dpkg-query -W -f='${db:Status-Abbrev} ${Package}\n' |
+    awk '$1 ~ /^[hi]i/ && $2 ~ /^linux-(image|headers|aws)/ { print $2 }' | xargs -r apt-mark hold >/dev/null
+
+# Every machine makes its own: names of hosts, keys, seeds.
+rm -f /etc/ssh/ssh_host_* /root/.bash_history /home/*/.bash_history /root/.ssh/authorized_keys
+: >/etc/machine-id
+rm -f /var/lib/dbus/machine-id /var/lib/systemd/random-seed
+if command -v cloud-init >/dev/null; then
+    cloud-init clean --logs --seed
+fi
+apt-get clean
+rm -rf /var/lib/apt/lists/* /tmp/baretrain
+chmod 0755 /etc/baretrain

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Fail the build unless this image can train: packages, devices, EFA, forks, a short training on the CPU. Writes
+# /etc/baretrain/manifest.json if it can. DEVICES=absent leaves out what needs an accelerator, on a machine without.
+set -euo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+# shellcheck source=/dev/null
+. /etc/baretrain/image.env
+python=/opt/baretrain/venv/bin/python
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+export HOME=$work PATH=/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+
+"$python" -m ami manifest "$work/manifest.json" # refuses versions that ami/versions.yaml does not name
+"$python" -c "import boto3, datasets, launch, torch, train.loop, transformers"
+"$python" - <<'EOF'
+import multiprocessing
+import torch
+
+total = torch.ones(1000).sum()  # starts torch's threads, which a fork must survive
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+assert total == 1000
+EOF
+
+if [ "${DEVICES:-}" != absent ]; then
+    type=$(cat /sys/devices/virtual/dmi/id/product_name)
+    if [ "$IMAGE" = neuron ]; then
+        neuron-ls -j | "$python" -c "import json, sys; sys.exit(not json.load(sys.stdin))" ||
+            fail "neuron-ls sees no device on $type"
+    else
+        "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || fail "torch sees no GPU on $type"
+    fi
+    modinfo efa >/dev/null || fail "the kernel $(uname -r) has no module efa"
+    fi_info --version >/dev/null || fail "libfabric does not run: is /opt/amazon/efa there?"
+    if compgen -G "/sys/class/infiniband/*" >/dev/null; then
+        fi_info -p efa >/dev/null || fail "this machine has EFA, libfabric does not see it"
+    fi
+    "$python" -m train.doctor --instance "$type"
+fi
+
+timeout 120 "$python" -m train.prepare corpus=text corpus.path=/usr/share/common-licenses/GPL-3 output=data \
+    seq_len=32 tokenizer.vocab_size=500 validation_fraction=0.1 >prepare.log 2>&1 ||
+    fail "train.prepare failed: $(tail -1 prepare.log)"
+timeout 120 "$python" -m train experiment=demo backend=ddp backend.device=cpu data.path=data run_dir=run \
+    max_steps=20 eval_every=20 checkpoint.every=20 >train.log 2>&1 ||
+    fail "a training on the CPU failed: $(tail -1 train.log)"
+
+install -D -m 0644 manifest.json /etc/baretrain/manifest.json
+echo "smoke test passed"

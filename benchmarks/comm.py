@@ -1,0 +1,240 @@
+"""Ways to train over a slow link, each beside plain DDP: throughput, bytes, and the loss after the same sequences.
+
+    python -m benchmarks.comm [--rate 1gbit] [--rounds 12] [--ranks 1] [--batch 1] [--seq-len 32] [--layers 12]
+
+Two network namespaces of this machine are joined by a link of that rate in each direction (root, iproute2), and each
+has --ranks processes of one thread. All contestants live in the same processes and take turns: a round is 8 steps of
+each, with the same weights at the start and the same batches, and ratios are of one round. The model is ALBERT-base
+with its 30,000 tokens (11.2 million parameters, 45 MB of gradients), in fp32; its text is Python's own documentation.
+
+    plain           DDP as it is by default
+    bf16            backend.grad_compression=bf16
+    powersgd        backend.grad_compression=powersgd, from step 10 on
+    local_sgd       parallel=local_sgd, weights averaged every 8 steps
+    hierarchical    backend.hierarchical_reduction=true, with and without bf16 (with --ranks 2 or more)
+    alone           no gradients or weights are sent, one number a step is (local SGD's norm, which all ranks wait for):
+                    what the computing takes, for the share of the link
+
+A CPU core computes thousands of times slower than a GPU, which leaves the link idle: the batch is small so that plain
+DDP spends a share of its time in it as fast devices do, and that share is printed. Bytes are those that the first
+machine's network card has sent. The loss is that of sequences which no contestant was trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[0:0] = [str(ROOT), str(ROOT / "tests")]  # the machines of the tests
+
+import torch
+from services.machines import PACKAGES, fault, missing_programs, three_machines
+
+from train import prepare
+from train.backend import slow_links
+from train.backend.ddp import DDP
+from train.cli import compose as cli
+from train.config import BackendConfig, LocalSGDConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
+from train.data.batches.loader import Batch, Batches
+from train.data.shards.order import ShardSampler
+from train.host import cluster
+from train.host.launched import launched
+from train.models.encoder import build_masked_lm
+from train.parallel import Engine, build_engine
+from train.tasks import build_task
+from train.tasks.spec import Task
+
+VOCAB_SIZE, TEXT_VOCAB_SIZE = 30_000, 10_000  # of the model, and all that this text can fill
+STEPS = 8  # of a round and contestant: local SGD averages once
+SKIPPED = 2  # first rounds, which are not timed: PowerSGD begins in the second
+POWERSGD_START, WARM_UP, LR = 10, 16, 2e-4  # steps, steps, peak
+HELD_OUT = 32  # batches of each rank
+PLAIN, ALONE = "plain", "alone"
+NEVER = 10**9
+
+
+def contestants(options: argparse.Namespace) -> dict[str, tuple[BackendConfig, ParallelConfig]]:
+    def reducing(**settings: Any) -> tuple[BackendConfig, ParallelConfig]:
+        return BackendConfig(device="cpu", precision="fp32", **settings), ParallelConfig()
+
+    plain, _ = reducing()
+    powersgd = {"powersgd_rank": options.powersgd_rank, "powersgd_start_step": POWERSGD_START}
+    result = {
+        PLAIN: reducing(),
+        "bf16": reducing(grad_compression="bf16"),
+        "powersgd": reducing(grad_compression="powersgd", **powersgd),
+        "local_sgd": (plain, LocalSGDConfig(sync_every=STEPS)),
+        ALONE: (plain, LocalSGDConfig(sync_every=NEVER)),
+    }
+    if options.ranks > 1:
+        result["hierarchical"] = reducing(hierarchical_reduction=True)
+        result["hierarchical bf16"] = reducing(hierarchical_reduction=True, grad_compression="bf16")
+    return result
+
+
+def sent_bytes() -> int:
+    """Bytes that this machine's network card has sent."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.split()[0] == "eth0:")
+
+
+class Contestant:
+    def __init__(self, backend: DDP, cfg: TrainConfig, settings: tuple[BackendConfig, ParallelConfig], task: Task):
+        self.backend = copy.copy(backend)  # one process group for all
+        self.backend.compresses = settings[0].grad_compression == "bf16"
+        self.backend.at_once = slow_links.reducer_for(settings[0], backend.precision)
+        torch.manual_seed(0)
+        model = build_masked_lm(cfg.model, vocab_size=VOCAB_SIZE, pad_id=0, seq_len=task.seq_len)
+        self.task, optim = task, OptimConfig(lr=LR)
+        self.engine: Engine = build_engine(settings[1], optim, self.backend, model, task.loss, accumulation=1)
+        self.engine.ready()
+        self.step_s: list[float] = []
+        self.step_bytes: list[float] = []
+        self.num_steps = 0
+
+    def round(self, batches: list[Batch]) -> None:
+        world = self.backend.world
+        world.meet()
+        began_s, began_bytes = time.perf_counter(), sent_bytes()
+        for batch in batches:
+            self.num_steps += 1
+            self.engine.step([batch], LR * min(1.0, self.num_steps / WARM_UP))
+        world.meet()
+        self.step_s.append((time.perf_counter() - began_s) / len(batches))
+        self.step_bytes.append((sent_bytes() - began_bytes) / len(batches))
+
+    def loss(self, batches: list[Batch]) -> float:
+        """The mean over the labels of all ranks' batches."""
+        self.engine.check_replicas()  # local SGD averages
+        with torch.no_grad():
+            loss_sum = sum(float(self.task.loss(self.engine.model, batch["inputs"])) for batch in batches)
+        total, count = self.backend.world.sum([loss_sum, sum(batch["count"] for batch in batches)])
+        return total / count
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    cluster.prepare(launched(), forks=False)  # gloo's network card
+    cfg = train_config(options)
+    backend = DDP(BackendConfig(device="cpu", precision="fp32"))
+    world, task = backend.world, build_task(cfg)
+    sampler = ShardSampler(
+        task.shard_rows, seed=0, global_batch_size=options.batch * world.size, rank=world.rank, world_size=world.size
+    )
+    made = Batches(
+        task.train_data(),
+        sampler.micro_batches(options.batch),
+        batch_size=options.batch,
+        num_workers=0,
+        prefetch=1,
+        pin_memory=False,
+    )
+    batches = list(islice(made, HELD_OUT + options.rounds * STEPS))
+    taking_part = {name: Contestant(backend, cfg, settings, task) for name, settings in contestants(options).items()}
+    names = list(taking_part)
+    for number in range(options.rounds):
+        start = HELD_OUT + number * STEPS
+        for name in names if number % 2 else reversed(names):
+            taking_part[name].round(batches[start : start + STEPS])
+    losses = {name: each.loss(batches[:HELD_OUT]) for name, each in taking_part.items() if name != ALONE}
+    if world.rank == 0:
+        rows = {
+            name: {"step_s": each.step_s, "step_bytes": each.step_bytes, "loss": losses.get(name)}
+            for name, each in taking_part.items()
+        }
+        (options.folder / "result.json").write_text(json.dumps(rows))
+    taking_part.clear()
+    del made, batches
+    backend.close()
+
+
+def train_config(options: argparse.Namespace) -> TrainConfig:
+    overrides = [f"data.path={options.folder / 'data'}", f"run_dir={options.folder / 'run'}", "model=albert_base"]
+    overrides += [f"model.num_layers={options.layers}", f"micro_batch_size={options.batch}", "max_steps=1"]
+    return cli.load_config(TrainConfig, [*overrides, f"seq_len={options.seq_len}"])
+
+
+def write_data(options: argparse.Namespace) -> None:
+    overrides = [f"output={options.folder / 'data'}", "corpus=pydocs", f"seq_len={options.seq_len}"]
+    prepare.run(cli.load_config(PrepareConfig, [*overrides, f"tokenizer.vocab_size={TEXT_VOCAB_SIZE}"]))
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The rows of all contestants, from ranks on two machines."""
+    write_data(options)
+    arguments = [f"--folder={options.folder}"]
+    arguments += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in PASSED_ON]
+    with ExitStack() as stack:
+        machines = stack.enter_context(three_machines(options.folder))
+        for number in (0, 1):
+            stack.enter_context(machines.slow(number, options.rate))
+        log = options.folder / "log"
+        env = {"OMP_NUM_THREADS": "1"}
+        agents = machines.torchrun(Path(__file__), arguments, env=env, log=log, ranks=options.ranks)
+        for agent in agents:
+            agent.join()
+        if any(agent.exitcode for agent in agents):
+            raise SystemExit(f"a machine failed: {log.with_suffix('.0').read_text()[-3000:]}")
+    result: dict[str, Any] = json.loads((options.folder / "result.json").read_text())
+    return result
+
+
+PASSED_ON = ("rounds", "ranks", "batch", "seq_len", "layers", "powersgd_rank")
+
+
+def report(rows: dict[str, Any], options: argparse.Namespace) -> None:
+    timed = {name: row["step_s"][SKIPPED:] for name, row in rows.items()}
+    share = statistics.median(1 - alone / plain for alone, plain in zip(timed[ALONE], timed[PLAIN], strict=True))
+    sequences = options.rounds * STEPS * options.batch * options.ranks * 2
+    print(
+        f"{options.rate}, 2 machines x {options.ranks}, batch {options.batch} x {options.seq_len} a rank, "
+        f"{options.layers} layers; {share:.0%} of plain DDP's step is communication; losses after {sequences} sequences"
+    )
+    print(f"{'':18} {'ms/step':>8} {'MB sent/step':>13} {'times plain (least, median, most)':>35} {'loss':>8}")
+    for name, row in rows.items():
+        ratios = [plain / own for plain, own in zip(timed[PLAIN], timed[name], strict=True)]
+        spread = " ".join(f"{choose(ratios):.2f}" for choose in (min, statistics.median, max))
+        megabytes = statistics.median(row["step_bytes"][SKIPPED:]) / 1e6
+        loss = "" if row["loss"] is None else f"{row['loss']:8.3f}"
+        print(f"{name:18} {1000 * statistics.median(timed[name]):8.0f} {megabytes:13.1f} {spread:>35} {loss:>8}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of the link in each direction, as tc writes it")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=1, help="on each machine")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
+    parser.add_argument("--seq-len", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=12, help="fewer compute less; they share their weights")
+    parser.add_argument("--powersgd-rank", type=int, default=16)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the ranks
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(options)
+        return 0
+    if options.rounds <= SKIPPED:
+        parser.error(f"--rounds must be above {SKIPPED}, which are not timed")
+    if missing := missing_programs():
+        parser.error(f"{', '.join(missing)} missing: apt-get install {' '.join(PACKAGES)}")
+    if os.geteuid() != 0 or (why := fault()):
+        parser.error("the two machines are network namespaces, which need root" if os.geteuid() else why)
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = Path(folder)
+        report(measure(options), options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

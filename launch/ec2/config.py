@@ -1,0 +1,59 @@
+"""Settings of machines on EC2."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from launch.config import ClusterConfig
+from train.config import check, check_choice
+from train.config.checks import check_positive
+
+MARKETS = ("on-demand", "spot", "capacity-block")
+IDS = {"subnets": "subnet", "security_group": "sg", "capacity_reservation": "cr"}
+
+
+@dataclass(kw_only=True)
+class Ec2Config(ClusterConfig):
+    """Machines of EC2. One YAML an account in conf/cluster/ holds what differs from this."""
+
+    kind: str = "ec2"
+    gate: bool = True
+    regions: list[str] = field(default_factory=list)  # tried in this order; []: s3.region, or the profile's
+    subnets: list[str] = field(default_factory=list)  # ids, tried in this order; []: those of the default VPC
+    security_group: str | None = None  # id; None: one is made for the run, and removed after it
+    instance_profile: str | None = None  # name of the machines' role; `python -m launch iam` prints what it needs
+    image: str | None = None  # ami-..., or the name of an SSM parameter that holds one; None: baretrain's own image
+    python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the image, with baretrain's packages
+    market: str = "on-demand"  # on-demand | spot | capacity-block
+    capacity_reservation: str | None = None  # id of a reservation or a capacity block
+    secondary_interfaces: str = "efa-only"  # of network cards beyond the first: efa-only (no address) | efa
+    placement_group: bool = True  # machines close to one another; those of a reservation are where it is
+    public_address: bool = False  # only for machines with one network card
+    disk_gib: int = 200  # root volume
+    boot_s: int = 900  # after which a machine that has not said anything is replaced
+    lost_s: int = 300  # without a sign, after which a machine is replaced
+    max_wait_s: int = 3600  # for capacity, at the start and after the loss of a machine
+    max_run_s: int = 86400  # after which every machine ends itself, whatever happens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("cluster.market", self.market, MARKETS)
+        check_choice("cluster.secondary_interfaces", self.secondary_interfaces, ("efa-only", "efa"))
+        check_positive("cluster.", self, "disk_gib", "boot_s", "lost_s", "max_wait_s", "max_run_s")
+        for region in self.regions:
+            ok = re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region) is not None
+            check(ok, f"cluster.regions holds {region!r}, which is no region, as us-east-1")
+        for name, prefix in IDS.items():
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else [] if value is None else [value]:
+                ok = re.fullmatch(rf"{prefix}-[0-9a-f]{{8,17}}", each) is not None
+                check(ok, f"cluster.{name}: {each!r} is no id, as {prefix}-0123456789abcdef0")
+        check(
+            self.market != "capacity-block" or self.capacity_reservation is not None,
+            "cluster.market=capacity-block needs the block's id: cluster.capacity_reservation=cr-...",
+        )
+        check(
+            self.market != "spot" or self.capacity_reservation is None,
+            "cluster.market=spot takes no reservation: leave out cluster.capacity_reservation",
+        )

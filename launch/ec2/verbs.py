@@ -1,0 +1,160 @@
+"""`python -m launch clean | watch | iam | quota`: what only machines of EC2 need."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+
+from launch.ec2 import watchers
+from launch.ec2.config import MARKETS, Ec2Config
+from launch.ec2.request import run_id
+from launch.record import Record
+from launch.schedulers import cluster_of
+from train.cli.command import DONE, FAILED, Parser, printable
+from train.config import InputError, S3Config, check
+
+RUN = "run_dir of a run that was launched: s3://bucket/prefix"
+
+
+def region_list(text: str) -> list[str]:
+    regions = text.split(",")
+    for each in regions:
+        check(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", each) is not None, f"{each!r} is no region, as us-east-1")
+    return regions
+
+
+# ---- clean -----------------------------------------------------------------------------------------------------------
+
+
+def clean_flags(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help=f"{RUN}; its record need not exist any more")
+    parser.add_argument("--yes", action="store_true", help="remove it; without, only say what is there")
+    parser.add_argument(
+        "--regions", metavar="A,B", type=region_list, default=[], help="to look in, besides those of the record"
+    )
+
+
+def clean(options: argparse.Namespace, s3: S3Config) -> int:
+    """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, while anything is left."""
+    from launch.ec2 import clean as cleaning
+    from launch.ec2.api import Api
+    from launch.ec2.clock import Clock
+
+    record = Record(options.run, s3)
+    api = Api(s3.profile, s3.region)
+    regions = regions_of(record, [*options.regions, *([api.default_region] if api.default_region else [])])
+    check(bool(regions), f"{record.location} names no region: give --regions us-east-1,...")
+    where, ident = ", ".join(regions), run_id(record)
+    if not options.yes:
+        left = cleaning.left_over(api, regions, ident)
+        print(
+            "\n".join(printable(f"there is: {each}") for each in left) or f"nothing of {record.run_dir} is in {where}"
+        )
+        print("nothing was removed; --yes does it" if left else "one look is no proof: --yes looks twice")
+        return FAILED if left else DONE
+    watcher = watchers.read_watcher(record) if record.exists() else None
+    if watcher is not None and watcher.is_there(now_unix_s=time.time()):
+        raise InputError(
+            f"{record.run_dir} is watched by process {watcher.pid} on {watcher.host}, which would make machines again: "
+            f"python -m launch cancel {record.run_dir} --yes first"
+        )
+    left = cleaning.left_over(api, regions, ident)
+    if left and record.exists():
+        record.note("cancelled", reason="launch clean")
+    left = cleaning.remove(api, regions, ident, Clock(), say=lambda text: print(printable(text), flush=True))
+    if left:
+        print("\n".join(printable(f"still there: {each}") for each in left))
+        return FAILED
+    print(printable(f"nothing of {record.run_dir} is left in {where}: looked twice"))
+    return DONE
+
+
+def regions_of(record: Record, more: list[str]) -> list[str]:
+    """All regions in which the run may have anything, by its record and by settings."""
+    from launch.ec2.intents import Intents
+    from launch.ec2.resolved import read_resolved
+
+    regions, resolved = Intents(record).regions, read_resolved(record)
+    regions += resolved.regions if resolved is not None else []
+    if record.exists():
+        cluster = cluster_of(record.job())
+        regions += cluster.regions if isinstance(cluster, Ec2Config) else []
+    return list(dict.fromkeys([*regions, *more]))
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+
+
+def watch_flags(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help=RUN)
+
+
+def watch(options: argparse.Namespace, s3: S3Config) -> int:
+    """Start the watcher of a run again, here and in the background."""
+    from launch.ec2.resolved import read_resolved
+    from launch.ec2.scheduler import start_watcher
+
+    record = Record(options.run, s3)
+    job, resolved = record.job(), read_resolved(record)
+    check(resolved is not None, f"{record.run_dir} was not launched on EC2 (cluster={job.scheduler})")
+    assert resolved is not None
+    seen = watchers.read_watcher(record)
+    if seen is not None and seen.is_there(now_unix_s=time.time()):
+        print(printable(f"{record.run_dir} is watched by process {seen.pid} on {seen.host}: {seen.doing}"))
+        return DONE
+    handle = start_watcher(record, resolved.regions)
+    print(printable(f"{record.run_dir} is watched by process {handle['pid']} of this machine"))
+    return DONE
+
+
+# ---- iam -------------------------------------------------------------------------------------------------------------
+
+
+def iam_flags(parser: Parser) -> None:
+    parser.add_argument("runs", metavar="RUNS", help="folder of the runs: s3://bucket/runs")
+    parser.add_argument("--data", metavar="FOLDER", action="append", default=[], help="that machines read; repeatable")
+    parser.add_argument("--role", default="baretrain-machine", help="of the machines (baretrain-machine)")
+    parser.add_argument("--account", default="*", help="number of the account; without, any that the role is in")
+
+
+def iam(options: argparse.Namespace, s3: S3Config) -> int:
+    """Print the least that operator and machines need, as JSON."""
+    from launch.ec2.iam import machine_policy, operator_policy, trust_policy
+
+    check(
+        re.fullmatch(r"\d{12}|\*", options.account) is not None, f"--account {options.account} is no account's number"
+    )
+    check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is no role's name")
+    policies = {
+        "operator": operator_policy([options.runs], options.data, options.role, options.account),
+        "machine": machine_policy([options.runs], options.data),
+        "machine_trust": trust_policy(),
+    }
+    print(json.dumps(policies, indent=2))
+    return DONE
+
+
+# ---- quota -----------------------------------------------------------------------------------------------------------
+
+
+def quota_flags(parser: Parser) -> None:
+    parser.add_argument("instance", metavar="TYPE", help="as trn1.32xlarge")
+    parser.add_argument("--nodes", type=int, default=1, help="machines, spares included (1)")
+    parser.add_argument("--market", choices=MARKETS[:2], default=MARKETS[0], help="a capacity block needs no quota")
+    parser.add_argument("--regions", metavar="A,B", type=region_list, default=[])
+
+
+def quota(options: argparse.Namespace, s3: S3Config) -> int:
+    """Say whether the account may run the machines; FAILED if it lacks quota in all regions."""
+    from launch.ec2.api import Api
+    from launch.ec2.quota import quotas
+
+    check(options.nodes > 0, f"--nodes {options.nodes} must be above 0")
+    api = Api(s3.profile, s3.region)
+    regions = options.regions or ([api.default_region] if api.default_region else [])
+    check(bool(regions), "no region is named: give --regions us-east-1,...")
+    seen = quotas(api, regions, options.instance, options.nodes, options.market)
+    print("\n".join(map(str, seen)))
+    return DONE if any(each.is_enough for each in seen) else FAILED

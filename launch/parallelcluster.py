@@ -1,0 +1,149 @@
+"""AWS ParallelCluster: the YAML of a Slurm cluster that has the machines of a job, on which cluster=slurm works.
+
+https://docs.aws.amazon.com/parallelcluster/latest/ug/cluster-configuration-file-v3.html
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from launch.code import Bundle
+from launch.config import LaunchConfig
+from launch.engines import INSTANCE, Engine, EngineConfig, check_text
+from launch.job import Job
+from train.config import check, check_choice
+from train.config.checks import check_positive
+from train.storage.folders import is_s3
+
+QUEUE = "train"
+MARKETS = {"on-demand": "ONDEMAND", "spot": "SPOT", "capacity-block": "CAPACITY_BLOCK"}
+SUBNET = r"subnet-[0-9a-f]{8}([0-9a-f]{9})?"
+SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
+
+
+@dataclass(kw_only=True)
+class ParallelClusterConfig(EngineConfig):
+    """A cluster of AWS ParallelCluster."""
+
+    UNUSED: ClassVar[tuple[str, ...]] = (*EngineConfig.UNUSED, "torchrun_restarts")
+
+    kind: str = "parallelcluster"
+    gate: bool = True  # of the Slurm jobs
+    subnet: str | None = None  # id of a private subnet with a NAT gateway, in the zone of the machines; needed
+    head_subnet: str | None = None  # None: the same
+    head_instance: str = "c6i.xlarge"  # it runs all the time
+    os: str = "ubuntu2204"
+    key: str | None = None  # name of an EC2 key pair; None: no SSH, sessions by Systems Manager only
+    setup_script: str | None = None  # s3://... (of one of the buckets) or https://..., run as root on every machine
+    buckets: list[str] = field(default_factory=list)  # that jobs may read and write, besides the run folder's
+    market: str = "on-demand"  # on-demand | spot | capacity-block
+    capacity_reservation: str | None = None  # id of a reservation or a capacity block
+    idle_minutes: int = 10  # after which a machine without a job ends
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("cluster.os", self.os, ("ubuntu2204", "ubuntu2404", "alinux2023"))
+        check_choice("cluster.market", self.market, tuple(MARKETS))
+        check_positive("cluster.", self, "idle_minutes")
+        check_text("subnet", self.subnet, SUBNET, "a subnet, as subnet-0123456789abcdef0")
+        check_text("head_subnet", self.head_subnet, SUBNET, "a subnet, as subnet-0123456789abcdef0")
+        check_text("head_instance", self.head_instance, INSTANCE, "a machine type, as c6i.xlarge")
+        check_text("key", self.key, r"[!-~]([ -~]{0,253}[!-~])?", "the name of a key pair, in ASCII")
+        check_text("setup_script", self.setup_script, r"(s3|https)://[!-~]+", "a script, as s3://bucket/setup.sh")
+        reservation = r"cr-[0-9a-f]{8}([0-9a-f]{9})?"
+        check_text("capacity_reservation", self.capacity_reservation, reservation, "an id, as cr-0123456789abcdef0")
+        for bucket in self.buckets:
+            check_text("buckets", bucket, r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket")
+        if self.market != "on-demand":
+            is_block, is_given = self.market == "capacity-block", self.capacity_reservation is not None
+            need = "needs the block's id: cluster.capacity_reservation=cr-..." if is_block else "has no reservation"
+            check(is_block == is_given, f"cluster.market={self.market} {need}")
+
+
+class ParallelCluster(Engine):
+    settings = ParallelClusterConfig
+
+    def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
+        super().__init__(cfg, bundle)
+        assert isinstance(cfg.cluster, ParallelClusterConfig)
+        self.cluster = cluster = cfg.cluster
+        root = {"Size": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True}
+        self.storage = {"LocalStorage": {"RootVolume": root}}
+        check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")
+        if cfg.instance.device == "neuron":
+            # The PyTorch of Neuron's current SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
+            check(
+                cluster.os != "alinux2023", f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2204"
+            )
+            check(
+                bool(cluster.image or cluster.setup_script),
+                "ParallelCluster's own image has no Neuron driver: give cluster.image (pcluster build-image makes one "
+                "from a Neuron image) or cluster.setup_script",
+            )
+
+    def content(self, job: Job) -> dict[str, Any]:
+        cluster = self.cluster
+        buckets = [*([job.run_dir.split("/")[2]] if is_s3(job.run_dir) else []), *cluster.buckets]
+        access = {"S3Access": [{"BucketName": name, "EnableWriteAccess": True} for name in dict.fromkeys(buckets)]}
+        access = access if buckets else {}
+        image = {"CustomAmi": cluster.image} if cluster.image is not None else {}
+        sessions = {"AdditionalIamPolicies": [{"Policy": SESSIONS}]}
+        head = {
+            "InstanceType": cluster.head_instance,
+            "Networking": {"SubnetId": cluster.head_subnet or cluster.subnet},
+            **({"Ssh": {"KeyName": cluster.key}} if cluster.key is not None else {}),
+            **self.storage,
+            "Iam": {**sessions, **access},
+        }
+        idle = {"ScaledownIdletime": cluster.idle_minutes}
+        return {
+            "Region": cluster.region,
+            "Image": {"Os": cluster.os, **image},
+            "Imds": {"ImdsSupport": "v2.0"},
+            "HeadNode": head,
+            "Scheduling": {"Scheduler": "slurm", "SlurmSettings": idle, "SlurmQueues": [self.queue(access)]},
+        }
+
+    def queue(self, access: dict[str, Any]) -> dict[str, Any]:
+        cluster, instance, count = self.cluster, self.cfg.instance, self.cfg.nodes + self.cfg.spares
+        is_block = cluster.market == "capacity-block"  # its machines are close to one another, and always there
+        script, reservation = cluster.setup_script, cluster.capacity_reservation
+        near = {"PlacementGroup": {"Enabled": True}} if self.uses_efa and not is_block else {}
+        machines = {
+            "Name": re.sub("[^a-z0-9]+", "-", instance.name)[:25].strip("-"),
+            "InstanceType": instance.name,
+            "MinCount": count if is_block else 0,
+            "MaxCount": count,
+            **({"Efa": {"Enabled": True}} if self.uses_efa else {}),
+        }
+        return {
+            "Name": QUEUE,
+            "CapacityType": MARKETS[cluster.market],
+            **({"CapacityReservationTarget": {"CapacityReservationId": reservation}} if reservation else {}),
+            "Networking": {"SubnetIds": [cluster.subnet], "AssignPublicIp": False, **near},
+            "ComputeSettings": self.storage,
+            **({"CustomActions": {"OnNodeConfigured": {"Script": script}}} if script else {}),
+            **({"Iam": access} if access else {}),
+            "ComputeResources": [machines],
+        }
+
+    def steps(self, job: Job) -> list[tuple[str, list[str]]]:
+        at = [f"--cluster-name={self.name(job)}", f"--region={self.cluster.region}"]
+        create = ["pcluster", "create-cluster", *at, f"--cluster-configuration={self.path(self.file_name(job))}"]
+        return [
+            ("check", [*create, "--dryrun=true"]),
+            ("create", create),
+            ("on its head", ["python", "-m", "launch", "cluster=slurm", *self.slurm(job)]),
+            ("delete", ["pcluster", "delete-cluster", *at]),
+        ]
+
+    def slurm(self, job: Job) -> list[str]:
+        """What follows `python -m launch cluster=slurm` for the same run on the cluster."""
+        cfg, more = self.cfg, [each for each in job.overrides if each.startswith("instance.")]
+        words = [f"cluster.partition={QUEUE}", f"instance={cfg.instance.name}", *more, f"nodes={cfg.nodes}"]
+        words += [f"spares={cfg.spares}"] if cfg.spares else []
+        words += [f"processes_per_node={cfg.processes_per_node}"] if cfg.processes_per_node is not None else []
+        words += ["cluster.gate=false"] if not cfg.cluster.gate else []
+        return [*words, "submit=true", "--", *job.overrides]

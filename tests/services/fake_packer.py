@@ -1,0 +1,112 @@
+"""A stand-in for Packer, which cannot be had everywhere: it makes in EC2 (moto) what Packer would, by its variables.
+
+FAKE_PACKER: "fail" and "hang" leave the builder, its group, key and role behind; "hang" ends at the first SIGINT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+VERSION = os.environ.get("FAKE_PACKER_VERSION", "Packer v1.11.2")
+
+
+def client(service: str, region: str) -> Any:
+    import boto3  # it takes long, and other verbs do not need it
+
+    return boto3.client(service, region)
+
+
+def main(verb: str, *arguments: str) -> int:
+    with Path(os.environ["FAKE_PACKER_LOG"]).open("a") as log:
+        log.write(f"{verb}\n")
+    if verb == "version":
+        print(VERSION)
+        return 0
+    return build(arguments) if verb == "build" else 0
+
+
+def build(arguments: tuple[str, ...]) -> int:
+    (file,) = (each.partition("=")[2] for each in arguments if each.startswith("-var-file="))
+    values = json.loads(Path(file).read_text())
+    Path(os.environ["FAKE_PACKER_LOG"]).with_name("values.json").write_text(json.dumps(values))
+    uploaded = {path.name: path.read_text(errors="replace") for path in Path(values["files"]).iterdir()}
+    Path(os.environ["FAKE_PACKER_LOG"]).with_name("uploaded.json").write_text(json.dumps(uploaded))
+    made = machine(values)
+    mode = os.environ.get("FAKE_PACKER", "")
+    if mode == "fail":
+        print("Build 'neuron.amazon-ebs.machine' errored: Script exited with non-zero exit status: 1", flush=True)
+        return 1
+    if mode == "hang":
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(1))
+        print("building", flush=True)
+        time.sleep(300)
+    images = {values["region"]: image(values, made)}
+    for region in values["copy_regions"]:
+        ec2 = client("ec2", region)
+        source = {"SourceImageId": images[values["region"]], "SourceRegion": values["region"]}
+        images[region] = ec2.copy_image(Name=values["name"], **source)["ImageId"]
+        ec2.create_tags(Resources=[images[region]], Tags=tags(values["tags"]))
+    clean(values, made)
+    pairs = ",".join(f"{region}:{each}" for region, each in images.items())
+    Path(values["manifest"]).write_text(json.dumps({"builds": [{"artifact_id": pairs}], "last_run_uuid": "x"}))
+    return 0
+
+
+def machine(values: dict[str, Any]) -> dict[str, str]:
+    ec2, iam = client("ec2", values["region"]), client("iam", values["region"])
+    marked = tags(values["build_tags"])
+
+    def specification(kind: str) -> list[dict[str, Any]]:
+        return [{"ResourceType": kind, "Tags": marked}]
+
+    iam.create_role(RoleName="packer-1", AssumeRolePolicyDocument="{}", Tags=marked)
+    allowed = {"Effect": "Allow", "Action": "ssm:UpdateInstanceInformation", "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+    iam.put_role_policy(RoleName="packer-1", PolicyName="p", PolicyDocument=policy)
+    iam.create_instance_profile(InstanceProfileName="packer-1")
+    iam.add_role_to_instance_profile(InstanceProfileName="packer-1", RoleName="packer-1")
+    (vpc,) = ec2.describe_vpcs()["Vpcs"]
+    group = ec2.create_security_group(
+        GroupName="packer_1", Description="-", VpcId=vpc["VpcId"], TagSpecifications=specification("security-group")
+    )["GroupId"]
+    ec2.create_key_pair(KeyName="packer_1", TagSpecifications=specification("key-pair"))
+    (made,) = ec2.run_instances(
+        ImageId=values["base_image"],
+        MinCount=1,
+        MaxCount=1,
+        SecurityGroupIds=[group],
+        TagSpecifications=[*specification("instance"), *specification("volume")],
+    )["Instances"]
+    return {"instance": made["InstanceId"], "group": group, "key": "packer_1"}
+
+
+def image(values: dict[str, Any], made: dict[str, str]) -> str:
+    ec2 = client("ec2", values["region"])
+    specification = [{"ResourceType": "image", "Tags": tags(values["tags"])}]
+    answer = ec2.create_image(InstanceId=made["instance"], Name=values["name"], TagSpecifications=specification)
+    return str(answer["ImageId"])
+
+
+def clean(values: dict[str, Any], made: dict[str, str]) -> None:
+    ec2, iam = client("ec2", values["region"]), client("iam", values["region"])
+    ec2.terminate_instances(InstanceIds=[made["instance"]])
+    ec2.delete_security_group(GroupId=made["group"])
+    ec2.delete_key_pair(KeyName=made["key"])
+    iam.remove_role_from_instance_profile(InstanceProfileName="packer-1", RoleName="packer-1")
+    iam.delete_instance_profile(InstanceProfileName="packer-1")
+    iam.delete_role_policy(RoleName="packer-1", PolicyName="p")
+    iam.delete_role(RoleName="packer-1")
+
+
+def tags(values: dict[str, str]) -> list[dict[str, str]]:
+    return [{"Key": key, "Value": value} for key, value in values.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

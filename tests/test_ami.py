@@ -1,0 +1,452 @@
+"""`python -m ami` against moto's EC2, SSM and IAM, with a stand-in for Packer. Nothing here ran on AWS."""
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+
+import boto3
+import hcl2
+import pytest
+from botocore.exceptions import ClientError
+from moto.backends import get_backend
+from moto.ec2.models.amis import Ami
+from moto.server import ThreadedMotoServer
+from moto.ssm.models import Parameter
+from running import ROOT
+
+from ami import remains
+from ami.__main__ import main
+from ami.aws import aws_errors
+from ami.images import parameter, wanted_tags
+from ami.packer import made_images
+from train.config import Failure, InputError, Unreachable
+from train.host.versions import read_versions
+
+ACCOUNT, REGION, OTHER = "123456789012", "us-east-1", "us-west-2"
+BASE_NAME, BASE_TEXT = "Deep Learning AMI Neuron (Ubuntu 24.04) 20260812", "PyTorch 2.9, Neuron SDK 2.31.0"
+NEURON_DLAMI = read_versions().bases["neuron-dlami"].version
+
+
+def disks(image):
+    disk = {"VolumeSize": 100, "Encrypted": image.is_encrypted, "SnapshotId": image.ebs_snapshot.id}
+    return [{"DeviceName": "/dev/sda1", "Ebs": disk}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            patch.setenv(name, os.devnull)
+        # What moto does not keep of an image.
+        changes = {"imds_support": "v2.0", "is_encrypted": True}
+        changes |= {"block_device_mappings": property(disks)}
+        for name, value in changes.items():
+            patch.setattr(Ami, name, value, raising=False)
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        made = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        made.start()
+        patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*made.get_host_and_port()))
+        yield made
+        made.stop()
+
+
+@pytest.fixture
+def aws(server, monkeypatch, tmp_path):
+    """An account with a base image and Packer's stand-in."""
+    for service in ("ec2", "ssm", "iam"):
+        get_backend(service).reset()
+    monkeypatch.setattr(remains, "PAUSE_S", 0.0)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    script = f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/services/fake_packer.py" "$@"\n'
+    for name, text in (("packer", script), ("session-manager-plugin", "#!/bin/sh\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_PACKER_LOG", str(tmp_path / "packer.log"))
+    account = SimpleNamespace(
+        ec2=boto3.client("ec2", REGION), ssm=boto3.client("ssm", REGION), folder=tmp_path, programs=programs
+    )
+    account.base = add_image(account, BASE_NAME, description=BASE_TEXT)
+    publish(NEURON_DLAMI, account.base)
+    return account
+
+
+def backend(region=REGION):
+    return get_backend("ec2")[ACCOUNT][region]
+
+
+def add_image(aws, name, *, region=REGION, tags=None, age_days=0, **changes):
+    (subnet, *_) = boto3.client("ec2", region).describe_subnets()["Subnets"]
+    (made,) = boto3.client("ec2", region).run_instances(
+        ImageId="ami-12c6146b", MinCount=1, MaxCount=1, SubnetId=subnet["SubnetId"]
+    )["Instances"]
+    image_id = boto3.client("ec2", region).create_image(InstanceId=made["InstanceId"], Name=name)["ImageId"]
+    boto3.client("ec2", region).terminate_instances(InstanceIds=[made["InstanceId"]])
+    image = backend(region).amis[image_id]
+    image.creation_date = datetime.now(timezone.utc) - timedelta(days=age_days)
+    for key, value in {"root_device_type": "ebs", **changes}.items():
+        setattr(image, key, value)
+    if tags:
+        listed = [{"Key": key, "Value": value} for key, value in tags.items()]
+        boto3.client("ec2", region).create_tags(Resources=[image_id, image.ebs_snapshot.id], Tags=listed)
+    return image_id
+
+
+def add_own(aws, kind="neuron", *, name=None, changed=None, **options):
+    tags = {**wanted_tags(kind, read_versions()), **(changed or {})}
+    return add_image(aws, name or f"baretrain-{kind}-{options}", tags=tags, **options)
+
+
+def publish(name, image_id):
+    """A public parameter, which moto takes from nobody."""
+    about = {"parameter_type": "String", "data_type": "text", "version": 1}
+    about |= {"description": None, "allowed_pattern": None, "keyid": None}
+    made = Parameter(account_id=ACCOUNT, name=name, value=image_id, last_modified_date=datetime.now(), **about)
+    get_backend("ssm")[ACCOUNT][REGION]._parameters[name] = [made]
+
+
+def run(capfd, *words):
+    code = main(list(words))
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err, err
+    return code, out, err
+
+
+def machines(aws):
+    return [
+        each["InstanceId"]
+        for group in aws.ec2.describe_instances()["Reservations"]
+        for each in group["Instances"]
+        if each["State"]["Name"] != "terminated"
+    ]
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, capfd):
+    aged = {"baretrain:torch": "2.8.0", "baretrain:minutes": "42", "baretrain:base": "ami-1"}
+    old = add_own(aws, changed=aged, age_days=30)
+    code, out, err = run(capfd, "neuron", f"regions=[{REGION},{OTHER}]")
+    assert code == 0, err
+    assert f"{aws.base} ({BASE_NAME}), from {NEURON_DLAMI}" in out
+    assert re.search(r"baretrain-neuron-\d{8}-\d{6}-\w+, 150 GiB, encrypted, until 20\d\d-", out)
+    assert f"us-east-1, copies in {OTHER}" in out
+    assert "the last build took 42 minutes; at most 120 minutes, $2.69 at $1.34 an hour" in out
+    for name, version in {**read_versions().python_packages(), **read_versions().system_packages()}.items():
+        assert f" {name} {version}\n" in out
+    assert f"since {old} of" in out and "torch 2.8.0 -> 2.9.1" in out and f"base image ami-1 -> {aws.base}" in out
+    assert "nothing was started; build=true does it" in out
+    assert machines(aws) == [] and (aws.folder / "packer.log").read_text() == "version\n"
+
+
+def test_an_image_for_gpus_has_its_own_base_builder_and_versions(aws, capfd):
+    publish(read_versions().bases["cuda-dlami"].version, aws.base)
+    code, out, _ = run(capfd, "cuda", f"regions=[{REGION}]")
+    assert code == 0 and "g5.xlarge" in out and "nvidia-driver 580" in out and "neuronx-cc" not in out
+    assert "nothing was built before" in out
+
+
+BASES = {  # what is wrong with the base image: changes of it, words of the refusal
+    "arm": ({"architecture": "arm64"}, "is for arm64, the builder is x86_64"),
+    "Amazon Linux": ({"name": "Deep Learning AMI Neuron (al2023)"}, "cannot run torch-neuronx 2.9"),
+    "another SDK": ({"description": "Neuron SDK 2.33.0"}, "has Neuron SDK 2.33, ami/versions.yaml wants 2.31"),
+    "no EBS": ({"root_device_type": "instance-store"}, "has no EBS root volume"),
+    "not whole": ({"state": "pending"}, "is pending"),
+}
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_a_base_image_of_the_wrong_kind_is_refused(aws, capfd, case):
+    changes, words = BASES[case]
+    for key, value in changes.items():
+        setattr(backend().amis[aws.base], key, value)
+    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
+    assert code == 2 and words in err and err.count("\n") == 1 and aws.base in err
+    assert machines(aws) == []
+
+
+SETTINGS = {  # words of the refusal, and settings
+    "disk_gib=99 is smaller than the 100 GiB of ami-": ["disk_gib=99"],
+    "disk_gib=20 must be 50 or more": ["disk_gib=20"],
+    "base=debian must be dlami, ubuntu or the id of an image": ["base=debian"],
+    "has no SSM parameter /aws/service/canonical/": ["base=ubuntu"],
+    "there is no image ami-0123456789abcdef0 in us-east-1": ["base=ami-0123456789abcdef0"],
+    "eu-central-1 has no trn1.2xlarge: build in a region that has": ["regions=[eu-central-1]"],
+    "regions holds 'us_east', which is no region": ["regions=[us_east]"],
+    "names one twice": [f"regions=[{REGION},{REGION}]"],
+    "instance=g5.xlarge has no device of the image neuron": ["instance=g5.xlarge"],
+    "compile_cache=/tmp/x must be s3://bucket/prefix": ["compile_cache=/tmp/x"],
+    "kms_key is a key of one region": [f"regions=[{REGION},{OTHER}]", "kms_key=alias/mine"],
+    "subnet=mine is no id": ["subnet=mine"],
+    "wheel=x.tar must be a file *.whl": ["wheel=x.tar"],
+    "deprecate_days=9999 must be at most 730": ["deprecate_days=9999"],
+    "profile nobody is not in ~/.aws": ["profile=nobody"],
+    "name one image, neuron or cuda": ["cuda"],
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings_that_cannot_be_built_are_refused_in_one_line(aws, capfd, words):
+    publish(NEURON_DLAMI, aws.base)
+    settings = SETTINGS[words]
+    if "eu-central-1" in settings[0]:
+        other = add_image(aws, BASE_NAME, region="eu-central-1", description=BASE_TEXT)
+        settings = [*settings, f"base={other}"]
+    region = [] if any("regions" in each for each in settings) else [f"regions=[{REGION}]"]
+    code, _, err = run(capfd, "neuron", *region, *settings, "build=true")
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert machines(aws) == []
+
+
+def test_no_region_and_no_credentials(aws, capfd, monkeypatch):
+    code, _, err = run(capfd, "neuron")
+    assert code == 2 and "no region is known: give regions=[us-east-1]" in err
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]")
+    assert code == 2 and "there are no AWS credentials; give credentials" in err and err.count("\n") == 1
+
+
+ERRORS = {
+    "ExpiredToken": (InputError, "expired; renew them"),
+    "AuthFailure": (InputError, "AWS does not know these credentials"),
+    "UnauthorizedOperation": (InputError, "docs/images.md lists the permissions"),
+    "OptInRequired": (InputError, "has not enabled the region"),
+    "RequestLimitExceeded": (Unreachable, "AWS answers RequestLimitExceeded"),
+    "Unheard": (Failure, "AWS answers Unheard (a b)"),
+}
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_errors_of_aws_are_one_line_with_the_cure(code):
+    kind, words = ERRORS[code]
+    with pytest.raises(kind, match=re.escape(words)), aws_errors("images"):
+        raise ClientError({"Error": {"Code": code, "Message": "a\n b"}}, "DescribeImages")
+
+
+PACKERS = {
+    "too old for plugins": ({"FAKE_PACKER_VERSION": "Packer v1.6.6"}, None),
+    "is not HashiCorp's Packer": ({"FAKE_PACKER_VERSION": "cracklib"}, None),
+    "session-manager-plugin is not installed": ({}, "session-manager-plugin"),
+    "packer is not installed": ({}, "packer"),
+}
+
+
+@pytest.mark.parametrize("words", PACKERS)
+def test_a_packer_that_cannot_build_is_refused(aws, capfd, monkeypatch, words):
+    environment, missing = PACKERS[words]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if missing:
+        (aws.programs / missing).unlink()
+        monkeypatch.setenv("PATH", str(aws.programs))
+    code, out, _ = run(capfd, "neuron", f"regions=[{REGION}]")
+    assert code == 0 and f"a build would be refused: {'' if missing else '/'}" in out and words in out
+    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
+    assert code == 2 and words in err and err.count("\n") == 1
+    assert machines(aws) == []
+
+
+# ---- build -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, capfd):
+    settings = (f"regions=[{REGION},{OTHER}]", "compile_cache=s3://bucket/cache", "build=true")
+    code, out, err = run(capfd, "neuron", *settings)
+    assert code == 0, err
+    made = dict(re.findall(r"made (ami-\w+) in (\S+)", out))
+    assert sorted(made.values()) == [REGION, OTHER]
+    (here,) = (image for image, region in made.items() if region == REGION)
+    assert f"python -m ami promote {here} --region {REGION} --region {OTHER} --yes" in out
+    for image, region in made.items():
+        (answer,) = boto3.client("ec2", region).describe_images(ImageIds=[image])["Images"]
+        tags = {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
+        assert tags.items() >= wanted_tags("neuron", read_versions()).items()
+        assert tags["baretrain:base"] == aws.base and tags["baretrain:minutes"] == "0" and tags["baretrain:commit"]
+    assert machines(aws) == [] and "which Packer had left" not in out
+
+    values = json.loads((aws.folder / "values.json").read_text())
+    declared = {
+        name.strip('"')
+        for each in hcl2.loads((ROOT / "ami/variables.pkr.hcl").read_text())["variable"]
+        for name in each
+    }
+    assert set(values) == declared  # every variable has a value, and none is unknown
+    assert values["cache_arns"] == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/cache*"]
+    uploaded = json.loads((aws.folder / "uploaded.json").read_text())
+    assert sorted(name for name in uploaded if not name.endswith(".whl")) == ["constraints.txt", "image.env"]
+    assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"] and len(uploaded) == 3
+    assert uploaded["constraints.txt"] == (ROOT / "constraints-trn1.txt").read_text()
+
+
+def test_what_a_failed_build_leaves_is_removed(aws, capfd, monkeypatch):
+    monkeypatch.setenv("FAKE_PACKER", "fail")
+    code, out, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
+    assert code == 1 and err.splitlines()[-1].endswith("failed (exit code 1), see above; no image was made")
+    for kind in ("instance", "security group", "key pair", "role"):
+        assert f"removed {kind} " in out
+    nothing_left(aws, capfd)
+
+
+def nothing_left(aws, capfd):
+    assert machines(aws) == []
+    assert all(group["GroupName"] == "default" for group in aws.ec2.describe_security_groups()["SecurityGroups"])
+    assert aws.ec2.describe_key_pairs()["KeyPairs"] == []
+    iam = boto3.client("iam", REGION)
+    assert iam.list_roles()["Roles"] == iam.list_instance_profiles()["InstanceProfiles"] == []
+    assert run(capfd, "clean", "--region", REGION)[:2] == (0, f"no build left anything in {REGION}\n")
+
+
+def test_ctrl_c_ends_packer_first_and_leaves_nothing(aws, capfd):
+    environment = {**os.environ, "FAKE_PACKER": "hang", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "ami", "neuron", f"regions=[{REGION}]", "build=true"]
+    started = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True)
+    lines = iter(started.stdout.readline, "")
+    assert any(line == "building\n" for line in lines)
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=300)
+    assert started.returncode == 75 and err.startswith("interrupted") and err.count("\n") == 1
+    assert "removed instance" in out
+    nothing_left(aws, capfd)
+
+
+def test_clean_finds_what_a_killed_builder_left(aws, capfd):
+    tagged = [{"ResourceType": "instance", "Tags": [{"Key": remains.BUILD, "Value": "x"}]}]
+    aws.ec2.run_instances(ImageId=aws.base, MinCount=1, MaxCount=1, TagSpecifications=tagged)
+    (left,) = machines(aws)
+    code, out, _ = run(capfd, "clean", "--region", REGION)
+    assert code == 1 and f"instance {left} ({REGION})" in out and "--yes does it" in out and machines(aws) == [left]
+    assert run(capfd, "clean", "--region", REGION, "--yes")[0] == 0
+    nothing_left(aws, capfd)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"builds": [{"artifact_id": "x:y"}]}', '{"builds": [{"artifact_id": 1}]}']
+)
+def test_a_manifest_of_packer_that_makes_no_sense_is_refused(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(Failure, match="python -m ami list shows what was made"):
+        made_images(tmp_path / "manifest.json")
+
+
+# ---- on an image -----------------------------------------------------------------------------------------------------
+
+
+def test_a_compile_cache_comes_back_from_s3(aws, capfd, tmp_path):
+    s3 = boto3.client("s3", REGION)
+    s3.create_bucket(Bucket="graphs")
+    for name in ("a/model.neff", "a/b/model.neff"):
+        s3.put_object(Bucket="graphs", Key=f"cache/{name}", Body=name.encode())
+    code, _, err = run(capfd, "restore", "s3://graphs/cache", str(tmp_path / "cache"))
+    assert code == 0, err
+    assert (tmp_path / "cache/a/b/model.neff").read_bytes() == b"a/b/model.neff"
+    code, _, err = run(capfd, "restore", "s3://graphs/other", str(tmp_path / "cache"))
+    assert code == 2 and "s3://graphs/other holds no file" in err
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+
+
+def value(aws, kind="neuron"):
+    return aws.ssm.get_parameter(Name=parameter(kind))["Parameter"]["Value"]
+
+
+def test_list_verify_promote_and_back(aws, capfd):
+    old, new = add_own(aws, age_days=9, changed={"baretrain:torch": "2.8.0"}), add_own(aws, age_days=1)
+    assert run(capfd, "verify", new, "--region", REGION)[0] == 0
+    code, out, _ = run(capfd, "verify", old, "--region", REGION)
+    assert code == 1 and out == f"{old} has another version than ami/versions.yaml: torch 2.8.0 -> 2.9.1\n"
+
+    code, out, _ = run(capfd, "promote", new, "--region", REGION)
+    assert code == 0 and f"none -> {new}" in out and "nothing was changed" in out
+    with pytest.raises(ClientError):
+        value(aws)
+    assert run(capfd, "promote", new, "--region", REGION, "--yes")[0] == 0 and value(aws) == new
+    code, out, _ = run(capfd, "list", "--region", REGION)
+    assert [line.split()[0] for line in out.splitlines()] == ["image", new, old]
+    assert "promoted" in out.splitlines()[1] and "2.31.1 2.9.1" in out
+    code, out, _ = run(capfd, "promote", old, "--region", REGION, "--yes")  # back to the one before
+    assert code == 0 and value(aws) == old and f"{new} -> {old}" in out and "torch 2.8.0 -> 2.9.1" in out
+
+
+def test_copies_are_promoted_in_their_regions(aws, capfd):
+    new = add_own(aws, name="baretrain-neuron-1")
+    both = ("--region", REGION, "--region", OTHER, "--yes")
+    code, _, err = run(capfd, "promote", new, *both)
+    assert code == 2 and f"{OTHER} has no copy of baretrain-neuron-1" in err
+    with pytest.raises(ClientError):  # in no region, if not in all
+        value(aws)
+    copy = add_own(aws, name="baretrain-neuron-1", region=OTHER)
+    assert run(capfd, "promote", new, *both)[0] == 0 and value(aws) == new
+    name = parameter("neuron")
+    assert boto3.client("ssm", OTHER).get_parameter(Name=name)["Parameter"]["Value"] == copy
+
+
+FAULTS = {  # words, changes of the image
+    "is pending: wait if its build is under way": {"state": "pending"},
+    "is for arm64": {"architecture": "arm64"},
+    "lets machines answer IMDSv1": {"imds_support": None},
+    "a snapshot that is not encrypted": {"is_encrypted": False},
+    "is public": {"launch_permissions": [{"Group": "all"}]},
+    "is deprecated since 2020-01-01": {"deprecation_time": "2020-01-01T00:00:00.000Z"},
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_an_image_that_nobody_should_start_is_not_promoted(aws, capfd, words):
+    image = add_own(aws, **FAULTS[words])
+    code, _, err = run(capfd, "promote", image, "--region", REGION, "--yes")
+    assert code == 2 and words in err and err.count("\n") == 1
+    code, out, _ = run(capfd, "verify", image, "--region", REGION)
+    assert code == 1 and words in out
+    with pytest.raises(ClientError):
+        value(aws)
+
+
+def test_a_half_built_image_and_a_strange_one(aws, capfd):
+    half = add_image(aws, "baretrain-neuron-half")
+    assert "half built" in run(capfd, "list", "--region", REGION)[1]
+    for image in (half, aws.base):
+        code, _, err = run(capfd, "promote", image, "--region", REGION, "--yes")
+        assert code == 2 and "has no tag baretrain:image" in err
+    for image, words in (("ami-0123456789abcdef0", "there is no image"), ("x; rm", "is no id of an image")):
+        code, _, err = run(capfd, "verify", image, "--region", REGION)
+        assert code == 2 and words in err
+
+
+def test_prune_keeps_the_newest_the_promoted_and_the_used(aws, capfd):
+    names = ("new", "old", "promoted", "used")
+    images = {name: add_own(aws, age_days=age, name=f"baretrain-neuron-{name}") for age, name in enumerate(names)}
+    images["cuda"] = add_own(aws, "cuda", age_days=50)
+    half = {age: add_image(aws, f"baretrain-neuron-half{age}", age_days=age) for age in (0, 1)}
+    aws.ssm.put_parameter(Name=parameter("neuron"), Value=images["promoted"], Type="String")
+    (used,) = aws.ec2.run_instances(ImageId=images["used"], MinCount=1, MaxCount=1)["Instances"]
+    snapshots = {name: backend().amis[image].ebs_snapshot.id for name, image in images.items()}
+    (volume,) = (each["VolumeId"] for each in aws.ec2.describe_volumes()["Volumes"][:1])
+    tagged = [{"ResourceType": "snapshot", "Tags": [{"Key": "baretrain:image", "Value": "neuron"}]}]
+    orphan = aws.ec2.create_snapshot(VolumeId=volume, TagSpecifications=tagged)["SnapshotId"]
+
+    code, out, _ = run(capfd, "prune", "--keep", "1", "--region", REGION)
+    assert code == 0 and images["old"] in out and "nothing was removed" in out
+    assert images["old"] in backend().amis
+    code, out, _ = run(capfd, "prune", "--keep", "1", "--region", REGION, "--yes")
+    assert code == 0 and f"kept {images['used']}" in out and used["InstanceId"] in machines(aws)
+    left = {image.id for image in backend().amis.values() if image.name.startswith("baretrain-")}
+    assert left == {images[name] for name in ("new", "promoted", "used", "cuda")} | {half[0]}
+    own = {each["SnapshotId"] for each in aws.ec2.describe_snapshots(OwnerIds=["self"])["Snapshots"]}
+    assert not {snapshots["old"], orphan} & own and {snapshots["new"], snapshots["promoted"]} <= own
+    assert run(capfd, "prune", "--keep", "1", "--region", REGION, "--yes")[1].endswith("nothing to remove\n")
+    code, _, err = run(capfd, "prune", "--keep", "0", "--region", REGION)
+    assert code == 2 and "--keep 0 must be 1 or more" in err

@@ -1,0 +1,331 @@
+"""The scripts of ami/provision, really run as root in a fresh system that debootstrap makes from apt's own mirror.
+
+It is Debian, not Ubuntu, and has no kernel. Not run: drivers, devices, systemd, the installation of torch.
+/opt/baretrain/venv gets our wheel through pip, without what it depends on: those packages are the ones of this test's
+environment, mounted read-only.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from running import ROOT
+from services.machines import NOT_PERMITTED
+
+from ami.base import Base
+from ami.config import AmiConfig
+from ami.files import image_values, shell_values, write_files
+from train.config import InstanceConfig
+from train.host.versions import read_versions
+
+SCRIPTS = ("files", "common", "efa", "neuron", "cuda", "baretrain", "harden", "smoke")
+PROVISION = ROOT / "ami/provision"
+PACKAGES = sysconfig.get_paths()["purelib"]
+INSIDE = """set -e
+root=$1; shift
+mount --make-rprivate /
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+mkdir -p "$root/mnt/packages"
+mount --bind "$PACKAGES" "$root/mnt/packages"
+mount -o remount,ro,bind "$root/mnt/packages"
+exec chroot "$root" "$@"
+"""
+LATE = ("log", "cache", "tmp", "run", "proc", "dev", "lists")  # folders whose content may change
+
+
+def cuda(name="g5.xlarge"):
+    return AmiConfig(image="cuda", instance=InstanceConfig(name=name, device="cuda"))
+
+
+BASE = Base("ami-0123456789abcdef0", "base", "", "/dev/sda1", 100)
+
+
+def mirror():
+    """URI and release of the first repository with this system's own packages that apt is configured with."""
+    release = platform.freedesktop_os_release()["VERSION_CODENAME"]
+    shown = ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)"]
+    rows = [
+        row.split() for row in subprocess.run(shown, capture_output=True, text=True, check=True).stdout.splitlines()
+    ]
+    for row in rows:
+        if row[:2] == [release, "main"]:
+            return row[2], release
+    return None
+
+
+def inside(root, *command, check=True, **environment):
+    words = ["unshare", "--mount", "--pid", "--fork", "--uts", "sh", "-c", INSIDE, "sh", str(root), "env", "-i"]
+    path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    words += [path, "HOME=/root", "LC_ALL=C.UTF-8", *(f"{name}={value}" for name, value in environment.items())]
+    done = subprocess.run(
+        [*words, *command], env={**os.environ, "PACKAGES": PACKAGES}, capture_output=True, text=True, check=False
+    )
+    assert not check or done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+def provision(root, script, **options):
+    shutil.copy(PROVISION / f"{script}.sh", root / "tmp/script.sh")
+    return inside(root, "bash", "/tmp/script.sh", **options)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    missing = [name for name in ("debootstrap", "unshare", "gpg") if shutil.which(name) is None]
+    if missing or os.getuid() != 0:
+        pytest.skip(
+            f"no fresh system to test with: {', '.join(missing)} missing, or not root (apt-get install debootstrap)"
+        )
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{NOT_PERMITTED}: no mount namespaces either")
+    where = mirror()
+    if where is None:
+        pytest.skip("apt is not configured with a repository of this release")
+    folder = tmp_path_factory.mktemp("system") / "root"
+    included = "--include=systemd,ca-certificates,python3"
+    done = subprocess.run(
+        ["debootstrap", "--variant=minbase", included, where[1], str(folder), where[0]],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    (folder / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # no service starts in here
+    (folder / "usr/sbin/policy-rc.d").chmod(0o755)
+    shutil.copy("/etc/resolv.conf", folder / "etc/resolv.conf")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def state(root):
+    """Kind, mode and content of every file, except where programs keep notes of their own."""
+    seen = {}
+    for top in ("etc", "opt", "home", "root", "usr", "var/lib"):
+        for path in sorted((root / top).rglob("*")):
+            name = path.relative_to(root)
+            if set(name.parts) & {*LATE, "__pycache__"} or str(name).startswith("var/lib/apt"):
+                continue
+            about = path.lstat()
+            content = str(path.readlink()) if path.is_symlink() else ""
+            if stat.S_ISREG(about.st_mode):
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+            seen[str(name)] = (about.st_mode, about.st_uid, content)
+    return seen
+
+
+def use_packages_of_this_environment(root):
+    (site,) = (root / "opt/baretrain/venv/lib").glob("python3.*/site-packages")
+    ours = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    if site.parent.name != ours:
+        pytest.skip(f"this system's {site.parent.name} cannot load the packages of {ours}")
+    (site / "packages.pth").write_text("/mnt/packages\n")
+
+
+def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path):
+    uploaded = write_files(tmp_path, cuda(), BASE, read_versions(), "none")
+    states = []
+    for _ in range(2):
+        shutil.copytree(uploaded, root / "tmp/baretrain")
+        provision(root, "files")
+        provision(root, "common")
+        provision(root, "baretrain", PIP_ARGS="--no-deps --no-index")
+        use_packages_of_this_environment(root)
+        provision(root, "harden")
+        assert provision(root, "smoke", DEVICES="absent").stdout.endswith("smoke test passed\n")
+        states.append(state(root))
+    changed = {name for name in {*states[0], *states[1]} if states[0].get(name) != states[1].get(name)}
+    assert not changed
+
+    made = json.loads((root / "etc/baretrain/manifest.json").read_text())
+    assert (
+        made["image"] == "cuda" and made["base_image"] == BASE.id and made["baretrain"] == read_versions()["baretrain"]
+    )
+    assert made["packages"]["torch"].startswith(read_versions()["torch"]) and "mdadm" in made["system_packages"]
+    assert "* - memlock unlimited\n" in (root / "etc/security/limits.d/90-baretrain.conf").read_text()
+    assert "48620" in (root / "etc/sysctl.d/90-baretrain.conf").read_text()
+    enabled = root / "etc/systemd/system/multi-user.target.wants"
+    assert {"baretrain-nvme.service", "chrony.service"} <= {path.name for path in enabled.iterdir()}
+    assert (root / "etc/machine-id").read_text() == "" and not (root / "tmp/baretrain").exists()
+    assert "baretrain:x:" in (root / "etc/passwd").read_text() and "baretrain:!:" in (root / "etc/shadow").read_text()
+    broken = root / "usr/share/common-licenses/GPL-3"
+    broken.write_text("")  # nothing to learn from
+    failed = provision(root, "smoke", DEVICES="absent", check=False)
+    assert failed.returncode == 1 and failed.stderr.startswith("error: train.prepare failed: ")
+
+
+# ---- with repositories and installers of our own: the real ones need AWS, and hardware -------------------------------
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory):
+    """Signs files with a key of its own; `fingerprint` and `public` are the key's."""
+    home = tmp_path_factory.mktemp("gnupg", numbered=True)
+    home.chmod(0o700)
+
+    def gpg(*words):
+        command = ["gpg", "--homedir", str(home), "--batch", "--yes", "--passphrase", "", *map(str, words)]
+        return subprocess.run(command, capture_output=True, check=True).stdout
+
+    gpg("--quick-generate-key", "tests@example.org", "ed25519", "sign")
+    gpg.fingerprint = gpg("--with-colons", "--list-keys").decode().partition("\nfpr:::::::::")[2].partition(":")[0]
+    gpg.public = gpg("--armor", "--export")
+    yield gpg
+    subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "gpg-agent"], check=False)
+
+
+def environment_file(root, image="neuron", **changes):
+    cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron")) if image == "neuron" else cuda()
+    values = {**image_values(cfg, BASE, read_versions(), "none"), **changes}
+    (root / "etc/baretrain").mkdir(exist_ok=True)
+    (root / "etc/baretrain/image.env").write_text(shell_values(values))
+
+
+def neuron_repository(folder, release, signer, versions):
+    """What apt.repos.neuron.amazonaws.com is, with empty packages."""
+    binary = folder / f"dists/{release}/main/binary-amd64"
+    binary.mkdir(parents=True)
+    entries = []
+    for name, version in versions.items():
+        control = folder / name / "DEBIAN/control"
+        control.parent.mkdir(parents=True)
+        about = f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: tests\nDescription: empty\n"
+        control.write_text(about)
+        package = folder / f"{name}.deb"
+        subprocess.run(["dpkg-deb", "--build", str(folder / name), str(package)], check=True, capture_output=True)
+        content = package.read_bytes()
+        sums = f"Filename: {package.name}\nSize: {len(content)}\nSHA256: {hashlib.sha256(content).hexdigest()}\n"
+        entries.append(about + sums)
+    (binary / "Packages").write_text("\n".join(entries))
+    listed = (binary / "Packages").read_bytes()
+    head = f"Origin: tests\nSuite: {release}\nCodename: {release}\nComponents: main\nArchitectures: amd64\n"
+    head += f"Date: Fri, 20 Nov 2026 08:00:00 UTC\nSHA256:\n {hashlib.sha256(listed).hexdigest()} {len(listed)} "
+    text = folder / f"dists/{release}/Release"
+    text.write_text(f"{head}main/binary-amd64/Packages\n")
+    signer("--clearsign", "-o", text.with_name("InRelease"), text)
+    (folder / "GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB").write_bytes(signer.public)
+
+
+def packages(changes=()):
+    wanted = {name: f"{version}.0-0a1b2c3d4" for name, version in read_versions().system_packages().items()}
+    return {**wanted, **dict(changes)}
+
+
+@pytest.fixture
+def tooled(root):
+    """The root with what common.sh installs, without which the other scripts are not run."""
+    if not (root / "usr/bin/curl").exists():
+        provision(root, "common")
+    return root
+
+
+def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, signer):
+    root, release = tooled, mirror()[1]
+    neuron_repository(root / "srv/neuron", release, signer, packages())
+    own = {"NEURON_APT_URL": "file:/srv/neuron"}
+    environment_file(root)
+    refused = provision(root, "neuron", check=False, **own)
+    assert refused.returncode == 1 and not (root / "etc/apt/sources.list.d/neuron.list").exists()
+    assert f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10" in refused.stderr
+
+    environment_file(root, NEURON_KEY=signer.fingerprint)
+    for _ in range(2):
+        provision(root, "neuron", **own)
+    shown = inside(root, "dpkg-query", "-W", "-f=${db:Status-Abbrev}${Package} ${Version}\n", "aws-neuronx-*").stdout
+    held = {f"hi {name} {version}" for name, version in packages().items()}
+    assert set(shown.splitlines()) == held
+
+    other = packages({"aws-neuronx-tools": "2.99.1.0"})
+    neuron_repository(root / "srv/newer", release, signer, other)
+    inside(root, "dpkg", "--purge", "aws-neuronx-tools")
+    failed = provision(root, "neuron", check=False, NEURON_APT_URL="file:/srv/newer")
+    assert failed.returncode == 1 and "lacks a package of SDK 2.31.1" in failed.stderr
+    tampered = root / f"srv/neuron/dists/{release}/InRelease"
+    tampered.write_text(tampered.read_text().replace("Origin: tests", "Origin: other"))
+    assert provision(root, "neuron", check=False, **own).returncode != 0
+    (root / "etc/apt/sources.list.d/neuron.list").unlink()
+
+
+INSTALLER = """#!/bin/sh
+mkdir -p /opt/amazon
+echo "# EFA installer version: {version}" > /opt/amazon/efa_installed_packages
+echo run >> /opt/amazon/runs
+"""
+
+
+def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, tmp_path):
+    root, version = tooled, read_versions()["efa-installer"]
+    offered, runs = root / "srv/efa", root / "opt/amazon/runs"
+    offered.mkdir()
+    (tmp_path / "aws-efa-installer").mkdir()
+    script = tmp_path / "aws-efa-installer/efa_installer.sh"
+    script.write_text(INSTALLER.format(version=version))
+    script.chmod(0o755)
+    archive = offered / f"aws-efa-installer-{version}.tar.gz"
+    subprocess.run(["tar", "-C", tmp_path, "-czf", archive, "aws-efa-installer"], check=True)
+    signer("--detach-sign", "-o", f"{archive}.sig", archive)
+    (offered / "aws-efa-installer.key").write_bytes(signer.public)
+    own = {"EFA_URL": "file:///srv/efa"}
+
+    environment_file(root)
+    refused = provision(root, "efa", check=False, **own)
+    assert refused.returncode == 1 and f"installer is {signer.fingerprint} and not 4E9091BC" in refused.stderr
+    environment_file(root, EFA_KEY=signer.fingerprint)
+    whole = archive.read_bytes()
+    archive.write_bytes(whole + b"\0")
+    refused = provision(root, "efa", check=False, **own)
+    assert refused.returncode == 1 and f"is not signed by {signer.fingerprint}: nothing was run" in refused.stderr
+    refused = provision(root, "efa", check=False, EFA_URL="file:///srv/nothing")
+    assert refused.returncode == 1 and "cannot be read: is efa-installer in" in refused.stderr
+    assert not runs.exists()
+
+    archive.write_bytes(whole)
+    for _ in range(2):
+        provision(root, "efa", **own)
+    assert runs.read_text() == "run\n"
+
+
+def test_a_system_with_an_old_libc_or_driver_is_refused(tooled):
+    root = tooled
+    stand_ins = root / "usr/local/sbin"
+    for name, answer in (("ldd", "ldd (GNU libc) 2.34"), ("modinfo", "550.54.15")):
+        (stand_ins / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
+        (stand_ins / name).chmod(0o755)
+    environment_file(root)
+    refused = provision(root, "neuron", check=False)
+    assert refused.returncode == 1 and "has glibc 2.34, torch-neuronx 2.9 needs 2.35: build from" in refused.stderr
+    environment_file(root, "cuda")
+    refused = provision(root, "cuda", check=False)
+    assert refused.returncode == 1 and "the driver is 550.54.15, the wheels of torch need 570" in refused.stderr
+    for name in ("ldd", "modinfo"):
+        (stand_ins / name).unlink()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_clean(script):
+    assert sorted(path.stem for path in PROVISION.iterdir()) == sorted(SCRIPTS)
+    path = PROVISION / f"{script}.sh"
+    assert os.access(path, os.X_OK) and "\nset -euo pipefail\n" in path.read_text()
+    assert all(len(line) <= 120 for line in path.read_text().splitlines())
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck to test with: apt-get install shellcheck")
+    done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_common_refuses_a_system_without_apt(tmp_path):
+    for name in ("bash", "id"):
+        (tmp_path / name).symlink_to(Path(shutil.which(name)))
+    done = subprocess.run(
+        ["bash", PROVISION / "common.sh"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    wanted = "this system has no apt-get: build from Ubuntu 24.04" if os.getuid() == 0 else "run it as root"
+    assert done.returncode == 1 and wanted in done.stderr and done.stderr.count("\n") == 1

@@ -1,0 +1,160 @@
+"""Packer's templates: what matters in every file, and what the Packer at hand says of them. No build ran on AWS."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import hcl2
+import pytest
+from running import ROOT
+
+from ami.packer import LEAST, version_of
+from train.host.versions import read_versions
+
+AMI = ROOT / "ami"
+NAMES = ("cuda", "machine", "neuron", "plugins", "variables")
+MODERN = ("# >=1.7 begin", "# >=1.7 end")  # around lines that Packer 1.6 does not know
+VALUES = {
+    "region": "us-east-1",
+    "copy_regions": ["us-west-2"],
+    "base_image": "ami-0123456789abcdef0",
+    "root_device": "/dev/sda1",
+    "name": "baretrain-neuron-1",
+    "instance_type": "trn1.2xlarge",
+    "subnet": "",
+    "disk_gib": 150,
+    "kms_key": "",
+    "cache_arns": ["arn:aws:s3:::bucket"],
+    "deprecate_at": "2027-11-20T00:00:00Z",
+    "tags": {"a": "b"},
+    "build_tags": {"c": "d"},
+    "files": "/tmp",
+    "manifest": "/tmp/manifest.json",
+    "max_minutes": 120,
+}
+
+
+def plain(value):
+    """Parsed HCL without the quotes that hcl2 keeps around texts."""
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.strip('"') if isinstance(value, str) else value
+
+
+def parsed(name):
+    return plain(hcl2.loads((AMI / f"{name}.pkr.hcl").read_text()))
+
+
+def test_every_file_is_parsed_and_only_one_names_plugins():
+    assert sorted(path.name.removesuffix(".pkr.hcl") for path in AMI.glob("*.hcl")) == sorted(NAMES)
+    for name in NAMES:
+        text = (AMI / f"{name}.pkr.hcl").read_text()
+        assert ("required_plugins {" in text) == (name == "plugins")
+        assert "data" not in parsed(name) and "regex(" not in text
+    (block,) = parsed("plugins")["packer"]
+    (plugins,) = block["required_plugins"]
+    assert plugins["amazon"]["version"] == f"= {read_versions()['packer-amazon']}"
+    assert plugins["amazon"]["source"] == "github.com/hashicorp/amazon"
+    assert block["required_version"] == f">= {LEAST[0]}.{LEAST[1]}.0"
+
+
+def test_the_builder_is_closed_and_encrypted_and_so_is_the_image():
+    (source,) = parsed("machine")["source"]
+    machine = source["amazon-ebs"]["machine"]
+    (metadata,) = machine["metadata_options"]
+    assert metadata["http_tokens"] == "required" and metadata["http_put_response_hop_limit"] == 1
+    assert machine["imds_support"] == "v2.0"
+    assert machine["ssh_interface"] == "session_manager" and machine["ssh_clear_authorized_keys"] is True
+    assert machine["associate_public_ip_address"] is False
+    assert machine["temporary_security_group_source_cidrs"] == ["127.0.0.1/32"]
+    assert machine["encrypt_boot"] is True
+    (disk,) = machine["launch_block_device_mappings"]
+    assert disk["encrypted"] is True and disk["delete_on_termination"] is True
+    assert machine["shutdown_behavior"] == "terminate" and "shutdown -P +${var.max_minutes}" in machine["user_data"]
+    assert machine["run_tags"] == machine["run_volume_tags"] == "${var.build_tags}"
+    assert machine["tags"] == machine["snapshot_tags"] == "${var.tags}"
+    assert machine["source_ami"] == "${var.base_image}" and machine["deprecate_at"] == "${var.deprecate_at}"
+    (policy,) = machine["temporary_iam_instance_profile_policy_document"]
+    (statement,) = policy["Statement"]
+    assert all(action.startswith(("ssm:Update", "ssmmessages:")) for action in statement["Action"])
+    for forbidden in ("iam_instance_profile", "security_group_id", "user_data_file", "access_key", "secret_key"):
+        assert forbidden not in machine
+
+
+@pytest.mark.parametrize("image", ["neuron", "cuda"])
+def test_an_image_runs_every_script_and_the_smoke_test_last(image):
+    (build,) = parsed(image)["build"]
+    assert build["name"] == image and build["sources"] == ["source.amazon-ebs.machine"]
+    (scripts,) = (each["shell"]["scripts"] for each in build["provisioner"] if "shell" in each)
+    names = [script.removeprefix("${path.root}/provision/") for script in scripts]
+    wanted = ["files", "common", "efa", image, "baretrain", "harden", "smoke"]
+    assert names == [f"{name}.sh" for name in wanted]
+    assert all((AMI / "provision" / name).is_file() for name in names)
+
+
+def test_every_variable_is_used_and_declared():
+    (declared,) = ({name for each in parsed("variables")["variable"] for name in each},)
+    used = {name for path in AMI.glob("*.hcl") for name in re.findall(r"var\.(\w+)", path.read_text())}
+    assert declared == used == set(VALUES)
+
+
+# ---- Packer ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def packer():
+    path = shutil.which("packer")
+    if path is None:
+        pytest.skip("no Packer to test with: apt-get install packer")
+    return path
+
+
+def copy(folder, *, modern):
+    """The templates without plugins.pkr.hcl and, unless `modern`, without the marked lines."""
+    folder.mkdir()
+    shutil.copytree(AMI / "provision", folder / "provision")
+    dropped = []
+    for name in set(NAMES) - {"plugins"}:
+        lines = (AMI / f"{name}.pkr.hcl").read_text().splitlines(keepends=True)
+        marks = [index for index, line in enumerate(lines) if line.strip() in MODERN]
+        for begin, end in reversed(list(zip(marks[::2], marks[1::2], strict=True))):
+            if not modern:
+                dropped += lines[begin + 1 : end]
+                del lines[begin : end + 1]
+        (folder / f"{name}.pkr.hcl").write_text("".join(lines))
+    (folder / "values.pkrvars.json").write_text(json.dumps(VALUES))
+    return dropped
+
+
+def said(packer, folder, *words):
+    done = subprocess.run([packer, *words], cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_packer_accepts_the_syntax_and_the_style(packer, tmp_path):
+    copy(tmp_path / "ami", modern=True)
+    code, text = said(packer, tmp_path / "ami", "validate", "-syntax-only", "-var-file=values.pkrvars.json", ".")
+    assert code == 0, text
+    (tmp_path / "ami/values.pkrvars.json").unlink()
+    code, text = said(packer, tmp_path / "ami", "fmt", "-check", ".")
+    assert code == 0, text
+
+
+def test_packer_validates_all_but_the_lines_that_1_6_does_not_know(packer, tmp_path):
+    if version_of(packer) >= (1, 7):
+        pytest.skip(f"{packer} needs its plugins for this; Debian's 1.6 has them built in")
+    folder = tmp_path / "ami"
+    dropped = copy(folder, modern=False)
+    names = {match[1] for line in dropped if (match := re.match(r"  (\w+) *[={]", line))}
+    assert names == {"metadata_options", "imds_support", "deprecate_at"}
+    command = ("validate", "-var-file=values.pkrvars.json", ".")
+    code, text = said(packer, folder, *command)
+    assert code == 0, text
+    for image in ("neuron", "cuda"):
+        assert said(packer, folder, "validate", f"-only={image}.*", *command[1:])[0] == 0
+    (folder / "provision/efa.sh").unlink()
+    code, text = said(packer, folder, *command)
+    assert code == 1 and "efa.sh" in text

@@ -1,0 +1,272 @@
+"""`python -m train.bench`: what its figures are, that a measurement is a run that leaves nothing, and its sweep."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+from running import ROOT, TINY, command, run
+
+from train.bench.figures import Peak, Window, cost, speeds, table
+from train.bench.sweep import OWN, Try, bisect, key_of, search, try_size, verdict_of
+from train.cli import compose as cli
+from train.config import Failure, InputError, InstanceConfig, TrainConfig
+from train.host.memory import available_bytes, total_memory_bytes
+
+BENCH = "train.bench.__main__"
+SPREAD = {"median": float, "least": float, "most": float}
+KINDS = {
+    "kind": str,
+    "steps_per_s": dict,
+    "step_s": dict,
+    "sequences_per_s": dict,
+    "tokens_per_s": dict,
+    "padding_share": float,
+    "mfu": float,
+    "flops_per_s": float,
+    "peak_flops_per_s": float,
+    "peak_source": str,
+    "data_wait_share": float,
+    "compile_s": float,
+    "graphs": int,
+    "peak_process_bytes": int,
+    "peak_device_bytes": type(None),
+    "usd_per_million_sequences": type(None),
+    "world_size": int,
+    "global_batch_size": int,
+    "micro_batch_size": int,
+    "accumulation": int,
+    "versions": dict,
+    "processor": str | None,
+    "host": str,
+    "threads": int,
+    "settings": list,
+}
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+WINDOWS = [
+    Window(steps=2, wall_s=1.0, tokens=90.0, slots=100.0, flops=4e9, wait_s=0.1),
+    Window(steps=2, wall_s=2.0, tokens=100.0, slots=100.0, flops=4e9, wait_s=0.5, compile_s=3.0),
+    Window(steps=2, wall_s=1.0, tokens=95.0, slots=100.0, flops=4e9, wait_s=0.2),
+]
+
+
+def test_speeds_are_of_whole_windows_and_shares_of_all_the_time():
+    result = speeds(WINDOWS, global_batch_size=8, peak=Peak(12e9, "made up"))
+    assert result["step_s"] == {"median": 0.5, "least": 0.5, "most": 1.0}
+    assert result["steps_per_s"] == {"median": 2.0, "least": 1.0, "most": 2.0}
+    assert result["sequences_per_s"] == {"median": 16.0, "least": 8.0, "most": 16.0}
+    assert result["tokens_per_s"] == {"median": 90.0, "least": 50.0, "most": 95.0}
+    assert result["padding_share"] == pytest.approx(15 / 300)
+    assert result["flops_per_s"] == 3e9 and result["mfu"] == 0.25  # 12e9 in 4 s, of 12e9 a second
+    assert result["data_wait_share"] == pytest.approx(0.2)
+    assert result["compile_s_in_timed_steps"] == 3.0 and result["timed_s"] == 4.0
+
+
+def test_what_is_unknown_is_left_out():
+    unknown = [dataclasses.replace(each, flops=0.0) for each in WINDOWS]
+    assert speeds(unknown, global_batch_size=8, peak=Peak(1e9, ""))["mfu"] is None
+    assert speeds(WINDOWS, global_batch_size=8, peak=None)["mfu"] is None
+    assert cost(InstanceConfig(), machines=1, sequences_per_s=5.0)["usd_per_million_sequences"] is None
+
+
+def test_a_million_sequences_cost_the_hours_of_all_machines():
+    priced = InstanceConfig(usd_per_hour=36.0, price_date="2026-11-09")
+    assert cost(priced, machines=2, sequences_per_s=1000.0) == {  # 1000 s of 2 machines at a cent a second
+        "usd_per_million_sequences": pytest.approx(20.0),
+        "usd_per_hour": 36.0,
+        "price_date": "2026-11-09",
+    }
+
+
+def test_available_memory_is_what_the_kernel_says(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemFree:   10 kB\nMemAvailable:   4000 kB\n")
+    assert available_bytes(tmp_path / "meminfo") == 4000 * 1024
+    assert 0 < available_bytes() < total_memory_bytes()
+
+
+# ---- a measurement -------------------------------------------------------------------------------------------------
+
+
+def settings(prepared, *more):
+    """A measurement of seconds; the data is the only thing that it may not do without."""
+    device = ["backend.device=cpu", "backend.precision=fp32", "data.num_workers=0"]
+    return [*TINY, f"data.path={prepared}", *device, "steps=4", "windows=2", "warmup=1", *more]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared, ranks):
+    (tmp_path / "tmp").mkdir()
+    output, run_dir = tmp_path / "bench.json", tmp_path / "run"
+    given = settings(
+        prepared, "global_batch_size=8", f"output={output}", f"run_dir={run_dir}", "max_epochs=1", "profile=true"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}  # which a fork of the tests' server would not heed
+    words = command(given, ranks=ranks, module="train.bench")
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.DONE, done.stderr
+    result = json.loads(output.read_text())
+    for key, kind in KINDS.items():
+        assert isinstance(result[key], kind), key
+    for key in ("steps_per_s", "step_s", "sequences_per_s", "tokens_per_s"):
+        assert {name: type(value) for name, value in result[key].items()} == SPREAD
+        assert 0 < result[key]["least"] <= result[key]["median"] <= result[key]["most"]
+    assert (result["world_size"], result["micro_batch_size"], result["accumulation"]) == (ranks, 8 // ranks, 1)
+    assert (result["timed_steps"], result["untimed_steps"], result["windows"]) == (4, 2, 2)
+    assert result["mfu"] == pytest.approx(result["flops_per_s"] / result["peak_flops_per_s"])
+    assert "measured here" in result["peak_source"] and 0 <= result["data_wait_share"] <= 1
+    assert result["settings"] == given
+    assert done.stdout == table(result) + "\n"  # rank 0's
+    left = [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith("baretrain")]
+    assert (
+        not run_dir.exists() and not left and sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "tmp"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("output=/proc/a.json", "output=/proc/a.json: no file can be written to /proc; name another one"),
+        ("stepz=3", "stepz is not a setting; did you mean steps?"),
+        ("steps=5", "steps=5 must be a multiple of windows=2, its parts"),
+        ("nproc=2", "nproc: only a sweep has them; add --sweep"),
+        ("output=/nowhere/a.json", "output=/nowhere/a.json: /nowhere is not a folder; make it first"),
+        ("micro_batch_size=3", "global_batch_size=8 is not a multiple of micro_batch_size=3 x 1 ranks"),
+        ("save_as=a/b", "save_as: only a sweep has them; add --sweep"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_line(prepared, wrong, line):
+    done = run(settings(prepared, "global_batch_size=8", wrong), module=BENCH)
+    assert (done.returncode, done.stdout, done.stderr) == (cli.REFUSED, "", f"error: {line}\n")
+
+
+def test_a_sweep_under_torchrun_is_refused(prepared, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    done = run(settings(prepared, "global_batch_size=8", "--sweep"), module=BENCH)
+    line = "error: a sweep starts its ranks itself: run it without torchrun, with nproc=N\n"
+    assert (done.returncode, done.stderr) == (cli.REFUSED, line)
+
+
+# ---- the order of a sweep ------------------------------------------------------------------------------------------
+
+
+def swept(sizes, first, speed):
+    """The sizes that a search tries, and why it ended; `speed` gives None for a size that does not fit."""
+    tried = []
+
+    def attempt(size):
+        tried.append(size)
+        tokens_per_s = speed(size)
+        bench = None if tokens_per_s is None else {"tokens_per_s": {"median": tokens_per_s}}
+        return Try(size, 1, "", bench)
+
+    return tried, search(sizes, first, attempt)
+
+
+TO_128 = [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def test_sizes_double_until_one_does_not_fit_and_the_limit_is_bisected():
+    sizes = list(range(1, 101))
+    tried, ended = swept(sizes, 8, lambda size: float(size) if size <= 41 else None)
+    assert tried[:5] == [8, 4, 16, 32, 64] and 41 in tried and 42 in tried and len(tried) <= 10
+    assert ended == "41 is the largest micro batch that fits"
+
+
+def test_a_first_size_that_does_not_fit_is_halved():
+    assert swept(TO_128, 64, lambda size: 1.0 if size <= 8 else None) == (
+        [64, 32, 16, 8],
+        "8 is the largest micro batch that fits",
+    )
+    assert swept(TO_128, 2, lambda size: None) == ([2, 1], "no micro batch fits")
+
+
+def test_nothing_larger_is_tried_once_throughput_no_longer_grows():
+    tried, ended = swept(TO_128, 1, lambda size: float(min(size, 8)))
+    assert (tried, ended) == ([1, 2, 4, 8, 16, 32], "throughput no longer grows; 32 still fits")
+    assert swept(TO_128, 16, lambda size: 1 / size)[0] == [16, 8, 32, 64]  # a smaller one may be the fastest
+
+
+def test_the_global_batch_ends_a_sweep():
+    tried, ended = swept([1, 2, 3, 6], 2, float)
+    assert tried == [2, 1, 6] and ended.startswith("6 is the largest micro batch that global_batch_size")
+
+
+def test_a_bisection_ends_between_neighbours():
+    assert bisect([4, 5], 4, 5, lambda size: pytest.fail("nothing lies between")) == 4
+
+
+# ---- a try ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_lack_of_memory_does_not_fit():
+    def verdict(status, kind=None, *, kills=0, is_counted=True):
+        return verdict_of(status, {"kind": kind} if kind else {}, kills, is_counted=is_counted)
+
+    assert verdict(0, "bench") == "fits"
+    assert verdict(1, "out_of_device_memory") == "does not fit: out of device memory"
+    assert verdict(1, "out_of_host_memory") == "does not fit: out of host memory"
+    killed = "does not fit: the kernel killed it for lack of host memory"
+    assert verdict(-signal.SIGKILL, kills=1) == verdict(1, kills=1) == killed
+    assert verdict(-signal.SIGKILL, is_counted=False) == killed
+    assert verdict(-signal.SIGKILL) is verdict(1) is verdict(0) is verdict(2, "strange") is None
+
+
+def test_a_try_that_fails_is_named(tmp_path):
+    def tried(code):
+        return try_size([sys.executable, "-c", code], 8, 2, tmp_path)
+
+    with pytest.raises(Failure, match=r"^the try of micro_batch_size=8 failed with exit status 3: the disk is gone$"):
+        tried("import sys; print('error: the disk is gone\\nmore', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(Failure, match="exit status 1: ZeroDivisionError"):
+        tried("1 / 0")
+    with pytest.raises(InputError, match="^no such data$"):
+        tried("import sys; print('error: no such data', file=sys.stderr); sys.exit(2)")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder with its own conf/, in which programs of this repository run."""
+    shutil.copytree(ROOT / "conf", tmp_path / "tree/conf")
+    return tmp_path / "tree"
+
+
+def run_in(tree, *words):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=tree, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_sweep_ends_below_the_memory_and_its_experiment_is_read_back(tree, prepared):
+    # A process takes 1.1 GiB, and what the backward pass needs of 32 sequences 1.5 GiB.
+    wide = ["model.intermediate_size=80000", "max_memory_gib=2.2", "optim=lamb"]
+    given = [*settings(prepared, "experiment=demo", *wide), "global_batch_size=32", "micro_batch_size=32"]
+    given += ["steps=1", "windows=1", "output=sweep.json", "save_as=swept", "--sweep"]
+    done = run_in(tree, "train.bench", *given)
+    assert done.returncode == cli.DONE, done.stderr
+    result = json.loads((tree / "sweep.json").read_text())
+    verdicts = {each["micro_batch_size"]: each["verdict"] for each in result["tries"]}
+    best = result["best_micro_batch_size"]
+    assert verdicts.pop(32) == "does not fit: out of host memory" and verdicts[best] == "fits"
+    assert result["largest_micro_batch_size"] == min(verdicts) and result["best_accumulation"] == 32 // best
+    assert "experiment=swept" in done.stdout and "does not fit" in done.stdout
+    written = (tree / "conf/experiment/swept.yaml").read_text()
+    assert written == result["experiment"]
+
+    shown = run_in(tree, "train", "experiment=swept", "run_dir=r", "--cfg", "job")
+    assert shown.returncode == cli.DONE, shown.stderr
+    kept = [each for each in settings(prepared, "experiment=demo", "optim=lamb", wide[0]) if key_of(each) not in OWN]
+    same = [*kept, "run_dir=r", "global_batch_size=32", f"micro_batch_size={best}"]
+    assert OmegaConf.create(shown.stdout) == cli.compose_config(TrainConfig, same)
+
+    again = run_in(tree, "train.bench", *given)
+    assert again.returncode == cli.REFUSED and "exists; choose another name" in again.stderr

@@ -1,0 +1,460 @@
+"""Comparisons: ratios to the baseline, equal quality, the same work, and the variants of a run that are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from finetuning import squad, tuning
+from hostile import changed, quick
+from hypothesis import given
+from hypothesis import strategies as st
+from running import ROOT, command, eventually, train_overrides
+from s3_fixtures import Bucket
+
+from train.cli import compose as cli
+from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.compare.__main__ import main
+from train.compare.figures import panels
+from train.compare.measures import Entry, at_largest_batch, at_same_batch, notes, percent
+from train.compare.page import TITLE, by_batch, compare, statistics
+from train.compare.variants import make_variants
+from train.config import InputError
+from train.config.compare import CompareConfig
+from train.report.run import Run, read_run
+from train.run_folder.outcome import read_outcome
+from train.storage.folders import LocalFolder
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+STEPS, BATCH, TOKENS, BEGAN_S = 40, 28, 400_000, 1000.0
+CONFIG = {
+    "run_dir": "runs/a",
+    "seed": 0,
+    "seq_len": 384,
+    "max_steps": STEPS,
+    "task": {"kind": "qa", "stride": 128},
+    "model": {"pretrained": "albert", "num_layers": None},
+    "optim": {"name": "adamw", "lr": 3e-5},
+    "backend": {"name": "ddp", "compile": "none"},
+    "best": {"metric": "f1"},
+    "instance": {"name": "local"},
+}
+EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
+
+
+def write_run(
+    folder: Path,
+    *,
+    train_s: float = 100.0,
+    wall_s: float = 125.0,
+    f1: float = 80.0,
+    batch: int = BATCH,
+    steps: int = STEPS,
+    config: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
+    lines: list[dict[str, Any]] | None = None,
+    **summary: Any,
+) -> Path:
+    """A finished run: `steps` steps of `batch` sequences, 400,000 tokens in `train_s` of `wall_s` seconds."""
+    numbers = {"loss": 2.5, "examples": steps * batch, "tokens_per_s": TOKENS / train_s, "train_s": train_s}
+    end = {"train_s": train_s, "tokens": TOKENS, "steps_total": steps, "reason": "done", "graphs": 0, "compile_s": 0.0}
+    written = [
+        {"kind": "train", "time_unix_s": BEGAN_S + 30, **numbers, "step": steps // 2, "loss": 4.0},
+        {"kind": "train", "time_unix_s": BEGAN_S + wall_s - 2, **numbers, "step": steps},
+        {
+            "kind": "eval",
+            "time_unix_s": BEGAN_S + wall_s - 1,
+            "step": steps,
+            "examples": steps * batch,
+            "loss": 2.0,
+            "f1": f1,
+        },
+        {"kind": "summary", "time_unix_s": BEGAN_S + wall_s, "step": steps, **end, **summary},
+    ]
+    described = {
+        "identity": {"data": "sha-of-squad"},
+        "first_started_unix_s": BEGAN_S,
+        "backend": "ddp",
+        "device": "NVIDIA V100",
+        "world_size": 1,
+        "precision": "fp32",
+        "plan": {"global_batch_size": batch, "micro_batch_size": batch, "accumulation": 1},
+        "versions": {"torch": "2.9.0"},
+    }
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(json.dumps(CONFIG | (config or {})))
+    (folder / "environment.json").write_text(json.dumps(described | (environment or {})))
+    rows = [{"attempt": 1, **line} for line in (lines or written)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def compiled_run(folder: Path, **changes: Any) -> Path:
+    """Twice the throughput: 50 s in steps and 20 s of compiling, of 80 s in all."""
+    known = {"train_s": 50.0, "wall_s": 80.0, "f1": 80.4, "compile_s": 20.0, "graphs": 2}
+    config = CONFIG | {"backend": {"name": "ddp", "compile": "layers"}} | changes.pop("config", {})
+    return write_run(folder, **known | changes, config=config)
+
+
+def compared(*folders: Path, tolerance: float = 0.01) -> tuple[list[Entry], list[str]]:
+    return compare([read_run(folder) for folder in folders], tolerance=tolerance)
+
+
+# ---- what the page says --------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
+    native = write_run(tmp_path / "native", cost_usd=2.0, peak_device_bytes=8e9)
+    compiled = compiled_run(tmp_path / "compiled", cost_usd=1.28, peak_device_bytes=6e9)
+    assert main([str(native), str(compiled)]) == DONE
+    says = "compiled does 2.00 times the tokens/s of native in 0.64 of the time (0.48 without compiling), "
+    says += "equal quality (f1 0.5 % apart, tolerance 1 %)"
+    assert capsys.readouterr().out.splitlines()[0] == says
+    html = (tmp_path / "comparison" / "comparison.html").read_text()
+    assert f'<div class="card headline first">{says}</div>' in html and "the same</td>" in html
+    assert (tmp_path / "comparison" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    sources = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)""", html)
+    assert len(sources) == 7 and all(source.startswith("data:image/png;base64,") for source in sources)
+    entries, _ = compared(native, compiled)
+    header, _, row = by_batch(entries, tolerance=0.01, same_batch=True)
+    cells = dict(zip(header, row, strict=True))
+    assert cells["Batch (micro batch)"] == "28 (28)"
+    assert cells["Tokens/s"] == "8,000 (2.00 times)" and cells["Sequences/s"] == "22.4 (2.00 times)"
+    assert cells["Billable time"] == "0:01:20 (0.64 times)" and cells["without compiling"] == "0:01:00 (0.48 times)"
+    assert cells["Cost"] == "$1.28 (0.64 times)"
+    table = {row[0]: row[1:] for row in statistics(entries)}
+    assert table["Compiling (s)"] == ["0.0", "20.0"] and table["Compiled graphs"] == ["0", "2"]
+    assert table["Peak device memory of rank 0 (GB)"] == ["8.00", "6.00"]
+    assert table["Versions"] == ["torch 2.9.0"] * 2 and table["backend.compile"] == ["none", "layers"]
+
+
+@pytest.mark.parametrize(
+    ("f1", "tolerance", "says"),
+    [
+        (80.0, 0.01, "equal quality (f1 the same, tolerance 1 %)"),
+        (80.4, 0.004, "unequal quality (f1 80.4 against 80, 0.5 % better, tolerance 0.4 %)"),
+        (78.4, 0.01, "unequal quality (f1 78.4 against 80, 2 % worse, tolerance 1 %)"),
+        (78.4, 0.02, "equal quality (f1 2 % apart, tolerance 2 %)"),
+        (None, 0.01, "equal quality (loss the same, tolerance 1 %)"),  # which both have
+    ],
+)
+def test_quality_is_equal_within_its_tolerance(f1, tolerance, says, tmp_path):
+    folders = write_run(tmp_path / "a"), compiled_run(tmp_path / "b", f1=f1)
+    _, sentences = compared(*folders, tolerance=tolerance)
+    assert sentences[0].endswith(f", {says}")
+
+
+def test_without_a_common_score_quality_is_unknown(tmp_path):
+    lines = [{"kind": "train", "step": STEPS, "loss": 1.0, "examples": STEPS * BATCH}]
+    _, sentences = compared(write_run(tmp_path / "a"), write_run(tmp_path / "b", lines=lines))
+    assert "quality unknown" in sentences[0] and "unknown number of tokens/s" in sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"config": {"seed": 7}}, "seed: 0 there, 7 here"),
+        ({"config": {"seq_len": 128}}, "seq_len: 384 there, 128 here"),
+        ({"config": {"task": {"kind": "qa", "stride": 64}}}, "task.stride: 128 there, 64 here"),
+        ({"config": {"model": {"pretrained": "albert", "num_layers": 6}}}, "num_layers: unknown there, 6 here"),
+        ({"environment": {"identity": {"data": "other"}}}, "data: sha-of-squad there, other here"),
+        ({"steps": 80}, "sequences consumed: 1,120 there, 2,240 here; steps: 40 there, 80 here"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_other_work_is_named(changes, names, tmp_path):
+    entries, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
+    assert f"not the same work ({names})" in sentences[0].replace("model.num", "num")
+    assert names in by_batch(entries, tolerance=0.01, same_batch=True)[-1][-1]
+
+
+def test_another_machine_is_named_and_xla_on_the_same_one_is_not(tmp_path):
+    native = write_run(tmp_path / "native", environment={"device": "cpu"})
+    there = compiled_run(tmp_path / "there", environment={"device": "NVIDIA A100", "world_size": 8})
+    here = compiled_run(tmp_path / "here", environment={"device": "cpu through XLA"})
+    _, sentences = compared(native, there, here)
+    assert "not the same machine (device: cpu there, NVIDIA A100 here; world_size: 1 there, 8 here)" in sentences[0]
+    assert "machine" not in sentences[1]
+
+
+def test_a_cost_that_is_not_known_is_left_out(tmp_path):
+    native, compiled = write_run(tmp_path / "native"), compiled_run(tmp_path / "compiled")
+    entries, _ = compared(native, compiled)
+    assert "Cost" not in by_batch(entries, tolerance=0.01, same_batch=True)[0]
+    assert "Cost" not in {row[0] for row in statistics(entries)}
+    assert "cost" not in {panel.name for panel in panels(entries)}
+    priced, _ = compared(native, compiled_run(tmp_path / "priced", cost_usd=3.0))
+    assert ["Cost", "unknown", "$3.00"] in statistics(priced) and "cost" in {panel.name for panel in panels(priced)}
+
+
+def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch(tmp_path):
+    larger = {"train_s": 40.0, "wall_s": 70.0, "batch": 56, "steps": 20}
+    runs = [write_run(tmp_path / "native"), compiled_run(tmp_path / "compiled")]
+    runs += [compiled_run(tmp_path / "compiled_batch_56", **larger), write_run(tmp_path / "again", batch=14, steps=80)]
+    _, sentences = compared(*runs)
+    assert [sentence.split(" does ")[0] for sentence in sentences] == ["compiled", "compiled_batch_56"]
+    assert "2.50 times the tokens/s of native in 0.56 of the time" in sentences[1]
+    assert "each at its own largest batch (56 against 28)" in sentences[1] and "not the same" not in sentences[1]
+    entries, _ = compared(*runs)
+    assert [entry.label for entry in at_same_batch(entries)] == ["native", "compiled"]
+    assert [entry.label for entry in at_largest_batch(entries)] == ["native", "compiled_batch_56"]
+    only_largest = compared(runs[0], runs[2])[1]
+    assert len(only_largest) == 1 and only_largest[0] == sentences[1]
+
+
+def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path):
+    stopped = write_run(tmp_path / "stopped", reason="SIGTERM", steps_total=90)
+    resumed = compiled_run(tmp_path / "resumed")
+    text = (resumed / "metrics.jsonl").read_text().splitlines()
+    again = json.dumps(json.loads(text[-1]) | {"attempt": 2, "time_unix_s": 2000.0})
+    (resumed / "metrics.jsonl").write_text("\n".join([*text, again]) + "\n")
+    entries, _ = compared(stopped, resumed)
+    assert list(notes(entries[0])) == ["stopped has not ended: step 40 of 90"]
+    assert [note.partition(":")[0] for note in notes(entries[1])] == ["resumed took 2 attempts"]
+    assert entries[1].facts["compile_s"] == 40.0 and entries[1].facts["wall_s"] == 1000.0
+
+
+def test_an_attempt_that_goes_on_is_measured_to_its_newest_line(tmp_path):
+    resumed = write_run(tmp_path / "resumed", reason="done", wall_s=125.0)
+    later = {"kind": "train", "attempt": 2, "step": STEPS + 10, "train_s": 900.0, "time_unix_s": BEGAN_S + 1000}
+    with (resumed / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(later) + "\n")
+    native = write_run(tmp_path / "native")
+    text = (native / "metrics.jsonl").read_text().replace('"reason": "done"', '"reason": "done", "wall_s": 125.0')
+    (native / "metrics.jsonl").write_text(text)
+    entries, _ = compared(native, resumed)
+    assert [entry.facts["wall_s"] for entry in entries] == [125.0, 1000.0]
+    assert "resumed has not ended: step 50" in next(notes(entries[1]))
+
+
+@pytest.mark.parametrize("which", ["native", "compiled"])
+def test_a_quality_that_became_no_number_is_not_equal(which, tmp_path):
+    folders = {"native": write_run(tmp_path / "native"), "compiled": compiled_run(tmp_path / "compiled", f1=80.0)}
+    path = folders[which] / "metrics.jsonl"
+    rows = path.read_text().splitlines()
+    diverged = json.loads(rows[2]) | {"step": STEPS + 1, "f1": None, "loss": None}
+    path.write_text("\n".join([*rows[:3], json.dumps(diverged), rows[3]]) + "\n")
+    entries, sentences = compared(*folders.values())
+    assert "quality: no number (f1 " in sentences[0] and "equal" not in sentences[0]
+    table = {row[0]: row[1:] for row in statistics(entries)}
+    assert "no number at step 41" in table["Validation f1, last"]
+
+
+def test_the_length_of_sequences_is_what_the_run_recorded(tmp_path):
+    config = {"seq_len": None}
+    runs = [write_run(tmp_path / "old", config=config)]  # which did not record it, at another share of padding
+    for name, seq_len, train_s in (("new", 512, 100.0), ("same", 512, 10.0), ("longer", 1024, 100.0)):
+        runs.append(write_run(tmp_path / name, config=config, environment={"seq_len": seq_len}, train_s=train_s))
+    assert "not the same work" not in compared(runs[0], runs[1])[1][0] + compared(runs[1], runs[2])[1][0]
+    assert "not the same work (seq_len: 512 there, 1024 here)" in compared(runs[1], runs[3])[1][0]
+
+
+def test_the_terminal_has_the_warnings_of_the_page(tmp_path, capsys):
+    assert main([str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b", reason="SIGTERM"))]) == DONE
+    warning = "b has not ended: step 40 of 40"
+    assert warning in capsys.readouterr().out.splitlines()
+    assert warning in (tmp_path / "comparison" / "comparison.html").read_text()
+
+
+# ---- what others wrote ---------------------------------------------------------------------------------------------
+
+
+def test_hostile_values_are_shown_and_do_nothing(tmp_path, capsys):
+    config = {"seed": EVIL, "task": {"kind": EVIL, EVIL: 1}, "backend": {"name": "ddp", "compile": EVIL}}
+    environment = {"device": EVIL, "versions": {EVIL: EVIL}, "commit": [EVIL], "identity": {"data": EVIL}}
+    config |= {"best": {"metric": [EVIL]}}
+    numbers = {"cost_usd": -9e99, "compile_s": 9e99, "peak_host_bytes": 1e-99, "tokens": -(10**99), "wall_s": 9e99}
+    bad = write_run(tmp_path / "<b>", config=config, environment=environment, **{**numbers, "reason": EVIL})
+    assert main([str(write_run(tmp_path / "a", cost_usd=1)), str(bad), "--output", str(tmp_path / "page")]) == DONE
+    html, said = (tmp_path / "page" / "comparison.html").read_text(), capsys.readouterr().out
+    assert "&lt;script&gt;" in html and "<script" not in html and "<b>" not in html
+    assert not {"\x1b", "\u202e"} & {*html, *said}
+
+
+@pytest.mark.parametrize("changes", [{"wall_s": -5.0}, {"train_s": 5e-324}, {"train_s": 1e-90, "wall_s": 9e99}])
+def test_what_cannot_have_been_measured_is_no_ratio(changes, tmp_path):
+    bad = write_run(tmp_path / "bad")
+    text = (bad / "metrics.jsonl").read_text().splitlines()
+    (bad / "metrics.jsonl").write_text("\n".join([*text[:-1], json.dumps(json.loads(text[-1]) | changes)]) + "\n")
+    for said in (compared(write_run(tmp_path / "a"), bad)[1][0], compared(bad, tmp_path / "a")[1][0]):
+        assert "inf" not in said and " in -" not in said and not re.search(r"\d{20}", said)
+
+
+GOOD = {
+    "config": CONFIG,
+    "environment": {"plan": {"global_batch_size": 28}, "first_started_unix_s": 1.0, "device": "x"},
+}
+
+
+@quick
+@given(
+    changed(GOOD), changed([{"kind": "summary", "attempt": 1, "step": 2, "wall_s": 3.0, "tokens": 4, "train_s": 5.0}])
+)
+def test_no_run_folder_breaks_the_comparison(files, lines):
+    """Any content of files that can be read at all."""
+    folder = Path("runs/a")
+    valid = [line for line in lines if isinstance(line, dict) and isinstance(line.get("kind"), str)]
+    valid = [line for line in valid if all(isinstance(line.get(key), int) for key in ("attempt", "step"))]
+    if not valid or not all(isinstance(files.get(name), dict) for name in GOOD):
+        return
+    bad = run_of(folder / "bad", files, valid)
+    good = run_of(folder / "good", GOOD, [{"kind": "summary", "attempt": 1, "step": 2, "wall_s": 3.0}])
+    for runs in ([good, bad], [bad, good]):
+        entries, sentences = compare(runs, tolerance=0.01)
+        assert sentences and statistics(entries) and list(panels(entries)) is not None
+
+
+def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> Run:
+    from train.config import flatten
+    from train.report.run import drop_superseded, split_attempts
+
+    tables = [dict(flatten({str(key): value for key, value in files[name].items()})) for name in GOOD]
+    return Run(folder, *tables, split_attempts(lines), drop_superseded(lines))
+
+
+@quick
+@given(st.floats(0, 1e6))
+def test_a_share_is_written_without_exponents(share):
+    assert re.fullmatch(r"(less than )?\d+(\.\d+)? %", percent(share))
+
+
+def test_the_page_replaces_its_own_files_only(tmp_path, capsys):
+    runs = [str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b"))]
+    (tmp_path / "comparison").mkdir()
+    (tmp_path / "comparison" / "comparison.png").write_bytes(b"mine")
+    assert main(runs) == REFUSED and "comparison.png of no comparison" in capsys.readouterr().err
+    assert (tmp_path / "comparison" / "comparison.png").read_bytes() == b"mine"
+    (tmp_path / "comparison" / "comparison.png").unlink()
+    (tmp_path / "comparison" / "comparison.html").write_text(f"<title>{TITLE}earlier</title>")
+    assert main(runs) == DONE and "earlier" not in (tmp_path / "comparison" / "comparison.html").read_text()
+
+
+def test_finished_runs_are_compared_without_torch(tmp_path):
+    code = "import sys; from train.compare.__main__ import main; code = main(sys.argv[1:]); "
+    code += "print(code, *({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
+    words = [sys.executable, "-c", code, str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b"))]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+def test_runs_in_s3_are_compared_with_runs_here(tmp_path, bucket: Bucket, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in write_run(tmp_path / "a").iterdir():
+        bucket.put(f"runs/there/{path.name}", path.read_bytes())
+    flags = bucket.config().flags()
+    assert main([bucket.location("runs/there"), str(compiled_run(tmp_path / "here")), *flags]) == DONE
+    assert "here does 2.00 times the tokens/s of there" in (tmp_path / "comparison" / "comparison.html").read_text()
+
+
+# ---- variants ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory, texts, tokenizer_folder) -> tuple[Path, list[str]]:
+    """A folder, and a fine-tuning of two steps on questions in it, without its variants."""
+    folder = tmp_path_factory.mktemp("questions")
+    for name, seed, number in (("train", 1, 20), ("dev", 2, 9)):
+        (folder / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=number)))
+    own = ["task=qa", "task.stride=8", "task.max_question_tokens=12", "data=squad_json", "seq_len=48", "export=false"]
+    own += [f"data.path={folder}", "data.train=train.json", "data.validation=dev.json", "watchdog.enabled=false"]
+    dropped = ("backend.precision", "global_batch_size")
+    settings = [each for each in tuning(folder / "runs", tokenizer_folder) if not each.startswith(dropped)]
+    return folder, [*settings, *own, "micro_batch_size=8"]
+
+
+VARIANTS = "compare.variants={fp32: backend.precision=fp32, bf16: backend.precision=bf16, gpu: backend.device=cuda}"
+
+
+def test_variants_are_run_once_and_one_that_fails_hides_no_other(questions, capfd):
+    folder, settings = questions
+    settings = [*settings, VARIANTS]
+    assert main([*settings, "compare.run=[fp32,gpu,bf16]"]) == FAILED
+    said = capfd.readouterr()
+    assert "error: gpu: " in said.err and "cuda" in said.err
+    assert "bf16 does " in said.out
+    html = (folder / "runs" / "comparison" / "comparison.html").read_text()
+    assert "gpu is missing here, it failed: " in html and "<h2>Same batch</h2>" in html
+    runs = {path.name: (path / "metrics.jsonl").read_bytes() for path in (folder / "runs").glob("*[26]")}
+    assert runs.keys() == {"fp32", "bf16"}
+    assert main([*settings, "compare.run=[fp32,bf16]"]) == DONE
+    said = capfd.readouterr()
+    assert said.out.count(" is done\n") == 2 and "gpu" not in said.out
+    assert all((folder / "runs" / name / "metrics.jsonl").read_bytes() == content for name, content in runs.items())
+
+
+def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepared):
+    given = {each.partition("=")[0]: each for each in train_overrides(tmp_path / "runs", prepared, "max_steps=100000")}
+    given |= {"checkpoint.every": "checkpoint.every=100000", "log_every": "log_every=20"}
+    words = command([*given.values(), VARIANTS, "compare.run=[fp32,bf16]"], module="train.compare")
+    process = subprocess.Popen(words, cwd=ROOT, env=os.environ, stderr=subprocess.PIPE, text=True)
+    first = tmp_path / "runs" / "fp32"
+    eventually(lambda: (first / "metrics.jsonl").is_file())
+    process.send_signal(signal.SIGINT)
+    assert "stopped; the same command goes on" in process.communicate()[1] and process.returncode == STOPPED
+    outcome = read_outcome(LocalFolder(first))
+    assert (outcome["outcome"], outcome["kind"]) == ("stopped", "SIGINT") and outcome["checkpoint"] == outcome["step"]
+    assert not (tmp_path / "runs" / "bf16").exists()
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(each.info["cmdline"])]
+
+
+def variants_of(*given: str) -> dict[str, list[str]]:
+    overrides = ["experiment=demo", "run_dir=runs/x", *given]
+    cli.add_schema(CompareConfig, "compare", [])
+    made = make_variants(cli.load_config(CompareConfig, overrides), overrides)
+    return {variant.name: variant.overrides for variant in made}
+
+
+def test_the_variants_that_come_along_compose():
+    assert list(variants_of("compare.run=[none,layers,model,xla]")) == ["none", "layers", "model", "xla"]
+
+
+def test_a_variant_is_the_run_with_its_own_settings_last():
+    made = variants_of("backend=ddp", "seed=3", "compare.variants={a: seed=4, b: backend=xla}", "compare.run=[b,a]")
+    assert list(made) == ["b", "a"]
+    assert made["b"] == ["experiment=demo", "seed=3", "backend=xla", 'run_dir="runs/x/b"']
+    assert made["a"] == ["experiment=demo", "backend=ddp", "seed=4", 'run_dir="runs/x/a"']
+
+
+def test_a_variant_runs_at_its_largest_batch_too_unless_that_is_the_batch_of_all():
+    given = ["compare.variants={a: seed=4}", "compare.run=[xla,a]", "compare.largest_batch={xla: 16, a: 52}"]
+    made = variants_of(*given, "micro_batch_size=16", "global_batch_size=null")
+    assert list(made) == ["xla", "a", "a_batch_52"]
+    batch = ["seed=4", 'run_dir="runs/x/a_batch_52"', "micro_batch_size=52", "global_batch_size=null"]
+    assert made["a_batch_52"] == ["experiment=demo", *batch]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["compare.variants={a: nosuch=1}", "compare.run=[a]"], "variant a: nosuch is not a setting"),
+        (["compare.variants={../a: seed=1}", "compare.run=[../a]"], "is not the name of a file"),
+        (["compare.variants={a: 'seed=\"1'}", "compare.run=[a]"], "No closing quotation"),
+        (["compare.run=[nosuch]"], "compare.run names nosuch; compare.variants has: none, layers"),
+        (["compare.largest_batch={nosuch: 3}"], "compare.largest_batch names nosuch"),
+        (["compare.largest_batch={xla: 0}"], "compare.largest_batch has 0"),
+        (["compare.largest_batch={xla: x}"], "must be a whole number"),
+        (["compare.run=[xla,xla]"], "names a variant twice"),
+        (["compare.tolerance=-1"], "compare.tolerance=-1"),
+        (["compare.ranks=0"], "compare.ranks=0"),
+    ],
+)
+def test_variants_that_are_none_are_refused(given, says):
+    with pytest.raises(InputError, match=re.escape(says)):
+        variants_of(*given)
+
+
+def test_the_experiment_is_the_work_of_the_published_comparison():
+    cli.add_schema(CompareConfig, "compare", [])
+    cfg = cli.load_config(CompareConfig, ["experiment=compare_squad"])
+    assert (cfg.seq_len, cfg.micro_batch_size, cfg.max_epochs, cfg.data.max_train_examples) == (384, 28, 20, 15000)
+    assert cfg.compare.names == ["none", "layers"] and cfg.model.pretrained == "albert/albert-base-v2"

@@ -1,0 +1,103 @@
+"""User data: a fixed script and one line, whatever the run is called."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.ec2.boot import MOST_BYTES, SCRIPT, user_data
+from launch.job import Code, Job
+from launch.record import Record
+from train.config import InputError, S3Config
+
+GOLDEN = Path(__file__).parent / "golden" / "ec2_user_data.txt"
+NASTY = [
+    "'",
+    '"',
+    "`id`",
+    "$(touch /tmp/x)",
+    "${HOME}",
+    "\\",
+    ";",
+    "&",
+    "|",
+    "*",
+    "?",
+    " ",
+    "#",
+    "!",
+    "=",
+    "é",
+    "\u2028",
+]
+
+
+def job(run_dir: str, python: str = "/opt/baretrain/venv/bin/python") -> Job:
+    return Job(
+        id="mine-1",
+        kind="train",
+        run_dir=run_dir,
+        overrides=[],
+        config_sha256="0" * 64,
+        python=python,
+        folder="",
+        code=Code("code-1111111111111111.tar.gz", "1" * 64, ""),
+        scheduler="ec2",
+        cluster={"kind": "ec2"},
+        instance="trn1.32xlarge",
+        nodes=4,
+        spares=0,
+        processes_per_node=32,
+    )
+
+
+def made(run_dir: str, s3: S3Config, python: str = "/opt/baretrain/venv/bin/python") -> bytes:
+    return user_data(job(run_dir, python), Record(run_dir, s3))
+
+
+def test_user_data_is_what_it_was(tmp_path, monkeypatch):
+    (tmp_path / "config").write_text("[profile mine]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    content = made("s3://bucket/runs/mine", S3Config(region="us-east-1", profile="mine"))
+    script, line = content[: len(SCRIPT.read_bytes())], content[len(SCRIPT.read_bytes()) :].decode()
+    assert script == SCRIPT.read_bytes() and len(content) <= MOST_BYTES
+    assert line == GOLDEN.read_text()
+    assert json.loads(base64.b64decode(line.split()[1]))["s3"] == ["--region=us-east-1"]  # profiles stay here
+
+
+def test_the_script_is_clean(request):
+    if shutil.which("shellcheck") is None:
+        reason = "shellcheck is missing: apt-get install shellcheck"
+        pytest.fail(reason) if request.config.getoption("--require-services") else pytest.skip(reason)
+    subprocess.run(["shellcheck", str(SCRIPT)], check=True)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(NASTY), st.text(max_size=5)), min_size=1).map("".join), st.booleans())
+def test_no_name_comes_into_a_shell(name: str, is_python: bool):
+    python = f"/opt/{name}/python" if is_python else "/opt/python"
+    run_dir = "s3://bucket/runs/mine" if is_python else f"s3://bucket/a{name}/mine"
+    try:
+        content = made(run_dir, S3Config(endpoint="http://10.0.0.1:9000", path_style=True), python)
+    except (InputError, UnicodeEncodeError):
+        assert not name.isprintable()
+        return
+    line = content.removeprefix(SCRIPT.read_bytes()).decode()
+    assert re.fullmatch(r"main [A-Za-z0-9+/]+=*\n", line)
+    code = f'source "$1"; read_given "{line.split()[1]}"'
+    done = subprocess.run(["bash", "-c", code, "bash", str(SCRIPT)], check=True, capture_output=True)
+    s3 = ["--endpoint=http://10.0.0.1:9000", "--path-style"]
+    assert done.stdout.decode().split("\n") == [python, "86400", "1800", run_dir, *s3, ""]
+
+
+def test_a_run_must_be_in_s3(tmp_path):
+    with pytest.raises(InputError, match=r"must be in S3 \(s3://...\): machines of EC2 share no other folder"):
+        made(str(tmp_path / "run"), S3Config())

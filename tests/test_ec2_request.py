@@ -1,0 +1,179 @@
+"""What is asked of EC2, before anything is: network interfaces, requests, policies, and refusals of settings."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from importlib import resources
+
+import botocore.session
+import pytest
+from botocore.validate import ParamValidator
+from ec2_watching import OWN, RUN, USER_DATA
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import plan
+
+from launch.__main__ import main
+from launch.ec2.config import Ec2Config
+from launch.ec2.iam import machine_policy, operator_policy
+from launch.ec2.network import EFA, EFA_ONLY, INTERFACE, interfaces, shown
+from launch.ec2.request import RUN_TAG, body, run_id
+from launch.ec2.resolved import Image, Resolved, Site
+from launch.record import Record
+from launch.schedulers import cluster_of
+from train.config import InputError
+
+TYPES = json.loads(gzip.decompress((resources.files("moto") / "ec2/resources/instance_types.json.gz").read_bytes()))
+SITE = Site("us-east-1", "subnet-0123456789abcdef0", "us-east-1b", "vpc-1")
+IMAGE = Image("ami-0123456789abcdef0", "/dev/sda1", "ubuntu")
+
+
+@pytest.mark.parametrize(
+    ("instance", "layout"),
+    [
+        ("trn1.2xlarge", ["card 0: device 0, interface"]),
+        ("trn1.32xlarge", ["card 0: device 0, efa", "card 1 to 7: device 1, efa-only"]),
+        ("trn1n.32xlarge", ["card 0: device 0, efa", "card 1 to 15: device 1, efa-only"]),
+        ("trn2.48xlarge", ["card 0: device 0, efa", "card 1 to 15: device 1, efa-only"]),
+        ("p4d.24xlarge", ["card 0: device 0, efa", "card 1 to 3: device 1, efa-only"]),
+        ("p5.48xlarge", ["card 0: device 0, efa", "card 1 to 31: device 1, efa-only"]),
+        ("p6-b300.48xlarge", ["card 0: device 0, interface", "card 1 to 16: device 1, efa-only"]),
+    ],
+)
+def test_interfaces_follow_the_cards_of_the_type(instance, layout):
+    network = TYPES[instance]["NetworkInfo"]
+    assert shown(interfaces(network, uses_efa=True, secondary=EFA_ONLY)) == layout
+    assert [each.type for each in interfaces(network, uses_efa=False, secondary=EFA_ONLY)] == [INTERFACE]
+
+
+def test_secondary_interfaces_may_have_addresses():
+    chosen = interfaces(TYPES["trn1.32xlarge"]["NetworkInfo"], uses_efa=True, secondary=EFA)
+    assert [each.type for each in chosen] == [EFA] * 8
+
+
+cards = st.builds(
+    lambda most, types: {"MaximumNetworkInterfaces": most, "InterfaceTypes": types},
+    st.integers(1, 5),
+    st.sampled_from([["interface"], ["interface", "efa"], ["interface", "efa", "efa-only"]]),
+)
+
+
+@given(st.lists(cards, min_size=1, max_size=20), st.permutations(range(20)), st.integers(0, 20), st.booleans())
+def test_every_card_once_and_a_first_interface_with_an_address(made, numbers, most, uses_efa):
+    numbered = [{**card, "NetworkCardIndex": index} for index, card in enumerate(made)]
+    network = {"NetworkCards": sorted(numbered, key=lambda card: numbers[card["NetworkCardIndex"]])}
+    network["EfaInfo"] = {"MaximumEfaInterfaces": most}
+    chosen = interfaces(network, uses_efa=uses_efa, secondary=EFA_ONLY)
+    assert (chosen[0].card, chosen[0].device) == (0, 0) and chosen[0].has_address
+    assert len({each.card for each in chosen}) == len(chosen)
+    for each in chosen:
+        assert each.type in numbered[each.card]["InterfaceTypes"]
+        assert each.device < numbered[each.card]["MaximumNetworkInterfaces"]
+
+
+def request(*own: str, instance: str = "trn1.32xlarge", group: str | None = "sg-1", placement: str | None = "p"):
+    _, job = plan([*OWN, *own], RUN)
+    cluster = cluster_of(job)
+    assert isinstance(cluster, Ec2Config)
+    chosen = interfaces(TYPES[instance]["NetworkInfo"], uses_efa=job.nodes > 1, secondary=cluster.secondary_interfaces)
+    resolved = Resolved("id", job.id, "", [SITE], {"us-east-1": IMAGE}, chosen)
+    record = Record(job.run_dir, job.s3_config)
+    return body(
+        job,
+        cluster,
+        resolved,
+        SITE,
+        count=4,
+        number=7,
+        record=record,
+        user_data=USER_DATA,
+        group=group,
+        placement=placement,
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "market", "reservation"),
+    [
+        ([], None, None),
+        (["cluster.market=spot"], "spot", None),
+        (["cluster.capacity_reservation=cr-0123456789abcdef0"], None, "cr-0123456789abcdef0"),
+        (
+            ["cluster.market=capacity-block", "cluster.capacity_reservation=cr-0123456789abcdef0"],
+            "capacity-block",
+            "cr-0123456789abcdef0",
+        ),
+    ],
+)
+def test_every_market_is_a_request_that_botocore_accepts(own, market, reservation):
+    made = request(*own)
+    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    assert not ParamValidator().validate(made, shape).has_errors()
+    assert made.get("InstanceMarketOptions", {}).get("MarketType") == market
+    target = made.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {})
+    assert target.get("CapacityReservationId") == reservation
+    if market == "spot":
+        options = made["InstanceMarketOptions"]["SpotOptions"]
+        assert options == {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+        assert "spot-instances-request" in [each["ResourceType"] for each in made["TagSpecifications"]]
+    assert not {"SubnetId", "SecurityGroupIds", "KeyName"} & made.keys()
+    for specification in made["TagSpecifications"]:
+        assert RUN_TAG in [tag["Key"] for tag in specification["Tags"]]
+
+
+def test_a_single_interface_has_the_address_that_was_asked_for():
+    for wanted in (True, False):
+        made = request("nodes=1", f"cluster.public_address={wanted}", instance="trn1.2xlarge")
+        assert [each["AssociatePublicIpAddress"] for each in made["NetworkInterfaces"]] == [wanted]
+    with pytest.raises(InputError, match="one network interface, these have 8"):
+        request("cluster.public_address=true")
+
+
+def test_a_run_is_known_by_its_location_alone():
+    _, job = plan(OWN, RUN)
+    record = Record(job.run_dir, job.s3_config)
+    assert run_id(record) == run_id(Record(f"{record.run_dir}.launch/", job.s3_config))
+
+
+def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged():
+    machine = machine_policy(["s3://bucket/runs"], ["s3://data/albert"])
+    actions = {action for each in machine["Statement"] for action in each["Action"]}
+    assert not [action for action in actions if action.startswith(("ec2:", "iam:"))]
+    wide = [each for each in machine["Statement"] if each["Resource"] == ["*"]]
+    assert [each["Sid"] for each in wide] == ["Session"]
+    operator = operator_policy(["s3://bucket/runs"], ["s3://data/albert"], "machine", "1" * 12)
+    by_name = {each["Sid"]: each for each in operator["Statement"]}
+    assert by_name["Read0"]["Resource"] == ["arn:aws:s3:::data/albert/*"]  # a launch looks for the data
+    assert by_name["Write0"]["Resource"] == ["arn:aws:s3:::bucket/runs/*"]  # not those of bucket/runs-of-others
+    assert by_name["Machines"]["Condition"]["StringEquals"] == {"ec2:MetadataHttpTokens": "required"}
+    for name in ("Machines", "MadeWithThem", "Groups"):
+        assert by_name[name]["Condition"]["Null"] == {f"aws:RequestTag/{RUN_TAG}": "false"}
+    assert by_name["EndOnlyOwn"]["Condition"]["Null"] == {f"ec2:ResourceTag/{RUN_TAG}": "false"}
+    assert by_name["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{'1' * 12}:role/machine"]
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "line"),
+    [
+        ([], ["run_dir=runs/mine"], "must be in S3"),
+        (["instance=local"], [], "instance=local is no type of EC2"),
+        ([], ["s3.profile=mine"], "machines have no ~/.aws but a role"),
+        (["cluster.instance_profile=null"], [], "cluster.instance_profile is missing"),
+        ([], ["data.path=/data/albert"], "do not see this machine's folders"),
+        (["cluster.subnets=[vpc-1]"], [], "is no id, as subnet-"),
+        (["cluster.regions=[mars]"], [], "is no region"),
+        (["cluster.market=capacity-block"], [], "needs the block's id"),
+        (["cluster=local", "nodes=1", "check=true"], [], "check=true is for cluster=ec2"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_asked(
+    monkeypatch, tmp_path, capsys, own, of_run, line
+):
+    (tmp_path / "config").write_text("[profile mine]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    keys = {each.partition("=")[0] for each in (*own, *of_run)}
+    first = [each for each in OWN if "cluster=local" not in own or not each.startswith("cluster.")]
+    settings = [each for each in [*first, *own] if each.partition("=")[0] not in keys or each in own]
+    assert main([*settings, "--", *(each for each in RUN if each.partition("=")[0] not in keys), *of_run]) == 2
+    assert line in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""The estimate of a rank's memory: against what a forward pass keeps, and by how a model is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from launch.estimate import estimate
+from train.cli import compose as cli
+from train.config import TrainConfig
+from train.models.encoder import build_masked_lm
+from train.models.memory import GIB, Memory, activation_bytes, advice, memory_of
+from train.models.shapes import PUBLISHED, shape_of_model
+
+GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
+LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]
+SIZES = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_heads=2", "model.num_layers=4"]
+CALM = ["model.hidden_dropout=0", "model.attention_dropout=0"]  # CPUs keep masks in 4 bytes, and scores with dropout
+BATCH, SEQ_LEN, VOCABULARY = 4, 64, 1000
+
+
+def load(*overrides: str) -> TrainConfig:
+    return cli.load_config(TrainConfig, list(overrides))
+
+
+def of(*overrides: str, accumulation: int = 1, precision: str = "bf16") -> Memory:
+    """BERT-large, 8 ranks with 4 sequences each."""
+    sizes = {"world_size": 8, "micro_batch_size": 4, "accumulation": accumulation, "seq_len": 128}
+    shape = PUBLISHED["bert-large-uncased"]
+    return memory_of(load(*LARGE, *overrides), shape, precision=precision, **sizes)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "albert"])
+def test_activations_are_what_a_forward_pass_keeps(architecture: str):
+    cfg = load(*GIVEN, "model=any", f"model.architecture={architecture}", *SIZES, *CALM)
+    model = build_masked_lm(cfg.model, vocab_size=VOCABULARY, pad_id=0, seq_len=SEQ_LEN)
+    held, kept = {weight.untyped_storage().data_ptr() for weight in model.parameters()}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    predictions = round(SEQ_LEN * OmegaConf.to_container(OmegaConf.structured(cfg.task))["mask_rate"])
+    ids = torch.randint(5, VOCABULARY, (BATCH, SEQ_LEN))
+    positions = torch.arange(predictions).repeat(BATCH, 1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(ids, torch.zeros_like(ids), positions).flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(logits, ids[:, :predictions].flatten(), reduction="sum")
+    shape = shape_of_model(model)
+    assert shape is not None and loss.isfinite()
+    wanted = activation_bytes(cfg, shape, cfg.parallel.held(1), BATCH * SEQ_LEN, SEQ_LEN, 4)
+    # The embedding's own activations and the head's are left out of the estimate, masks of dropout out of the pass.
+    assert wanted == pytest.approx(sum(kept.values()), rel=0.25)
+
+
+def test_each_split_divides_its_own_states():
+    weights = PUBLISHED["bert-large-uncased"].trained_parameters(head="mlm")
+    data, sharded, fsdp = of(), of("parallel.shard_optimizer=true"), of("parallel=fsdp")
+    assert (data.weights, data.gradients, data.moments, data.copies) == tuple(each * weights for each in (4, 4, 8, 2))
+    assert sharded.moments == data.moments / 8 and sharded.gradients == data.gradients
+    assert [fsdp.weights, fsdp.gradients, fsdp.moments] == [n * weights / 8 for n in (4, 4, 8)]
+    assert 0 < fsdp.copies < data.copies / 3 and of("parallel=fsdp", "parallel.reshard_after_forward=false").copies == (
+        2 * weights
+    )
+    assert of("parallel=fsdp", accumulation=2).gradients == pytest.approx(4 * weights * (1 + 1 / 8))
+    assert of("parallel=fsdp", "parallel.reduce_once=false", accumulation=2).gradients == fsdp.gradients
+    assert data.activations == fsdp.activations > 5 * of("backend.activation_checkpointing=true").activations / 1.01
+    assert of(precision="fp32").copies == 0 and of(precision="fp32").activations > 1.8 * data.activations
+
+
+def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
+    def notes(*overrides: str) -> str:
+        cfg = load(*LARGE, "instance=p4d.24xlarge", "global_batch_size=4096", *overrides)
+        given = {"rows": None, "mfu": None, "calibration": None}
+        result = estimate(cfg, nodes=1, processes_per_node=8, seq_len=512, counts=(), **given)
+        (note,) = (note for note in result.assumptions if "GiB of memory a rank" in note)
+        return note
+
+    assert "of the device's 40" in notes("micro_batch_size=8")
+    assert "MORE than the device's 40; lower micro_batch_size" in notes("micro_batch_size=512")
+    assert "parallel.shard_optimizer=true, parallel=fsdp" in notes("micro_batch_size=512")
+    assert "parallel.reduce_once=false, more ranks" in notes("micro_batch_size=512", "parallel=fsdp")
+    assert of().total / GIB == pytest.approx(float(str(of()).split()[1]), rel=0.01)
+
+
+@pytest.mark.parametrize("refuses", ["backend.precision=fp16", "backend=xla"])
+def test_advice_proposes_only_what_would_run(refuses: str):
+    assert "parallel=fsdp" in advice(load(*LARGE), world_size=2)
+    assert "parallel" not in advice(load(*LARGE), world_size=1)
+    assert "parallel" not in advice(load(*LARGE, refuses), world_size=2)
+    compiled = advice(load(*LARGE, "backend.compile=layers"), world_size=2)
+    assert "parallel.shard_optimizer=true" in compiled and "parallel=fsdp" not in compiled
+
+
+def test_the_largest_tensor_of_a_sharded_optimizer_is_one_ranks():
+    shape = replace(PUBLISHED["bert-large-uncased"], vocab_size=250_002)
+    cfg = load(*LARGE, "parallel.shard_optimizer=true")
+    sizes = {"world_size": 64, "micro_batch_size": 4, "accumulation": 1, "seq_len": 128, "precision": "bf16"}
+    assert memory_of(cfg, shape, **sizes).moments == 8 * 250_002 * 1024

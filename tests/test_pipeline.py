@@ -1,0 +1,390 @@
+"""A model that is cut over ranks is the same model: losses, norms, weights and checkpoints of a single process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from finetuning import tuning
+from forks import launch, start_forked
+from running import ROOT, SYLLABLES, eventually, lines, run, train_config, train_overrides
+from test_equality import assert_same_run, losses
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, RobertaConfig, RobertaModel
+
+from launch.estimate import cells, estimate
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.cli import compose as cli
+from train.config import InputError, ModelConfig, PipelineConfig, TrainConfig, make_plan
+from train.models.chain import KNOWN, Chain
+from train.models.encoder import build_masked_lm
+from train.models.heads import build_classifier, build_span_reader
+from train.parallel.pipeline import cut
+from train.report import page
+from train.report import run as report_run
+
+S, V, LAYERS, ROWS = 12, 101, 4, 4
+NO_DROPOUT = ["model.hidden_dropout=0", "model.attention_dropout=0"]
+MODELS = {  # changes of the tiny ALBERT
+    "albert": ["model.num_layers=4", *NO_DROPOUT],
+    "bert": ["model=any", "model.architecture=bert", "model.embedding_size=null", "model.num_layers=8", *NO_DROPOUT],
+}
+
+
+def pipeline(stages, micro_batches, schedule):
+    return [
+        "parallel=pipeline",
+        f"parallel.stages={stages}",
+        f"parallel.micro_batches={micro_batches}",
+        f"parallel.schedule={schedule}",
+    ]
+
+
+def trained(run_dir, prepared, *overrides, ranks):
+    result = run(train_overrides(run_dir, prepared, *overrides), ranks=ranks)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+# ---- a step, a run, a checkpoint -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, prepared):
+    """Runs of one rank, by the name of the model."""
+    folder = tmp_path_factory.mktemp("alone")
+    for name, model in MODELS.items():
+        loop.run(train_config(folder / name, prepared, *model), StopRequest())
+    return {name: folder / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, prepared):
+    """A run of four stages."""
+    run_dir = tmp_path_factory.mktemp("four") / "run"
+    options = [*pipeline(4, 4, "interleaved"), "backend.activation_checkpointing=true", "micro_batch_size=4"]
+    return trained(run_dir, prepared, *MODELS["bert"], *options, ranks=4)
+
+
+def test_four_interleaved_stages_are_one_model(alone, four):
+    assert_same_run(four, alone["bert"])
+    assert lines(four, "summary")[0]["tokens"] == lines(alone["bert"], "summary")[0]["tokens"]
+    facts = [json.loads((run_dir / "environment.json").read_text()) for run_dir in (four, alone["bert"])]
+    assert facts[0]["parameters"] == facts[1]["parameters"]
+
+
+def test_the_bubble_and_the_memory_of_each_rank_are_measured(alone, four):
+    summary = lines(four, "summary")[0]
+    assert summary["bubble_share_ideal"] == 3 / 11  # 4 stages, 4 micro batches through 2 parts each
+    assert all(0 < line["bubble_share"] < 1 for line in (*lines(four, "train"), summary))
+    assert len(summary["peak_bytes_of_ranks"]) == 4 and min(summary["peak_bytes_of_ranks"]) > 2**20
+    assert not any("bubble" in key for line in lines(alone["bert"], "summary") for key in line)
+    rows = dict(page.table([report_run.summarise(report_run.read_run(four))]))
+    assert rows["Bubble at best"] == "27.3%" and rows["Bubble: waiting for other stages"].endswith("%")
+    assert float(rows["Highest peak memory of a rank (GB)"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "options"),
+    [
+        ("bert", 2, pipeline(2, 4, "gpipe")),
+        ("bert", 4, [*pipeline(2, 2, "1f1b"), "micro_batch_size=2"]),
+        ("bert", 4, pipeline(4, 4, "1f1b")),
+        ("albert", 4, pipeline(2, 4, "interleaved")),
+    ],
+    ids=["gpipe", "replicas_and_accumulation", "four_stages", "shared_layer"],
+)
+def test_stages_are_one_model(alone, prepared, tmp_path, model, ranks, options):
+    """Both models have one matrix as the first stage's embedding and in the last stage's head."""
+    trained(tmp_path / "run", prepared, *MODELS[model], *options, ranks=ranks)
+    assert_same_run(tmp_path / "run", alone[model])
+
+
+def cut_back(run_dir, target):
+    """A copy of a run that ended at its third step."""
+    shutil.copytree(run_dir, target)
+    shutil.rmtree(target / "checkpoints/step_00000006")
+    return target
+
+
+def test_four_stages_resume_as_one_rank_and_back(alone, four, prepared, tmp_path):
+    one = cut_back(four, tmp_path / "one")
+    loop.run(train_config(one, prepared, *MODELS["bert"]), StopRequest())
+    assert losses(one)[6:] == pytest.approx(losses(alone["bert"])[3:], rel=2e-5)
+    back = cut_back(alone["bert"], tmp_path / "two")
+    trained(back, prepared, *MODELS["bert"], *pipeline(4, 4, "1f1b"), ranks=4)
+    assert losses(back)[6:] == pytest.approx(losses(alone["bert"])[3:], rel=2e-5)
+
+
+def test_a_killed_stage_ends_the_run_and_the_same_command_goes_on(prepared, tmp_path):
+    options = [*MODELS["bert"], *pipeline(2, 2, "1f1b"), "checkpoint.every=2", "eval_every=null", "export=false"]
+    arguments = train_overrides(tmp_path / "run", prepared, *options, "max_steps=40")
+    process = start_forked(launch("train", arguments, ranks=2), os.environ)
+    eventually(lambda: (tmp_path / "run/checkpoints/LATEST").is_file() or not process.is_alive())
+    psutil.Process(process.pid).children()[-1].kill()
+    process.join()
+    assert max(line["step"] for line in lines(tmp_path / "run", "train")) < 40
+    again = run(arguments, ranks=2)
+    assert again.returncode == 0 and "resuming from the checkpoint of step" in again.stderr
+    assert lines(tmp_path / "run", "train")[-1]["step"] == 40
+
+
+# Products are rounded to 8 bits, of other shapes than those of one process: losses of 5 differ by a few thousandths.
+def test_compiled_layers_in_bf16_are_nearly_those_of_one_process(prepared, tmp_path):
+    options = [*MODELS["albert"], "backend.precision=bf16", "eval_every=null"]
+    loop.run(train_config(tmp_path / "one", prepared, *options), StopRequest())
+    more = [*pipeline(2, 2, "1f1b"), "backend.compile=layers", "micro_batch_size=2"]
+    trained(tmp_path / "two", prepared, *options, *more, ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)
+    assert lines(tmp_path / "two", "summary")[0]["graphs"] > 0
+
+
+def test_a_classifier_of_two_stages_is_evaluated_and_exported_whole(prepared, tmp_path):
+    """Padded texts of two lengths, a rate of its own for the head, frozen embeddings, and a label that weighs more."""
+    given = ["task=classify", "data=tweets", f"data.path={ROOT}/tests/data/tweets.csv", "optim=finetune"]
+    given += ["data.validation_fraction=0.3", "data.lengths=[24,40]", "seq_len=64", "task.balanced=true"]
+    given += ["optim.head_lr=1e-2", "max_steps=4", "eval_every=2", *MODELS["bert"], "model.freeze_embeddings=true"]
+    given += ["model.architecture=roberta", "model.max_positions=80"]
+    arguments = [tuning(tmp_path / name, prepared / "tokenizer", *given) for name in ("one", "two")]
+    loop.run(cli.load_config(TrainConfig, [*arguments[0], "watchdog.enabled=false"]), StopRequest())
+    done = run([*arguments[1], *pipeline(2, 4, "1f1b")], ranks=2)
+    assert done.returncode == 0, done.stderr
+    for kind, keys in (("train", ("loss", "grad_norm", "lr")), ("eval", ("loss", "accuracy"))):
+        one, two = ([[line[key] for key in keys] for line in lines(tmp_path / n, kind)] for n in ("one", "two"))
+        assert np.array(two) == pytest.approx(np.array(one), rel=1e-4)
+    exported = [AutoModelForSequenceClassification.from_pretrained(tmp_path / n / "export") for n in ("one", "two")]
+    for (name, ours), theirs in zip(exported[0].state_dict().items(), exported[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-3, atol=2e-5, msg=name)
+
+
+# ---- parts of a model ----------------------------------------------------------------------------------------------
+
+
+def config(architecture, **changes):
+    small = {"hidden_size": 32, "num_layers": LAYERS, "num_heads": 4, "max_positions": 40, "intermediate_size": 64}
+    factorised = {"embedding_size": 16} if architecture in ("albert", "electra") else {}
+    without = {} if architecture == "modernbert" else {"hidden_dropout": 0.0}
+    return ModelConfig(**{"architecture": architecture, **small, **factorised, **without, **changes})
+
+
+def built(head, cfg):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "pad_id": 1, "seq_len": S}
+    if head == "tokens":
+        return build_masked_lm(cfg, **sizes).eval()
+    model = build_classifier(cfg, labels=["a", "b"], **sizes) if head == "label" else build_span_reader(cfg, **sizes)
+    return model.eval()
+
+
+def outcome(head, model):
+    """The sum of squared logits for some padded rows."""
+    torch.manual_seed(1)
+    ids, segments = torch.randint(5, V, (ROWS, S)), (torch.arange(S) > 4).long().expand(ROWS, S)
+    if head == "tokens":
+        return model(ids, segments, torch.tensor([[1, 3, 8]] * ROWS)).square().sum()
+    real = (torch.arange(S) < torch.tensor([S, 7, 3, 9])[:, None]).long()
+    return model(ids, real, segments).square().sum()
+
+
+@pytest.mark.parametrize("head", ["tokens", "label", "span"])
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_parts_that_hold_only_their_weights_give_the_gradients_of_the_whole(architecture, head):
+    model = built(head, config(architecture))
+    whole = outcome(head, model)
+    whole.backward()
+    wanted = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    chain = Chain(model)
+    parts = chain.cut(3)
+    assert [layer for part in parts for layer in part] == list(range(LAYERS)) and all(parts)
+    users = chain.users(parts)
+    chain.divide()
+    kept = {weight: weight.detach().clone() for weight in model.parameters()}
+
+    def hold(number):
+        """Give all weights that this part need not hold no numbers."""
+        for weight, value in kept.items():
+            weight.data.copy_(value if number in users[weight] else torch.full_like(value, torch.nan))
+
+    boundaries, received = [], None
+    for number, part in enumerate(parts):
+        hold(number)
+        output = chain.run(part, received, lambda: outcome(head, model))
+        received = output.detach().requires_grad_()
+        boundaries.append((output, received))
+    torch.testing.assert_close(boundaries[-1][0], whole, rtol=1e-5, atol=0.0)
+    gradient = None
+    for number, (output, _) in reversed(list(enumerate(boundaries))):
+        hold(number)
+        output.backward(gradient)
+        gradient = boundaries[number - 1][1].grad if number else None
+    for name, weight in model.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(weight.grad, wanted[name], rtol=1e-4, atol=1e-5 * wanted[name].abs().max())
+
+
+def test_the_head_counts_in_the_cut():
+    model = built("tokens", config("bert", vocab_size=4000, num_layers=8))
+    model.head_share = 1.0
+    chain = Chain(model)
+    assert [len(part) for part in chain.cut(2)] != [4, 4] and len(chain.cut(2)[1]) < 4
+    model.head_share = 0.0
+    assert [len(part) for part in Chain(model).cut(2)] == [4, 4]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (3, pipeline(2, 2, "1f1b"), "parallel.stages=2 does not divide the 3 ranks of this run"),
+        (2, pipeline(2, 3, "1f1b"), "micro_batch_size=8 is not a multiple of parallel.micro_batches=3"),
+        (4, pipeline(4, 2, "gpipe"), "parallel.micro_batches=2 does not go with parallel.stages=4"),
+        (2, pipeline(2, 5, "interleaved"), "parallel.micro_batches=5 does not go with parallel.stages=2"),
+        (
+            4,
+            pipeline(4, 2, "interleaved"),
+            "micro_batches=2 does not go with parallel.stages=4 and parallel.schedule=i",
+        ),
+        (
+            2,
+            [*pipeline(2, 2, "1f1b"), "parallel.parts_per_rank=3"],
+            "parallel.parts_per_rank=3 is for parallel.schedule=",
+        ),
+        (
+            8,
+            pipeline(8, 8, "interleaved"),
+            "parallel.parts_per_rank=2 cuts the model into 16 parts, but it has 8 layers",
+        ),
+        (
+            2,
+            ["parallel=pipeline", "parallel.name=data"],
+            "parallel.name=data has settings of its own: use parallel=data",
+        ),
+        (2, pipeline(1, 4, "1f1b"), "parallel.stages=1 must be 2 or more"),
+        (2, pipeline(2, 4, "zigzag"), "parallel.schedule=zigzag is not known; choose one of: gpipe, 1f1b, interleaved"),
+        (2, ["parallel.name=pipeline"], "parallel.name=pipeline has settings of its own: use parallel=pipeline"),
+        (2, ["parallel=pipeline", "backend=xla"], "in the middle of a step, which backend=xla compiles as a whole"),
+        (2, ["parallel=pipeline", "backend.grad_compression=bf16"], "leave out backend.grad_compression"),
+        (2, ["parallel=pipeline", "backend.compile=model"], "set backend.compile=layers"),
+        (2, ["parallel=pipeline", "backend.precision=fp16"], "does not go with backend.precision=fp16"),
+    ],
+)
+def test_a_wrong_split_is_one_line_before_a_device_opens(prepared, tmp_path, monkeypatch, ranks, options, message):
+    launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+    for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(InputError) as refused:
+        loop.run(train_config(tmp_path / "run", prepared, *MODELS["bert"], *options), StopRequest())
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def convolving():
+    model = built("label", config("deberta-v2"))
+    model.network.config.conv_kernel_size = 3
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (built("label", config("bert", num_layers=2)), "cuts the model into 3 parts, but it has 2 layers"),
+        (
+            convolving(),
+            "does not cut a deberta-v2 with conv_kernel_size=3",
+        ),
+        (built("label", config("mpnet")), "parallel=pipeline knows the layers of albert, bert, .*, not those of mpnet"),
+        (torch.nn.Linear(2, 2), "parallel=pipeline cuts encoders of transformers, not a Linear"),
+    ],
+    ids=["too_few_layers", "convolution", "unknown_layers", "no_encoder"],
+)
+def test_a_model_that_cannot_be_cut_is_refused(model, message):
+    with pytest.raises(InputError, match=message):
+        cut(model, PipelineConfig(stages=3))
+
+
+def estimated(cfg):
+    """What the launcher says of one machine of 8 devices."""
+    (row,) = estimate(
+        cfg, nodes=1, processes_per_node=8, seq_len=128, rows=10_000, mfu=0.4, calibration=None, counts=(1,)
+    ).rows
+    return row
+
+
+def test_the_published_recipe_is_planned():
+    given = ["experiment=mnli_roberta_large", "instance=p3dn.24xlarge", *pipeline(4, 4, "interleaved")]
+    cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32"])
+    assert isinstance(cfg.parallel, PipelineConfig) and cfg.parallel.num_parts == 8  # of three layers each
+    plan = make_plan(cfg, world_size=8, rows=10_000, seq_len=cfg.seq_len)
+    assert (plan.world_size, plan.replicas, plan.micro_batch_size, plan.accumulation) == (8, 2, 8, 1)
+    row = estimated(cfg)
+    assert (row.replicas, row.micro_batch_size, row.accumulation, row.reason) == (2, 8, 1, None)
+    assert cells(row)[2] == "16 = 2 x 1 x 8"
+    for options, reason in {
+        "backend.precision=auto": "does not go with backend.precision=fp16",  # which this machine would choose
+        "parallel.stages=3": "parallel.stages=3 does not divide the 8 ranks",
+        "parallel.parts_per_rank=8": "cuts the model into 32 parts, but it has 24 layers",
+    }.items():
+        more = [*options.split(), *(["parallel.micro_batches=3"] if "stages" in options else [])]
+        cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32", *more])
+        assert reason in estimated(cfg).reason
+
+
+LABELS = {"entailment": "ba", "neutral": "na", "contradiction": "ti"}  # what the second sentence repeats
+
+
+def sentence_pairs(folder):
+    """Files as GLUE's, of made-up sentences whose label shows."""
+    rng = random.Random(0)
+
+    def words(count):
+        return ["".join(rng.choices(SYLLABLES, k=2)) for _ in range(count)]
+
+    folder.mkdir()
+    for name, count in {"train": 800, "dev_matched": 100, "dev_mismatched": 50}.items():
+        rows = [["pairID", "sentence1", "sentence2", "gold_label"]]
+        for number in range(count):
+            label, mark = rng.choice(list(LABELS.items()))
+            rows.append([str(number), " ".join(words(4)), " ".join([mark] * 6), label])
+        (folder / f"{name}.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    return folder
+
+
+def small_roberta(folder, tokenizer):
+    """An encoder of the recipe's family and no dropout, in the form of the Hub."""
+    shutil.copytree(tokenizer, folder)
+    torch.manual_seed(0)
+    vocab_size = len(AutoTokenizer.from_pretrained(tokenizer))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
+    known = {"vocab_size": vocab_size, "max_position_embeddings": 80, "type_vocab_size": 1}
+    RobertaModel(
+        RobertaConfig(**sizes, **known, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_the_published_recipe_learns_what_one_process_learns(prepared, tmp_path):
+    """8 processes, 4 stages, 2 replicas."""
+    given = ["experiment=mnli_roberta_large", "data=mnli_tsv", f"data.path={sentence_pairs(tmp_path / 'pairs')}"]
+    given += [f"model.pretrained={small_roberta(tmp_path / 'roberta', prepared / 'tokenizer')}", "seq_len=32"]
+    given += ["data.lengths=[32]", "data.num_workers=0", f"data.cache_dir={tmp_path / 'cache'}", "optim.lr=1e-3"]
+    given += ["global_batch_size=32", "max_steps=60", "eval_every=60", "checkpoint.every=60", "log_every=10"]
+    given += ["backend.device=cpu", "backend.precision=fp32", "tensorboard=false", *NO_DROPOUT]
+    one = cli.load_config(TrainConfig, [*given, f"run_dir={tmp_path / 'one'}", "watchdog.enabled=false"])
+    loop.run(one, StopRequest())
+    done = run([*given, f"run_dir={tmp_path / 'eight'}", *pipeline(4, 4, "interleaved")], ranks=8)
+    assert done.returncode == 0, done.stderr
+    alone, split = (lines(tmp_path / name, "eval")[-1] for name in ("one", "eight"))
+    assert alone["accuracy"] > 0.9  # a third is chance
+    for metric in ("accuracy", "mismatched_accuracy"):
+        assert split[metric] == pytest.approx(alone[metric], abs=0.03)
+    # After some thirty steps rounding has grown to what shows.
+    assert losses(tmp_path / "eight")[:3] == pytest.approx(losses(tmp_path / "one")[:3], rel=1e-3)

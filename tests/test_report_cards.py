@@ -1,0 +1,274 @@
+"""What a report leads with: the cards of a run and of several, the order of its sections, and samples."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import finished_run
+import pytest
+from reported_runs import (
+    eval_line,
+    fault_line,
+    shown,
+    summary_line,
+    train_line,
+    whole_run,
+    write_run,
+)
+
+from train.config import InputError
+from train.report import cards, page
+from train.report.data import read_records
+from train.report.figures import eval_panels, panels
+from train.report.run import read_run, summarise
+from train.run_folder import samples
+from train.run_folder.outcome import Outcome, write_outcome
+from train.storage.folders import LocalFolder
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+SAMPLE = {
+    "text": "a [1] text",
+    "context": "",
+    "answers": [{"truth": "good", "score": 0.0, "guesses": [{"text": "bad", "probability": 0.75}]}],
+}
+
+
+def cards_of(run: Path) -> dict[str, cards.Card]:
+    read = read_run(run)
+    return cards.cards(read, summarise(read), read_records(run))
+
+
+def made(folder: Path, lines: list[dict[str, Any]], **config: Any) -> dict[str, cards.Card]:
+    return cards_of(write_run(folder, lines, config=config))
+
+
+# ---- cards of a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_pretraining_leads_with_its_loss_against_the_unigram_entropy(tmp_path: Path) -> None:
+    lead = made(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1.5))
+    assert list(lead) == ["outcome", "quality", "loss", "throughput", "time", "cost"]
+    assert (lead["outcome"].value, lead["outcome"].notes) == ("done", ["step 40 of 40"])
+    assert (lead["quality"].title, lead["quality"].value) == ("Validation loss", "5.000")
+    assert lead["quality"].notes == [
+        "2.500 nats better than guessing tokens by their frequency (unigram entropy 7.500)",
+        "perplexity 32.00, masked accuracy 0.400",
+    ]
+    assert (lead["loss"].value, lead["loss"].notes[0]) == ("5.000", "8.000 at step 10")
+    assert (lead["throughput"].value, lead["throughput"].notes[0]) == ("4,096", "MFU 43.2%")
+    assert (lead["time"].value, lead["cost"].value) == ("0:00:20", "$1.50")
+
+
+def test_a_classifier_leads_with_its_f1_and_what_the_most_frequent_label_gives(tmp_path: Path) -> None:
+    quality = cards_of(finished_run.write(tmp_path / "run"))["quality"]
+    assert (quality.title, quality.value) == ("Validation f1 macro", "0.700")
+    assert quality.notes == [
+        "best 0.750 at step 20, last at step 30",
+        "accuracy 0.760",
+        "always the most frequent label: accuracy 0.500",
+    ]
+
+
+def test_sentence_order_leaves_the_loss_of_the_tokens_in_front(tmp_path: Path) -> None:
+    lead = made(
+        tmp_path / "run", [train_line(10), eval_line(10, mlm_loss=6.0), summary_line(10, 10, unigram_entropy=5.0)]
+    )
+    assert (lead["quality"].title, lead["quality"].value) == ("Validation mlm loss", "6.000")
+    assert lead["quality"].notes[0].startswith("1.000 nats worse than guessing")
+
+
+def test_what_is_unknown_has_no_card_or_says_so(tmp_path: Path) -> None:
+    lead = made(tmp_path / "run", [train_line(10), train_line(20, loss=None)])
+    assert "cost" not in lead and "faults" not in lead
+    assert (lead["loss"].value, lead["loss"].tone) == ("unknown", "bad")
+    assert lead["quality"].value == "not evaluated"
+    assert (lead["outcome"].value, lead["outcome"].notes[0]) == ("no end recorded", "step 20 of 40 (50%)")
+
+
+def test_goodput_and_faults_lead_only_if_there_were_any(tmp_path: Path) -> None:
+    lines = [train_line(10), fault_line(10, attempt=2, steps_lost=5, recover_s=2.0), train_line(20, attempt=2)]
+    lead = made(tmp_path / "run", [*lines, summary_line(20, 10, attempt=2, goodput=0.9, skipped_steps=1, rollbacks=0)])
+    assert lead["faults"].value == "90.0%"
+    assert lead["faults"].notes == [
+        "1 fault survived: 5 steps lost, 2.0 s to recover",
+        "1 fault or alarm, listed below",
+        "2 attempts",
+        "1 step skipped",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "value", "note", "tone"),
+    [
+        (Outcome("done", "done", "done", 40, 40, goes_on=False), "done", "step 40 of 40", "good"),
+        (Outcome("done", "early_stop", "early_stop", 40, 40, goes_on=False), "done", "stopped early", "good"),
+        (
+            Outcome("stopped", "SIGTERM", "SIGTERM, at rank 0", 40, 40, goes_on=True),
+            "stopped",
+            "SIGTERM, at rank 0",
+            "",
+        ),
+        (
+            Outcome("failed", "stuck", "failed: stuck\x1b[31m", None, 20, goes_on=True),
+            "failed",
+            "failed: stuck\ufffd[31m",
+            "bad",
+        ),
+        (Outcome("refused", "refused", "x" * 5000, None, None, goes_on=False), "refused", "x" * 300, "bad"),
+    ],
+)
+def test_the_outcome_says_why(tmp_path: Path, outcome: Outcome, value: str, note: str, tone: str) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    write_outcome(LocalFolder(run), outcome)
+    card = cards_of(run)["outcome"]
+    assert (card.value, card.tone) == (value, tone)
+    assert any(line.startswith(note) for line in card.notes) and max(map(len, card.notes)) < 400
+
+
+def test_a_damaged_outcome_is_refused_and_one_of_another_program_ignored(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    (run / "outcome.json").write_text('{"result": 1}')
+    assert read_run(run).outcome is None
+    write_outcome(LocalFolder(run), Outcome("done", "done", "done", 1, 1, goes_on=False), replaces_all=True)
+    content = json.loads((run / "outcome.json").read_text())
+    (run / "outcome.json").write_text(json.dumps({**content, "reason": ["done"]}))
+    with pytest.raises(InputError, match=r"outcome\.json is damaged: reason holds \['done'\], not a text"):
+        read_run(run)
+
+
+# ---- several runs --------------------------------------------------------------------------------------------------
+
+
+def test_the_best_of_several_runs_is_marked(tmp_path: Path) -> None:
+    first = made(tmp_path / "a", whole_run(cost_usd=2.0))
+    slow = [*whole_run()[:-1], summary_line(40, 80, unigram_entropy=7.5, cost_usd=1.0)]
+    slow[-3] = eval_line(40, loss=4.0)
+    rows = {row.name: row for row in cards.side_by_side([first, made(tmp_path / "b", slow)])}
+    marked = {name: row.best for name, row in rows.items()}
+    assert marked == {
+        "Outcome": [False, False],
+        "Final quality": [False, True],
+        "Training loss": [False, False],  # they are equal
+        "Tokens per second": [False, False],
+        "Training time": [True, False],
+        "Cost": [False, True],
+    }
+
+
+def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path: Path) -> None:
+    short = [train_line(10), eval_line(10), summary_line(10, 10, unigram_entropy=7.5)]
+    rows = cards.side_by_side([made(tmp_path / "a", whole_run()), made(tmp_path / "b", short)])
+    assert [row.best for row in rows if row.name == "Training time"] == [[False, False]]
+    tuned = cards_of(finished_run.write(tmp_path / "c"))
+    rows = cards.side_by_side([made(tmp_path / "d", whole_run()), tuned])
+    marked = {row.name: row.best for row in rows}
+    assert marked["Final quality"] == marked["Training loss"] == [False, False]
+    assert [cell is None for cell in next(row.cells for row in rows if row.name == "Cost")] == [True, False]
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_leads_with_what_people_look_for(tmp_path: Path) -> None:
+    run = finished_run.write(tmp_path / "run")
+    (run / "samples.json").write_text(json.dumps({"step": 30, "samples": [SAMPLE]}))
+    html = page.render([read_run(run)], tmp_path / "out").read_text()
+    titles = re.findall(r"<h2>(.*?)</h2>", html)
+    cards_shown = [
+        "Outcome",
+        "Validation f1 macro",
+        "Training loss",
+        "Tokens per second",
+        "Training time",
+        "Cost",
+        "Goodput",
+    ]
+    wanted = [*cards_shown, "Curves", "What it learnt", "Data", "Best evaluation, at step 20", "Details"]
+    assert titles == wanted
+    assert html.index("<details") < html.index("Tokens/s over the whole run")  # the long table is folded
+    pictures = re.findall(r'<img alt="(.*?)"', html)
+    assert pictures[:4] == ["Training and validation loss", "Throughput", "Validation accuracy", "Validation f1 macro"]
+    assert "a [1] text \u2717 [1] good bad · 75.0 %" in shown(html)
+
+
+def test_several_runs_lead_with_a_table_of_cards(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, whole_run()) for name in ("a", "b")]
+    write_outcome(LocalFolder(runs[1]), Outcome("failed", "stuck", "rank 3 hangs", None, 20, goes_on=True))
+    html = page.render([read_run(run) for run in runs], tmp_path / "out").read_text()
+    words = shown(html)
+    assert words.index("rank 3 hangs") < words.index("Curves") < words.index("Configuration differences")
+    assert words.index("Configuration differences") < words.index("Tokens/s over the whole run")
+    assert "best" not in shown(html.split("Curves")[0])  # the runs are equal
+
+
+def test_figures_have_the_same_names_in_every_report(tmp_path: Path) -> None:
+    few = read_run(write_run(tmp_path / "few", [train_line(10), eval_line(10)]))
+    odd = {"Perplexity": 2.0, "perplexity ": 3.0, "x/../y": 1.0, "z" * 300: 1.0}
+    many = read_run(write_run(tmp_path / "many", [train_line(10), eval_line(10, aaa=1.0, **odd)]))
+    names = [[panel.name for panel in panels([run])] for run in (few, many)]
+    assert set(names[0]) < set(names[1]) and "validation_perplexity" in names[0] and "validation_aaa" in names[1]
+    assert len({name.lower() for name in names[1]}) == len(names[1])
+    assert all(re.fullmatch(r"[a-z0-9_]{1,100}", name) for name in names[1])
+    assert [panel.name for panel in eval_panels([few])] == ["validation_perplexity", "validation_masked_accuracy"]
+
+
+# ---- samples -------------------------------------------------------------------------------------------------------
+
+
+def test_samples_of_somebody_else_are_text(tmp_path: Path) -> None:
+    evil = "</main><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m"
+    guess = {"text": evil, "probability": 1}
+    sample = {"text": evil, "context": evil, "answers": [{"truth": evil, "score": 0.5, "guesses": [guess] * 3}] * 8}
+    run = write_run(tmp_path / "run", [train_line(10)])
+    (run / "samples.json").write_text(json.dumps({"step": 1, "samples": [sample] * 32}))
+    html = page.render([read_run(run)], tmp_path / "out").read_text()
+    assert "<script" not in html and "<img src=x" not in html and "\u202e" not in html and "\x1b" not in html
+    assert html.count("&lt;script&gt;") == 32 * (2 + 8 * 4)
+
+
+HOSTILE: list[tuple[Any, str]] = [
+    ([1], "not a JSON object"),
+    ({"step": 1, "samples": "many"}, "samples holds 'many'"),
+    ({"step": -1, "samples": []}, "step holds -1, not a count"),
+    ({"step": 1, "samples": [SAMPLE] * 33}, "33 samples, more than 32"),
+    ({"step": 1, "samples": [{**SAMPLE, "text": "x" * 201}]}, "201 characters"),
+    ({"step": 1, "samples": [{**SAMPLE, "text": 5}]}, r"samples\[0\].text holds 5, not a text"),
+    ({"step": 1, "samples": [{**SAMPLE, "answers": []}]}, "0 items instead of 1 to 8"),
+    ({"step": 1, "samples": [{**SAMPLE, "html": "<b>"}]}, "'html' is not known"),
+    (
+        {"step": 1, "samples": [{**SAMPLE, "answers": [{**SAMPLE["answers"][0], "score": float("nan")}]}]},
+        "nan is no number",
+    ),  # type: ignore[index,dict-item]
+    (
+        {
+            "step": 1,
+            "samples": [
+                {**SAMPLE, "answers": [{**SAMPLE["answers"][0], "guesses": [{"text": "a", "probability": 2}]}]}
+            ],
+        },
+        "2 is no number",
+    ),  # type: ignore[index,dict-item]
+    ({"step": 1, "samples": [SAMPLE], "more": "x" * 2**20}, "bytes, more than 1,048,576"),
+]
+
+
+@pytest.mark.parametrize(("content", "why"), HOSTILE, ids=[why for _, why in HOSTILE])
+def test_damaged_samples_are_refused_by_name(tmp_path: Path, content: Any, why: str) -> None:
+    run = write_run(tmp_path / "run", whole_run())
+    (run / "samples.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"samples\.json is damaged: .*{why}") as error:
+        page.render([read_run(run)], tmp_path / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_what_was_written_is_read_again(tmp_path: Path) -> None:
+    written = samples.Samples(7, [samples.Sample("a", [samples.Answer("b", [samples.Guess("", 0.25)], 0.5)])])
+    samples.write(LocalFolder(tmp_path), written)
+    assert samples.read(LocalFolder(tmp_path)) == written
+    samples.write(LocalFolder(tmp_path), samples.Samples(8))
+    assert samples.read(LocalFolder(tmp_path)) is None

@@ -1,0 +1,266 @@
+"""Checkpoints of which each rank writes its part: whole or not there, for any number of ranks and any engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from forks import free_port, start_forked
+from running import run, train_config, train_overrides
+from s3_fixtures import Bucket
+from safetensors.torch import load_file
+from services.fault_proxy import Fault
+from test_equality import losses, weights
+from test_saver import FULL, Refusing, left
+from torch import nn
+
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.backend.ddp import DDP
+from train.checkpoints.__main__ import main as checkpoints
+from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read_weights
+from train.checkpoints.manifest import FILE, Manifest, Untrusted, check_files
+from train.checkpoints.progress import Progress
+from train.checkpoints.saver import Facts, Saver
+from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store_s3 import S3Store
+from train.config import BackendConfig, CheckpointConfig
+from train.parallel.data import Replica
+from train.parallel.pieces import piece
+from train.storage.folders import open_folder
+from train.storage.untrusted import FileName
+
+BERT = ["model.architecture=bert", "model.embedding_size=null"]
+FSDP = [*BERT, "parallel=fsdp"]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory, prepared):
+    """A run of four ranks, with checkpoints at 3 and 6."""
+    run_dir = tmp_path_factory.mktemp("four") / "run"
+    done = run(train_overrides(run_dir, prepared, *FSDP, "micro_batch_size=2"), ranks=4)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(four, tmp_path):
+    return shutil.copytree(four, tmp_path / "run")
+
+
+def store_of(run_dir):
+    return LocalStore(run_dir / "checkpoints")
+
+
+def test_every_rank_writes_its_rows_under_one_manifest(four):
+    manifest = store_of(four).manifest(6)
+    numbers = ("", "_00001", "_00002", "_00003")
+    names = {f"{content}{number}.pt" for content in ("model", "optimizer") for number in numbers}
+    assert manifest.files.keys() == {"ranks.pt", *names}
+    sizes = [manifest.files[name]["bytes"] for name in manifest.files_of("model")]
+    assert max(sizes) < 0.4 * sum(sizes)  # names and tensors of few rows are not divided by four
+    assert json.loads(manifest.to_json())["format"] == 3  # so that a version that knows no parts refuses it
+    assert left(store_of(four)) == []
+
+
+def test_it_resumes_on_fewer_ranks(run_dir, prepared):
+    shutil.rmtree(run_dir / "checkpoints/step_00000006")
+    done = run(train_overrides(run_dir, prepared, *FSDP, "micro_batch_size=4"), ranks=2)
+    assert "resuming from the checkpoint of step 3" in done.stderr
+    assert losses(run_dir)[6:] == pytest.approx(losses(run_dir)[3:6], rel=2e-5)
+    assert len(store_of(run_dir).manifest(6).files_of("model")) == 2
+
+
+def test_it_resumes_in_one_process_which_writes_whole_files(run_dir, prepared):
+    shutil.rmtree(run_dir / "checkpoints/step_00000006")
+    loop.run(train_config(run_dir, prepared, *BERT), StopRequest())
+    assert losses(run_dir)[6:] == pytest.approx(losses(run_dir)[3:6], rel=2e-5)
+    assert store_of(run_dir).manifest(6).files.keys() == {"model.pt", "optimizer.pt", "ranks.pt"}
+
+
+@pytest.mark.parametrize(("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")])
+def test_without_one_of_its_parts_a_step_is_none(run_dir, name, fault):
+    path = run_dir / "checkpoints/step_00000006" / name
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content) if fault == "has sha256" else path.unlink()
+    manifest, faults = newest_valid(store_of(run_dir))
+    assert manifest.step == 3 and f"step 6 is damaged ({name} {fault}" in faults[0]
+
+
+def test_it_is_inspected_and_exported_as_a_whole_one(run_dir, tmp_path, capsys):
+    (run_dir / "model").mkdir()
+    assert checkpoints([str(run_dir), "verify"]) == 0
+    assert checkpoints([str(run_dir), "diff", "3", "3"]) == 0
+    assert "weights and moments are bit-equal" in capsys.readouterr().out
+    assert checkpoints([str(run_dir), "export", str(tmp_path / "export"), "--step", "6"]) == 0
+    exported, saved = load_file(tmp_path / "export/model.safetensors"), weights(run_dir)
+    assert exported and all(torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items())
+
+
+# ---- in S3 ---------------------------------------------------------------------------------------------------------
+
+
+def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(bucket: Bucket, prepared, tmp_path):
+    """The first upload of rank 1 is refused: the alarm names it. The next start removes what that save has left."""
+    bucket.proxy.set(Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied"))
+    location, cache = bucket.location("run"), f"data.cache_dir={tmp_path / 'cache'}"
+    arguments = train_overrides(location, prepared, *FSDP, "micro_batch_size=4", cache, *bucket.overrides())
+    done = run(arguments, ranks=2)
+    assert done.returncode == 0, done.stderr
+    text = bucket.get("run/metrics.jsonl").decode()
+    (fault,) = [line["reason"] for line in map(json.loads, text.splitlines()) if line["kind"] == "fault"]
+    assert fault.startswith("checkpoint of step 3: RuntimeError: rank 1: InputError: s3://") and "whole in" not in fault
+    store = S3Store(open_folder(location, bucket.config()), tmp_path / "staging")
+    assert store.steps() == [6]
+    third, sixth = (bucket.keys(f"run/checkpoints/step_{step:08d}/") for step in (3, 6))
+    assert any(key.endswith(".unfinished") for key in third)
+    assert sorted(key.rpartition("/")[2] for key in sixth) == sorted([FILE, *store.manifest(6).files])
+    again = run(arguments, ranks=2)
+    assert "resuming from the checkpoint of step 6" in again.stderr
+    assert bucket.keys("run/checkpoints/step_00000003/") == []
+
+
+# ---- a rank that fails ---------------------------------------------------------------------------------------------
+
+
+class Divided(Replica):
+    """Two rows of one weight, on a rank of its own each."""
+
+    def check_replicas(self):
+        """No row is on two ranks."""
+
+    def state(self):
+        rank = self.backend.world.rank
+        rows = piece(self.model.weight.detach()[rank : rank + 1], rank, 2)
+        own = {"state": {}, **({"param_groups": []} if rank == 0 else {})}
+        return {"model": {"weight": rows}, "optimizer": own}
+
+
+class Failing(Refusing):
+    """A disk that refuses a file, or all; or a rank that dies while it writes."""
+
+    refused = ""
+
+    def scratch(self, step, num_bytes):
+        if self.refused == "scratch":
+            raise FULL
+        return super().scratch(step, num_bytes)
+
+    def part(self, *arguments):
+        if self.refused == "rank":
+            os._exit(0)
+        return super().part(*arguments)
+
+
+FAULTS = {1: "", 2: "model_00001.pt", 3: "model.pt", 4: "scratch", 5: "NaN", 6: "", 7: "rank"}
+
+
+def main(folder):
+    """One of two ranks: save at each step, with the fault of that step; rank 0 writes down what failed."""
+    backend, store = DDP(BackendConfig(device="cpu", precision="fp32")), Failing(Path(folder) / "checkpoints")
+    model = nn.Linear(2, 2, bias=False)
+    options = {"may_commit": lambda: None, "after_commit": lambda: None}
+    engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
+    saver = Saver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, Facts(1, {}, {}, {}), **options)
+    failures = []
+    for step, store.refused in FAULTS.items():
+        model.weight.data.fill_(float("nan" if store.refused == "NaN" and backend.world.rank == 1 else step))
+        saver.save(Progress(step=step), {}, metric=None, must=store.refused != "rank")
+        failures.append(getattr(saver.flight.result(), "failure", None))
+    (Path(folder) / "failures.json").write_text(json.dumps([failures, store.steps(), left(store)]))
+    os._exit(0)  # the group has lost a rank
+
+
+def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    env |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parent)}
+    ranks = [
+        start_forked([Path(__file__).stem, str(tmp_path)], {**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]  # without torchrun, which would end rank 0 for rank 1
+    for process in ranks:
+        process.join()
+    failures, steps, remains = json.loads((tmp_path / "failures.json").read_text())
+    assert (steps, remains) == ([1, 6], [])
+    full = "OSError: [Errno 28] No space left on device"
+    assert failures[:6] == [
+        None,
+        f"RuntimeError: rank 1: {full}",
+        full,
+        full,
+        "RuntimeError: rank 1: FloatingPointError: weights.weight.rows is no longer finite; such a state is not saved",
+        None,
+    ]
+    assert failures[6].startswith("RuntimeError: ") and "Connection" in failures[6]  # reset, or closed by peer
+    store = LocalStore(tmp_path / "checkpoints")
+    for step in steps:
+        assert torch.equal(
+            read_weights(store.fetch(step), store.manifest(step))["weight"], torch.full((2, 2), float(step))
+        )
+
+
+# ---- files from elsewhere ------------------------------------------------------------------------------------------
+
+ROWS = torch.arange(6.0).reshape(3, 2)
+
+
+def refused(folder, contents, read):
+    """The refusal of a step with these files, whose checksums are right."""
+    files = {}
+    for name, content in contents.items():
+        torch.save(content, folder / name)
+        files[FileName(name)] = {"bytes": (folder / name).stat().st_size, "sha256": "0" * 64}
+    with pytest.raises(Untrusted, match=r"who wrote it\?$") as refusal, fitting(folder):
+        dict(read(folder, Manifest(1, 1, {}, {}, {}, 2, "ddp", None, files=files)))
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (piece(ROWS[2:], 2, 3), "model_00001.pt: 'w' has rows from 2 on, the others end at 1"),
+        (piece(ROWS[:1], 0, 3), "'w' has rows from 0 on, the others end at 1"),
+        (piece(ROWS[1:2], 1, 3), "model_00001.pt: 'w' ends at row 2 of 3"),
+        (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
+        (piece(ROWS[1:], 1, 4), "model_00001.pt: 'w' has another shape or type than in model.pt"),
+        (piece(ROWS[1:].double(), 1, 3), "'w' has another shape or type"),
+        (piece(ROWS[1:, :1], 1, 3), "'w' has another shape or type"),
+        (piece(ROWS[1:], True, 3), "model_00001.pt: 'w'.first_row holds True, not int"),
+        (piece(ROWS[0, 0], 1, 3), "model_00001.pt: 'w' is one number, which has no rows"),
+        (piece([1.0, 2.0], 1, 3), "model_00001.pt: 'w' holds [1.0, 2.0], not Tensor"),
+        ({"rows": ROWS[1:]}, "model_00001.pt: 'w' holds ['rows'], not"),
+        (5, "model_00001.pt: 'w' holds 5, not dict"),
+        (ROWS, "model_00001.pt: 'w' is in model.pt as well"),
+    ],
+)
+def test_pieces_that_do_not_make_a_tensor_are_refused(tmp_path, second, message):
+    contents = {"model.pt": {"w": piece(ROWS[:1], 0, 3)}, "model_00001.pt": {"w": second}}
+    assert message in refused(tmp_path, contents, read_weights)
+
+
+def test_a_part_that_is_none_or_lacks_moments_is_refused(tmp_path):
+    assert "model_00001.pt: it holds 5" in refused(tmp_path, {"model.pt": {}, "model_00001.pt": 5}, read_weights)
+    first = {"state": {0: {"m": ROWS}}, "param_groups": [{"params": [0, 1]}]}
+    contents = {"optimizer.pt": first, "optimizer_00001.pt": {"state": {}}}
+    assert "optimizer_00001.pt: no moments of parameter 1" in refused(tmp_path, contents, read_optimizer)
+    contents["optimizer_00001.pt"] = {"state": {0: {"m": ROWS}, 1: {"m": ROWS}}}
+    assert "optimizer_00001.pt: 'm' is in optimizer.pt as well" in refused(tmp_path, contents, read_optimizer)
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(four, tmp_path):
+    folder = shutil.copytree(four / "checkpoints/step_00000006", tmp_path / "step")
+    manifest = store_of(four).manifest(6)
+    wanted = read_weights(folder, manifest)
+    torch.save({next(iter(wanted)): torch.zeros(3)}, folder / "model_00009.pt")
+    check_files(folder, manifest)
+    assert all(torch.equal(value, wanted[name]) for name, value in read_weights(folder, manifest).items())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

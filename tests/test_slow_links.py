@@ -1,0 +1,300 @@
+"""Ways to train over slow links: each beside the plain reduction, and resumed beside uninterrupted.
+
+Under torchrun this file is also the program of its own ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forks import launch, run_forked
+from running import run, train_overrides
+from test_equality import grad_norms, losses, weights
+from torch import nn
+from toy import NAN, Toy, ToyConfig, ToyTask
+
+from train.backend import slow_links
+from train.backend.ddp import DDP
+from train.config import BackendConfig, LocalSGDConfig, ParallelConfig
+from train.optim import OPTIMIZERS
+from train.optim.spec import OptimizerSpec
+from train.tasks import TASKS, mlm
+
+RANKS, PER_MACHINE, STEPS = 4, 2, 4
+SIDE, LOW, ENOUGH = 40, 1, 8  # a weight [SIDE, SIDE]; the gradient of one row on each of 4 ranks has rank 4 at most
+WAYS = {
+    "plain": {},
+    "bf16": {"grad_compression": "bf16"},
+    "powersgd": {"grad_compression": "powersgd", "powersgd_rank": ENOUGH, "powersgd_start_step": 2},
+    "powersgd of rank 1": {"grad_compression": "powersgd", "powersgd_rank": LOW, "powersgd_start_step": 2},
+    "hierarchical": {"hierarchical_reduction": True},
+    "hierarchical bf16": {"hierarchical_reduction": True, "grad_compression": "bf16"},
+    "hierarchical powersgd": {
+        "hierarchical_reduction": True,
+        "grad_compression": "powersgd",
+        "powersgd_rank": ENOUGH,
+        "powersgd_start_step": 2,
+    },
+}
+# The most by which an entry of the gradient may differ, as a share of the largest. fp32: 6e-8 times a few roundings;
+# low rank: products of three matrices; bf16: 2**-9 for each value and each of the 2 or 3 sums on its way.
+TOLERANCES = {"plain": 0.0, "bf16": 0.01, "powersgd": 1e-5, "hierarchical": 1e-6, "hierarchical bf16": 0.01}
+TOLERANCES["hierarchical powersgd"] = 1e-5
+
+
+# ---- the program of the ranks --------------------------------------------------------------------------------------
+
+
+class Reducing:
+    """A small model and its reducer on one rank, whose inputs depend on rank, step and micro batch."""
+
+    def __init__(self, backend, way, *, accumulation=1):
+        backend = copy.copy(backend)
+        cfg = BackendConfig(device="cpu", **WAYS[way])
+        backend.compresses, backend.at_once = cfg.grad_compression == "bf16", slow_links.reducer_for(cfg, "fp32")
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 1))
+        backend.move(self.model)
+        self.rank = backend.world.rank
+        self.reducer = backend.reducer(self.model, accumulation=accumulation)
+
+    def step(self, number, *scales):
+        """One row a micro batch. Gives all gradients before the division, in one tensor, and the divisor."""
+        self.reducer.begin(1.0 + self.rank)
+        for micro, scale in enumerate(scales or (1.0,), start=1):
+            with self.reducer.micro_batch(is_last=micro == len(scales or (1,))):
+                rows = torch.randn(1, SIDE, generator=torch.Generator().manual_seed(100 * number + self.rank))
+                (self.reducer.module(rows).square().sum() * scale).backward()
+        divisor = self.reducer.finish()
+        gradient = torch.cat([weight.grad.flatten() for weight in self.model.parameters()]).clone()
+        self.model.zero_grad(set_to_none=True)
+        return gradient, divisor
+
+
+def reduce_all_ways(path):
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": str(rank % PER_MACHINE), "LOCAL_WORLD_SIZE": str(PER_MACHINE)}
+    backend = DDP(BackendConfig(device="cpu", timeout_s=60))
+    plain = Reducing(backend, "plain")
+    wanted, (divisor, *_) = zip(*map(plain.step, range(STEPS)), strict=True)
+    answer = {"divisor": float(divisor)}
+    for way in TOLERANCES:
+        made = Reducing(backend, way)
+        got, divisors = zip(*map(made.step, range(STEPS)), strict=True)
+        assert all(map(torch.equal, divisors, [divisor] * STEPS)), way
+        answer[way] = max(furthest(one, other) for one, other in zip(got, wanted, strict=True))
+        answer[f"{way}, ranks"] = float(spread_over_ranks(got[-1]))
+        answer[f"{way}, accumulated"] = furthest(
+            Reducing(backend, way, accumulation=2).step(0, 0.5, 0.5)[0], Reducing(backend, way).step(0)[0]
+        )
+    answer |= feed_back(backend, wanted) | skip(backend) | forget(backend)
+    if rank == 0:
+        Path(path).write_text(json.dumps(answer))
+    backend.world.meet()
+
+
+def furthest(one, other):
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def spread_over_ranks(tensor):
+    """The largest difference between rank 0's tensor and that of another."""
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    difference = (tensor - first).abs().max()
+    dist.all_reduce(difference, dist.ReduceOp.MAX)
+    return difference
+
+
+def feed_back(backend, wanted):
+    """What was reduced and what is kept for later are together the true sum; without the latter they differ."""
+    made = Reducing(backend, "powersgd of rank 1")
+    got = sum(made.step(number)[0] for number in range(STEPS))
+    kept = made.reducer.left_out.clone()
+    dist.all_reduce(kept)
+    whole, stats = sum(wanted), made.reducer.memory.compression_stats()
+    return {
+        "fed back": furthest(got + kept / RANKS, whole),
+        "left out": furthest(got, whole),
+        "rate": stats[0],
+    }
+
+
+def skip(backend):
+    """A step whose gradient is no number on one rank is none on all, and the next is as if it had not been."""
+    disturbed, calm = Reducing(backend, "powersgd of rank 1"), Reducing(backend, "powersgd of rank 1")
+    for number in range(3):
+        calm.step(number), disturbed.step(number)
+    bad, _ = disturbed.step(3, NAN if backend.world.rank == 1 else 1.0)
+    return {
+        "skipped": bool(bad.isnan().all()),
+        "after a skip": furthest(disturbed.step(4)[0], calm.step(4)[0]),
+    }
+
+
+def forget(backend):
+    """A reducer that goes on after a save, and a new one that was given what was saved."""
+    made, resumed = Reducing(backend, "powersgd of rank 1"), Reducing(backend, "powersgd of rank 1")
+    made.step(0), made.step(1), made.step(2)
+    random = torch.get_rng_state()
+    resumed.reducer.load(made.reducer.state()["compression"])
+    pairs = [(made.step(number)[0], resumed.step(number)[0]) for number in (3, 4)]
+    return {
+        "resumed": all(torch.equal(one, other) for one, other in pairs),
+        "compressed at once": bool(resumed.reducer.left_out.any()),
+        "random state": torch.equal(random, torch.get_rng_state()),
+    }
+
+
+def build_sgd(cfg, groups, _):
+    return torch.optim.SGD(groups, lr=cfg.lr)
+
+
+def train_toys(folder):
+    """Plain SGD in both engines, with an average after each step; and Adam with a NaN on one rank alone."""
+    toy = Toy(Path(folder))
+    TASKS["toy"] = replace(mlm.SPEC, settings=ToyConfig, build=lambda cfg: ToyTask(toy))
+    OPTIMIZERS["sgd"] = OptimizerSpec(build_sgd)
+    parallel = LocalSGDConfig(sync_every=int(os.environ["SYNC_EVERY"])) if "SYNC_EVERY" in os.environ else None
+    if "SPOILT" in os.environ:
+        toy.scale = lambda call: NAN if call == 2 and os.environ["RANK"] == os.environ["SPOILT"] else 1.0
+    optim = {"name": os.environ["OPTIM"], "max_grad_norm": None, "weight_decay": 0.0}
+    toy.train(parallel=parallel or ParallelConfig(), optim=optim)
+
+
+PARTS = {"reduce": reduce_all_ways, "toy": train_toys}
+
+
+# ---- reductions ----------------------------------------------------------------------------------------------------
+
+
+def forked(part, argument, *, ranks, **env):
+    done = run_forked(launch(__file__, [part, str(argument)], ranks=ranks), {**os.environ, **env})
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def reduced(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reduced") / "answer.json"
+    forked("reduce", path, ranks=RANKS)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("way", TOLERANCES)
+def test_every_reduction_gives_the_plain_gradient(reduced, way):
+    assert reduced[way] <= TOLERANCES[way]
+    assert reduced[f"{way}, ranks"] == 0  # or replicas would drift apart
+    assert reduced[f"{way}, accumulated"] <= TOLERANCES[way] or way == "plain"
+    assert "bf16" not in way or reduced[way] > 1e-4  # it was rounded
+
+
+def test_the_count_is_that_of_all_ranks_whatever_the_reduction(reduced):
+    assert reduced["divisor"] == (1 + 2 + 3 + 4) / RANKS
+
+
+def test_what_powersgd_leaves_out_is_kept_for_later_steps(reduced):
+    assert reduced["rate"] > 5
+    assert reduced["left out"] > 0.01
+    assert reduced["fed back"] < 1e-5
+
+
+def test_a_gradient_that_is_no_number_leaves_nothing_in_the_memory_of_powersgd(reduced):
+    assert reduced["skipped"]
+    assert reduced["after a skip"] == 0
+
+
+def test_a_reducer_that_goes_on_after_a_save_does_what_one_that_resumes_does(reduced):
+    assert reduced["resumed"] and reduced["compressed at once"]
+    assert reduced["random state"]  # drawing the first factors has changed no dropout
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+POWERSGD = ["backend.grad_compression=powersgd", "backend.powersgd_rank=2", "backend.powersgd_start_step=2"]
+LOCAL = ["parallel=local_sgd", "parallel.sync_every=2"]  # 3, where a run is saved, is no multiple of it
+
+
+@pytest.mark.parametrize("options", [POWERSGD, LOCAL], ids=["powersgd", "local_sgd"])
+def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path, options):
+    options = [*options, "micro_batch_size=2", "model.hidden_dropout=0.1"]
+    done = run(train_overrides(tmp_path / "whole", prepared, *options), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.05
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/step_00000006")
+    done = run(train_overrides(tmp_path / "cut", prepared, *options), ranks=2)
+    assert "resuming from the checkpoint of step 3" in done.stderr
+    assert losses(tmp_path / "cut")[6:] == losses(tmp_path / "whole")[3:]
+    assert grad_norms(tmp_path / "cut")[6:] == grad_norms(tmp_path / "whole")[3:]
+    for name, tensor in weights(tmp_path / "cut").items():
+        assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
+    warned = "which is not the mathematics of one big batch" in done.stderr
+    assert warned == (options[0] == LOCAL[0])
+
+
+def test_local_sgd_that_averages_after_each_step_is_sgd_on_the_whole_batch(tmp_path):
+    """Of plain steps, whose average is the step of the average, with as many labels on each rank."""
+    forked("toy", tmp_path / "whole", ranks=2, OPTIM="sgd")
+    forked("toy", tmp_path / "local", ranks=2, OPTIM="sgd", SYNC_EVERY="1")
+    whole, local = Toy(tmp_path / "whole"), Toy(tmp_path / "local")
+    assert local.values("train", "loss") == pytest.approx(whole.values("train", "loss"), rel=1e-5)
+    assert local.values("eval", "loss") == pytest.approx(whole.values("eval", "loss"), rel=1e-5)
+    assert local.weights(6) == pytest.approx(whole.weights(6), rel=1e-5)
+    assert local.values("train", "grad_norm") != whole.values("train", "grad_norm")  # the mean of those of the ranks
+
+
+def test_a_gradient_of_one_rank_that_is_no_number_is_skipped_by_all_ranks_of_local_sgd(tmp_path):
+    forked("toy", tmp_path, ranks=2, OPTIM="adamw", SYNC_EVERY="4", SPOILT="1")
+    toy = Toy(tmp_path)
+    assert toy.values("train", "step") == [1, 2, 3, 4, 5, 6]
+    (fault,) = toy.faults()
+    assert "1 steps were skipped" in fault
+    before, after = toy.values("eval", "loss")
+    assert after < before
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["backend.grad_compression=half"],
+            "grad_compression=half is not known; choose one of: none, bf16, powersgd",
+        ),
+        (["backend.powersgd_rank=0"], "backend.powersgd_rank=0 must be 1 or more"),
+        (["backend.powersgd_start_step=1"], "backend.powersgd_start_step=1 must be 2 or more"),
+        (["parallel=local_sgd", "parallel.sync_every=0"], "parallel.sync_every=0 must be"),
+        (["parallel=local_sgd", "backend.grad_compression=bf16"], "parallel=local_sgd sends weights and no gradients"),
+        (["parallel=local_sgd", "backend.hierarchical_reduction=true"], "leave out backend.grad_compression and"),
+        (["parallel.name=local_sgd"], "parallel.name=local_sgd has settings of its own: use parallel=local_sgd"),
+        (
+            ["parallel=local_sgd", "backend.precision=fp16"],
+            "parallel=local_sgd does not go with backend.precision=fp16",
+        ),
+        (["parallel=local_sgd", "backend=xla"], "parallel=local_sgd runs with backend=ddp, not backend=xla"),
+        (
+            ["backend.grad_compression=powersgd", "backend.precision=fp16"],
+            "which backend.precision=fp16 may scale otherwise; set bf16 or fp32",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_in_one_line(prepared, tmp_path, overrides, message):
+    result = run(train_overrides(tmp_path / "run", prepared, *overrides))
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert result.returncode == 2 and message in line
+
+
+if __name__ == "__main__":
+    PARTS[sys.argv[1]](sys.argv[2])

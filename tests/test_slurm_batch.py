@@ -1,0 +1,99 @@
+"""What a Slurm job does at its time limit, where Slurm refuses something, and when a node never answers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from planning import plan, script, two_nodes
+
+from launch.gate import pass_gate
+from launch.history import read_history
+from launch.record import Record
+from launch.slurm import batch as module
+from launch.slurm.batch import Batch
+from launch.supervise import Verdict
+from train.config import S3Config
+from train.host import children
+
+
+@pytest.fixture
+def batch(monkeypatch, tmp_path) -> Batch:
+    two_nodes(monkeypatch, tmp_path / "bin")
+    monkeypatch.setattr(module, "REQUEUED_S", 0.0)  # Slurm does not end this process
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    _, job = plan(["cluster=slurm", "nodes=2", "cluster.stop_before_s=60"], ["experiment=demo", "run_dir=runs/mine"])
+    record = Record(str(tmp_path / "run"), S3Config())
+    record.note("submitting")
+    return Batch(record, job, 7)
+
+
+def requests(tmp_path: Path) -> str:
+    log = tmp_path / "bin" / "said"
+    return log.read_text() if log.exists() else ""
+
+
+def answering(tmp_path: Path, answer: str) -> None:
+    script(tmp_path / "bin" / "scontrol", f"echo \"$*\" >> '{tmp_path}/bin/said'; {answer}")
+
+
+def test_a_run_that_does_not_stop_before_the_limit_comes_back(batch, tmp_path):
+    answering(tmp_path, "exit 0")
+    batch.ask(signal.SIGUSR1, None)
+    batch.ask(signal.SIGTERM, None)  # before the limit: somebody else ends the job
+    batch.meanwhile()
+    assert batch.is_ending and not requests(tmp_path)
+    batch.limit_s = 0.0  # it has come
+    batch.ask(signal.SIGTERM, None)
+    batch.meanwhile()
+    assert requests(tmp_path) == "requeue 7\n"
+    events = batch.record.events()
+    assert [event.kind for event in events] == ["submitting", "requeued", "ended"]
+    assert "did not stop in 60 s (cluster.stop_before_s)" in events[1].details["reason"]
+
+
+def test_a_cancelled_job_that_does_not_stop_before_the_limit_does_not_come_back(batch, tmp_path):
+    answering(tmp_path, "exit 0")
+    batch.record.note("cancelled")
+    batch.is_overdue = True
+    batch.meanwhile()
+    assert not requests(tmp_path)
+
+
+def test_a_job_that_was_requeued_too_often_ends(batch, tmp_path):
+    answering(tmp_path, "exit 0")
+    for _ in range(batch.cluster.idle_attempts - 1):
+        batch.record.note("requeued")
+    verdict = batch.requeue(Verdict("requeue", "failed", "no node is fit"))
+    assert (verdict.next, verdict.outcome) == ("end", "failed") and "cluster.idle_attempts" in verdict.reason
+    assert not requests(tmp_path)
+
+
+def test_a_node_that_may_not_be_drained_is_left_out_all_the_same(batch, tmp_path, capsys):
+    answering(tmp_path, "echo 'slurm_update error: Invalid user id' >&2; exit 1")
+    batch.drain("n1", "no devices")
+    assert "update NodeName=n1 State=DRAIN" in requests(tmp_path)
+    assert "gate: n1 was not drained: " in capsys.readouterr().out
+
+
+def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch):
+    seen: dict[str, float] = {}
+
+    def on_nodes(verb, nodes, *, name, limit_s, **_):
+        seen[verb] = limit_s
+        batch.record.folder.write(f"gate/{name}/n1.json", b'{"ok": true}')
+        return children.TIMED_OUT
+
+    monkeypatch.setattr(batch, "on_nodes", on_nodes)
+    chosen, failed = pass_gate(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
+    assert (chosen, list(failed)) == (["n1"], ["n2"]) and failed["n2"].startswith("no answer")
+    assert seen == {"gate": 360.0}
+    assert read_history(batch.record.events()).failed_gate == failed
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path):
+    process = subprocess.Popen(["sleep", "60"])
+    assert children.exit_code(process, limit_s=0.0) == children.TIMED_OUT
+    assert process.poll() == -signal.SIGTERM

@@ -1,0 +1,90 @@
+"""The cores belong to the training: no thread beside it splits its work over a team of compute threads."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import torch
+from running import ROOT, train_overrides
+from test_layers import FILES
+
+from train.host.threads import pool_beside_training
+
+# Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
+NATIVE = """if True:
+    import os, sys, threading
+    import torch
+    from train import entry, loop
+    end_step = loop.Recorder.end_step
+    def count(self, *args, **options):
+        end_step(self, *args, **options)
+        print("NATIVE", len(os.listdir("/proc/self/task")) - threading.active_count(), torch.get_num_threads())
+    loop.Recorder.end_step = count
+    raise SystemExit(entry.attempt(sys.argv[1:]))
+"""
+SAVING = ["backend=ddp", "checkpoint.every=1", "eval_every=2", "max_steps=4", "data.num_workers=1"]
+LARGE = "model.intermediate_size=2048"  # tensors that are worth a team
+
+
+def large_operation() -> int:
+    torch.aminmax(torch.zeros(10_000_000))
+    return torch.get_num_threads()
+
+
+def test_a_run_that_saves_and_evaluates_has_one_team(tmp_path, prepared):
+    native, team = {}, {}
+    for threads in ("1", "4"):
+        settings = train_overrides(tmp_path / threads, prepared, *SAVING, LARGE)
+        words, env = [sys.executable, "-c", NATIVE, *settings], {**os.environ, "OMP_NUM_THREADS": threads}
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        counts = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("NATIVE")]
+        assert len(counts) == 4, done.stderr
+        native[threads], team[threads] = max(int(count) for count, _ in counts), int(counts[-1][1])
+    assert team["1"] == 1 and native["4"] - native["1"] == team["4"] - 1
+
+
+def test_a_pool_beside_the_training_computes_alone_and_leaves_the_training_its_team():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with pool_beside_training("test") as pool:
+            assert pool.submit(large_operation).result() == 1
+            assert large_operation() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+# Threads that compute nothing with torch: they wait, watch, send, fetch or hash.
+OTHERS = {
+    "train/attempt/notices.py",
+    "train/attempt/preempt.py",
+    "train/attempt/watchdog.py",
+    "train/backend/graphs.py",
+    "train/cli/progress.py",
+    "train/data/shards/download.py",
+    "train/data/shards/fetcher.py",
+    "train/data/shards/writer.py",
+    "train/data/text/encoding.py",
+    "train/entry.py",
+    "train/host/threads.py",
+    "train/doctor/collectives.py",
+    "train/run_folder/lease.py",
+    "train/shards.py",
+    "train/storage/manifest.py",
+    "train/telemetry/monitor.py",
+}
+
+
+def test_every_other_thread_is_known():
+    """A new thread that touches tensors comes from `pool_beside_training`; one that does not is entered above."""
+    with_threads = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if path.relative_to(ROOT).parts[0] == "train"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
+        in ("Thread", "ThreadPoolExecutor", "Timer")
+    }
+    assert with_threads == OTHERS

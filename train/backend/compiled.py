@@ -1,0 +1,117 @@
+"""torch.compile with TorchInductor: the layers of a model, or all of it, as kernels for the shapes that occur.
+
+Compiled by layers, what is repeated is compiled once: ALBERT's shared layer, and the one graph that equal layers of
+other encoders have in common. Shapes are static: each length of a batch has a graph of its own for training and one
+for evaluation, and more where layers are frozen. Every graph beyond those is named (`GraphBudget`), and nothing falls
+back to uncompiled code: what cannot be compiled is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo.config
+from torch._dynamo import lookup_backend
+from torch._dynamo.callback import callback_handler
+
+from train.backend.graphs import GraphBudget, Graphs, Watched
+
+if TYPE_CHECKING:
+    from train.backend.kernel_cache import KernelCache
+    from train.config import BackendConfig
+    from train.data.batches.loader import Batch
+
+MOST_GRAPHS = 1024  # of one function, for torch itself, which then goes on uncompiled: the budget speaks much earlier
+WHOLE_MODEL_GRAPHS = 2  # of one length: training and evaluation
+
+
+class TorchCompiler:
+    """Compiles a model in place, counts its graphs and times them."""
+
+    def __init__(self, cfg: BackendConfig, facts: dict[str, Any], cache: KernelCache | None) -> None:
+        """`facts`: what makes compiled code of the same model another one."""
+        self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
+        self.facts, self.cache, self.saved = {**facts, "compile": cfg.compile, "cuda_graphs": cfg.cuda_graphs}, cache, 0
+        self.graphs_per_length = 0  # known with the model
+        self.compiled, self.compiled_before, self.compile_s = 0, 0, 0.0
+        self.began_s: float | None = None
+        self.budget = GraphBudget(lambda: self.compiled, is_fatal=False, hint="TORCH_LOGS=recompiles prints why")
+        callback_handler.register_start_callback(self.begin)
+        callback_handler.register_end_callback(self.end)
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
+        # torch would cut graphs at the sizes of DDP's buckets: more of them, which nothing counts.
+        torch._dynamo.config.optimize_ddp = False
+
+    # ---- the model -------------------------------------------------------------------------------------------------
+
+    def compile(self, model: Any) -> None:
+        """Have the model, or each of its layers, compiled when it is first called with a shape."""
+        if self.cache is not None:
+            weights = {name: list(weight.shape) for name, weight in model.named_parameters()}
+            self.cache.load({**self.facts, "weights": weights})
+        if self.what == "model":
+            model.compile(**self.options())
+            self.graphs_per_length = WHOLE_MODEL_GRAPHS
+        else:
+            self.graphs_per_length = model.compile_layers(self.optimised)
+
+    def expect(self, lengths: int) -> None:
+        """Set the number of graphs that batches of so many lengths need."""
+        self.budget.limit = self.max_graphs or self.graphs_per_length * lengths
+        self.budget.start()
+
+    def watched(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; a graph too many is explained by how their shapes changed."""
+        source = Watched(batches, self.budget)
+        yield from source
+        source.raise_failure()
+
+    def after_step(self) -> None:
+        """Check the number of graphs, and keep them for others once a step compiles nothing more."""
+        self.budget.check()
+        is_steady, self.compiled_before = self.compiled == self.compiled_before, self.compiled
+        if self.cache is not None and is_steady and self.saved < self.compiled:
+            self.saved = self.compiled
+            self.cache.save()
+
+    def optimised(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(function, **self.options())
+        return compiled
+
+    def options(self) -> dict[str, Any]:
+        return {"backend": self.build, "fullgraph": True, "dynamic": False}
+
+    def build(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile one graph; torch calls this for each."""
+        self.compiled += 1
+        options = {"config_patches": {"triton.cudagraphs": True}} if self.cuda_graphs else {}
+        built: Callable[..., Any] = lookup_backend("inductor")(graph, inputs, **options)
+        return built
+
+    # ---- what it took ----------------------------------------------------------------------------------------------
+
+    def begin(self, *_: object) -> None:
+        self.began_s = time.perf_counter()
+
+    def end(self, *_: object) -> None:
+        """Backward passes are compiled at their first call, so that there are several spans for a graph."""
+        if self.began_s is not None:
+            self.compile_s += time.perf_counter() - self.began_s
+        self.began_s = None
+
+    def is_busy(self) -> bool:
+        """Whether a graph is being compiled. Any thread may ask."""
+        return self.began_s is not None
+
+    def graphs(self) -> Graphs:
+        return Graphs(self.compiled, self.compile_s, 0)
+
+    def close(self) -> None:
+        self.budget.check()  # of the last evaluation
+        callback_handler.remove_start_callback(self.begin)
+        callback_handler.remove_end_callback(self.end)
+        if self.cache is not None:
+            self.cache.close()

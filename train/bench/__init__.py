@@ -1,0 +1,1 @@
+"""How fast a configuration trains on this machine: `python -m train.bench`."""

@@ -1,0 +1,71 @@
+"""`python -m train.bench key=value ...`, alone or under torchrun: how fast a configuration trains here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.bench.config import BenchConfig, check_takes_files
+from train.cli import compose as cli
+from train.config import Failure, check
+from train.host import cluster
+from train.host.garbage import search_rarely
+from train.host.launched import launched
+from train.host.launcher import die_with_launcher, end_launcher, leave_refusal
+
+USED: tuple[str, ...] = ("steps", "warmup", "windows", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
+USED += ("save_as", "data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = ["sweep=true" if each == "--sweep" else each for each in (arguments or sys.argv[1:])]
+    settings = [each for each in given if not each.startswith("-")]
+    cli.add_schema(BenchConfig, "bench", [])
+    parser = cli.settings_parser(
+        "train.bench",
+        BenchConfig,
+        "Measure how fast a run would train here: the run itself, for some steps, of which nothing is kept.",
+        examples=(
+            "experiment=demo output=bench.json",
+            "torchrun --nproc-per-node=8 -m train.bench experiment=albert_pretrain instance=p5.48xlarge",
+            "experiment=albert_pretrain --sweep nproc=8 instance=p5.48xlarge save_as=albert_p5",
+        ),
+        keys=USED,
+    )
+    parser.add_argument("--sweep", action="store_true", help="the same as sweep=true")
+    die_with_launcher()
+    code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given, after_refusal=leave_refusal)
+    if code != cli.DONE:
+        end_launcher()
+    return code
+
+
+def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
+    check_output(cfg.output)
+    try:
+        if cfg.sweep:
+            from train.bench import sweep
+
+            return sweep.run(cfg, settings)
+        cluster.prepare(launched(), forks=cfg.data.num_workers > 0)
+        search_rarely()  # until `loop.run` has imported the task
+        from train.bench import measure  # late: torch takes seconds to import
+
+        return measure.run(cfg, settings)
+    except KeyboardInterrupt as error:
+        raise Failure("interrupted") from error
+
+
+def check_output(output: str | None) -> None:
+    """InputError for a file that could not be written at the end."""
+    if output is not None:
+        path = Path(output)
+        check("://" not in output, f"output={output} must be a file of this machine")
+        check(not path.is_dir(), f"output={output} is a folder; give the name of a file")
+        check(path.parent.is_dir(), f"output={output}: {path.parent} is not a folder; make it first")
+        check_takes_files(path.parent, f"output={output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

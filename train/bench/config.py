@@ -1,0 +1,69 @@
+"""Settings of a measurement: those of a run, and how long and what to measure."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.config import InputError, TrainConfig, check
+from train.config.checks import check_at_least, check_positive
+
+MAX_PROCESSES = 4096
+
+
+@dataclass(kw_only=True)
+class BenchConfig(TrainConfig):
+    """One measurement, or a sweep of them: `python -m train.bench --cfg job` prints it."""
+
+    steps: int = 50  # optimizer steps that are timed
+    warmup: int = 10  # steps before them, at least; graphs are compiled in these
+    windows: int = 5  # parts of the timed steps, whose spread is reported; the device is read once in each
+    output: str | None = None  # JSON file that gets all figures; None: the table is all
+    max_memory_gib: float | None = None  # host memory that a rank on CPUs may allocate; None: any amount, in a sweep
+    # what the machine has available
+    sweep: bool = False  # also --sweep: try micro batches, with the same global batch, for the largest and the fastest
+    max_micro_batch: int | None = None  # sweep: the largest micro batch that is tried; None: all of a rank's share
+    nproc: int = 1  # sweep: ranks of each try, which torchrun starts on this machine if there are several
+    save_as: str | None = (
+        None  # sweep: name of the experiment that gets the result, conf/experiment/NAME.yaml; None: it
+    )
+    # is printed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("", self, "steps", "windows", "max_memory_gib", "max_micro_batch", "nproc")
+        check_at_least("", self, warmup=1)
+        check(self.nproc <= MAX_PROCESSES, f"nproc={self.nproc} must be at most {MAX_PROCESSES}")
+        check(
+            self.steps % self.windows == 0,
+            f"steps={self.steps} must be a multiple of windows={self.windows}, its parts",
+        )
+        only = {"max_micro_batch": self.max_micro_batch, "save_as": self.save_as, "nproc": self.nproc - 1 or None}
+        given = [name for name, value in only.items() if value is not None]
+        check(self.sweep or not given, f"{', '.join(given)}: only a sweep has them; add --sweep")
+        name = self.save_as
+        check(
+            name is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name) is not None,
+            f"save_as={name} is the name of an experiment: letters, digits, - and _",
+        )
+
+    @property
+    def window(self) -> int:
+        """Steps of one window."""
+        return self.steps // self.windows
+
+    @property
+    def untimed(self) -> int:
+        """Steps before the timed ones: whole windows."""
+        return -(-self.warmup // self.window) * self.window
+
+
+def check_takes_files(folder: Path, setting: str) -> None:
+    """InputError unless a file can be written to the folder: a measurement takes too long to be lost at its end."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"{setting}: no file can be written to {folder}; name another one") from error

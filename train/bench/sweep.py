@@ -1,0 +1,294 @@
+"""Micro batches, each measured in processes of its own, with the same global batch: which fit, which is the fastest.
+
+A process that runs out of memory leaves nothing behind that would spoil the next try. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+import conf
+from train.bench.config import BenchConfig, check_takes_files
+from train.bench.figures import GIB, plural
+from train.cli import compose as cli
+from train.cli.help import groups
+from train.config import Failure, InputError, TrainConfig, check, make_plan
+from train.host.launched import launched
+from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
+from train.run_folder.outcome import OUT_OF_MEMORY
+from train.storage.untrusted import BadContent, read_object
+from train.storage.whole import write_atomic
+
+GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
+PATIENCE = 2  # larger micro batches in a row that are no faster, after which none is tried
+FIRST = 8  # the first micro batch that is tried, if none is given
+HOST_SHARE = 0.9  # of the memory that is available, for the ranks of a try on CPUs
+MANY_ROWS = 2**62  # more than any data: a try checks the data itself
+OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
+HEADER = f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict"
+
+
+@dataclass(frozen=True)
+class Try:
+    """One micro batch. `bench` is what `python -m train.bench` wrote; None if it does not fit."""
+
+    micro_batch_size: int
+    accumulation: int
+    verdict: str
+    bench: dict[str, Any] | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 0.0 if self.bench is None else float(self.bench["tokens_per_s"]["median"])
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return None if self.bench is None else self.bench["peak_device_bytes"] or self.bench["peak_process_bytes"]
+
+
+def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
+    """Try, print each result as it comes, and write the best as an experiment."""
+    check(not launched().is_distributed, "a sweep starts its ranks itself: run it without torchrun, with nproc=N")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the try under way ends as well
+    target = None if cfg.save_as is None else Path(conf.__file__ or "").parent / "experiment" / f"{cfg.save_as}.yaml"
+    if target is not None:
+        check(not target.exists(), f"save_as={cfg.save_as}: {target} exists; choose another name")
+        check_takes_files(target.parent, f"save_as={cfg.save_as}")
+    sizes, first = sizes_of(cfg)
+    limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
+    print(HEADER, flush=True)
+    tries: list[Try] = []
+    share = (cfg.global_batch_size or 0) // cfg.nproc
+    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-") as work:
+
+        def attempt(size: int) -> Try:
+            command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
+            tries.append(try_size(command, size, share // size, Path(work)))
+            print(row(tries[-1]), flush=True)
+            return tries[-1]
+
+        ended = search(sizes, first, attempt)
+    fitting = [each for each in tries if each.bench is not None]
+    best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
+    largest = max((each.micro_batch_size for each in fitting), default=None)
+    is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # otherwise larger ones were no faster, and not tried
+    text = "" if best is None else experiment(settings, best, global_batch_size=cfg.global_batch_size or 0)
+    if best is not None:
+        size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"
+        print(f"{ended}; the fastest is {size}", flush=True)
+        if target is None:
+            print(text, end="", flush=True)
+    if cfg.output is not None:
+        result = {
+            "kind": "sweep",
+            "global_batch_size": cfg.global_batch_size,
+            "nproc": cfg.nproc,
+            "max_memory_gib": limit_gib,
+            "ended": ended,
+            "largest_micro_batch_size": largest if is_limit else None,
+            "best_micro_batch_size": best.micro_batch_size if best else None,
+            "best_accumulation": best.accumulation if best else None,
+            "experiment": text,
+            "settings": list(settings),
+            "tries": [asdict(each) for each in tries],
+        }
+        write_atomic(Path(cfg.output), json.dumps(result, indent=2).encode() + b"\n")
+    if best is None:
+        raise Failure(f"no micro batch fits, not even {tries[-1].micro_batch_size}: {tries[-1].verdict}")
+    if target is not None:
+        write_atomic(target, text.encode())
+        print(f"{target}: python -m train experiment={cfg.save_as}")
+    return cli.DONE
+
+
+def sizes_of(cfg: BenchConfig) -> tuple[list[int], int]:
+    """The micro batches that divide a rank's share of the global batch, in order, and the first one to try."""
+    check(cfg.global_batch_size is not None, "a sweep keeps the global batch: give global_batch_size")
+    whole = cfg.global_batch_size or 0
+    check(
+        whole % cfg.nproc == 0,
+        f"global_batch_size={whole} does not divide over nproc={cfg.nproc} ranks; make it a multiple",
+    )
+    share, most = whole // cfg.parallel.replicas(cfg.nproc), cfg.max_micro_batch or whole
+    roots = [size for size in range(1, int(share**0.5) + 1) if share % size == 0]
+    sizes = sorted({size for root in roots for size in (root, share // root) if size <= most})
+    usable = [size for size in sizes if is_usable(cfg, size)]
+    check(
+        usable != [],
+        f"none of the micro batches up to {min(most, share)} that divide global_batch_size={whole} over nproc="
+        f"{cfg.nproc} suits the backend and the instance",
+    )
+    wanted = cfg.micro_batch_size or FIRST
+    return usable, max((size for size in usable if size <= wanted), default=usable[0])
+
+
+def is_usable(cfg: BenchConfig, size: int) -> bool:
+    """Whether a run would take this micro batch as it is."""
+    try:
+        plan = make_plan(replace(cfg, micro_batch_size=size), world_size=cfg.nproc, rows=MANY_ROWS, seq_len=cfg.seq_len)
+    except InputError:
+        return False
+    return plan.micro_batch_size == size
+
+
+# ---- the order of the tries ----------------------------------------------------------------------------------------
+
+
+def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> str:
+    """Try sizes: halves of the first one until one fits, or its half if it fits, then doubles while they fit and are
+    faster, then what lies between the largest that fits and the smallest that does not. Gives why it ended.
+    """
+    tried = attempt(first)
+    failed: int | None = None
+    while tried.bench is None:
+        failed = tried.micro_batch_size
+        smaller = [size for size in sizes if size <= failed // 2] or [size for size in sizes[:1] if size < failed]
+        if not smaller:
+            return "no micro batch fits"
+        tried = attempt(smaller[-1])
+    best, low, slower = tried.tokens_per_s, tried.micro_batch_size, 0
+    if failed is None:
+        for size in [size for size in sizes if size <= first // 2][-1:]:
+            best = max(best, attempt(size).tokens_per_s)
+    while failed is None:
+        larger = [size for size in sizes if size >= 2 * low] or [size for size in sizes[-1:] if size > low]
+        if not larger:
+            return f"{low} is the largest micro batch that global_batch_size and max_micro_batch allow"
+        tried = attempt(larger[0])
+        if tried.bench is None:
+            failed = tried.micro_batch_size
+            break
+        low = tried.micro_batch_size
+        slower = 0 if tried.tokens_per_s > GROWTH * best else slower + 1
+        best = max(best, tried.tokens_per_s)
+        if slower == PATIENCE:
+            return f"throughput no longer grows; {low} still fits"
+    low = bisect(sizes, low, failed, attempt)
+    return f"{low} is the largest micro batch that fits"
+
+
+def bisect(sizes: Sequence[int], low: int, high: int, attempt: Callable[[int], Try]) -> int:
+    """The largest size that fits; `low` does, `high` does not."""
+    while between := [size for size in sizes if low < size < high]:
+        middle = between[len(between) // 2]
+        if attempt(middle).bench is None:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+# ---- one try -------------------------------------------------------------------------------------------------------
+
+
+def command_of(cfg: BenchConfig, settings: Sequence[str], size: int, *, limit_gib: float, output: str) -> list[str]:
+    """The command that measures one micro batch."""
+    others = {"steps", "warmup", "windows"}
+    given = [each for each in settings if key_of(each) not in (OWN - others) | {"micro_batch_size"}]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cfg.nproc}"]
+    own = [f"micro_batch_size={size}", f"max_memory_gib={limit_gib}", f'output="{output}"']
+    return [sys.executable, *(launcher if cfg.nproc > 1 else []), "-m", "train.bench", *given, *own]
+
+
+def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -> Try:
+    """Measure one micro batch. Raises Failure, or InputError, if it fails for another reason than memory."""
+    counter = find_oom_counter()
+    before = count_oom_kills(counter)
+    environ = {**os.environ, "TMPDIR": str(work)}  # what a killed process leaves is removed with the folder
+    done = subprocess.run(
+        command,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    result = read_result(work / f"{size}.json")
+    kills = count_oom_kills(counter) - before
+    verdict = verdict_of(done.returncode, result, kills, is_counted=counter is not None)
+    if verdict is not None:
+        return Try(size, accumulation, verdict, result if verdict == "fits" else None)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    refusals = [line for line in lines if line.startswith("error: ")]
+    why = (refusals or lines or ["it printed nothing"])[-1].removeprefix("error: ")
+    if done.returncode == cli.REFUSED:
+        raise InputError(why)
+    raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
+
+
+def verdict_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
+    """Fits, or how memory ran out; None for another failure. `kills`: processes that the kernel killed meanwhile for
+    lack of memory, if it counts them.
+    """
+    if status == cli.DONE and result.get("kind") == "bench":
+        return "fits"
+    if result.get("kind") in OUT_OF_MEMORY:
+        return f"does not fit: {str(result['kind']).replace('_', ' ')}"
+    if status != cli.DONE and (kills > 0 or (status == -signal.SIGKILL and not is_counted)):
+        return "does not fit: the kernel killed it for lack of host memory"
+    return None
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What a try has written; empty if it was killed."""
+    try:
+        return read_object(path.read_bytes())
+    except (FileNotFoundError, BadContent):
+        return {}
+
+
+def row(tried: Try) -> str:
+    """A row of the table."""
+    peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
+    speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
+    return f"{tried.micro_batch_size:11}  {tried.accumulation:12}  {speed:>10}  {peak:>10}  {tried.verdict}"
+
+
+# ---- the experiment ------------------------------------------------------------------------------------------------
+
+
+def key_of(setting: str) -> str:
+    return setting.partition("=")[0]
+
+
+def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) -> str:
+    """The settings with the best micro batch, as a file of conf/experiment/."""
+    sizes = [f"global_batch_size={global_batch_size}", f"micro_batch_size={best.micro_batch_size}"]
+    kept = [each for each in settings if key_of(each) not in OWN | {key_of(size) for size in sizes}] + sizes
+    composed = cli.compose_config(TrainConfig, kept)
+    values = OmegaConf.create()
+    for key in map(key_of, kept):
+        if key not in groups("train"):
+            OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
+    assert best.bench is not None
+    where = f"{plural(best.bench['world_size'], 'rank')} on {platform.node()}, {best.bench['device']}"
+    about = f"{best.tokens_per_s:,.0f} tokens/s with {where} in {best.bench['precision']}"
+    lines = ["# @package _global_", f"# Written by python -m train.bench --sweep on {time.strftime('%F')}: {about}"]
+    defaults = [*defaults_of(kept)]
+    return "\n".join([*lines, *(["defaults:", *defaults] if defaults else []), OmegaConf.to_yaml(values)])
+
+
+def defaults_of(settings: Sequence[str]) -> Iterator[str]:
+    """Lines of a defaults list for the groups that are chosen, the experiment that is extended first."""
+    chosen = {key_of(each): each.partition("=")[2] for each in settings if key_of(each) in groups("train")}
+    chosen = {group: option for group, option in chosen.items() if option != "null"}
+    if "experiment" in chosen:
+        yield f"  - {chosen.pop('experiment')}"
+    for group, option in chosen.items():
+        yield f"  - override /{group}: {option}"
+    if chosen:
+        yield "  - _self_"

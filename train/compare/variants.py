@@ -1,0 +1,152 @@
+"""The variants of a training run, one after the other: each a `python -m train` of its own, alone or under torchrun.
+
+A variant whose run has ended is not run again; one that failed does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from subprocess import Popen
+from types import FrameType, TracebackType
+
+from train.cli import compose as cli
+from train.cli.command import DONE, STOPPED
+from train.config import InputError, TrainConfig, to_dict
+from train.config.compare import CompareConfig, VariantsConfig
+from train.host import children
+from train.run_folder.outcome import read_outcome
+from train.storage.folders import canonical_json, open_folder
+from train.storage.untrusted import FileName, read_yaml
+
+OWN = "compare"  # the section of CompareConfig that is not the run's
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    location: str  # its run folder
+    overrides: list[str]
+    cfg: TrainConfig  # that they lead to
+
+
+@dataclass(frozen=True)
+class Ending:
+    outcome: str  # done | stopped | failed
+    reason: str = ""
+
+
+# ---- what is to be run ---------------------------------------------------------------------------------------------
+
+
+def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
+    """The runs of a comparison, the baseline first. `given` are the overrides that led to `cfg`. InputError if one of
+    them is no training run.
+    """
+    common = [override for override in given if override.partition("=")[0].partition(".")[0] != OWN]
+    same = [make_variant(cfg, common, FileName(name)) for name in cfg.compare.names]
+    variants = list(same)
+    for variant in same:
+        if size := cfg.compare.largest_batch.get(variant.name):
+            largest = make_variant(cfg, common, variant.name, batch_size=size)
+            if settings(largest.cfg) != settings(variant.cfg):  # it may be the batch of all
+                variants.append(largest)
+    return variants
+
+
+def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_size: int | None = None) -> Variant:
+    """A variant with the batch of all, or with a micro batch of its own and no accumulation."""
+    folder = name if batch_size is None else f"{name}_batch_{batch_size}"
+    location = f"{cfg.run_dir.rstrip('/')}/{folder}"
+    own = [*split(cfg.compare.variants[name]), f"run_dir={cli.quoted(location)}"]
+    if batch_size is not None:
+        own += [f"micro_batch_size={batch_size}", "global_batch_size=null"]
+    keys = {override.partition("=")[0] for override in own}
+    overrides = [*(override for override in common if override.partition("=")[0] not in keys), *own]
+    try:
+        return Variant(folder, location, overrides, cli.load_config(TrainConfig, overrides))
+    except InputError as error:
+        raise InputError(f"variant {name}: {error}") from error
+
+
+def split(text: str) -> list[str]:
+    """The settings in a text, as a shell splits them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"compare.variants: {text}: {error}") from error
+
+
+def settings(cfg: TrainConfig) -> bytes:
+    """All settings but the run folder."""
+    return canonical_json({**to_dict(cfg), "run_dir": None})
+
+
+# ---- running it ----------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """Runs variants and passes signals on to the one that runs; after one no other is started. Used as a context."""
+
+    def __init__(self, compare: VariantsConfig) -> None:
+        self.compare = compare
+        self.process: Popen[bytes] | None = None
+        self.is_asked_to_stop = False
+
+    def __enter__(self) -> Runner:
+        numbers = [each for each in children.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+        self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
+
+    def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        self.is_asked_to_stop = True
+        if self.process is not None:  # a terminal signals it too: a run takes the same signal within seconds for one
+            self.process.send_signal(number)
+
+    def run(self, variant: Variant) -> Ending:
+        """Run a variant, or go on with it, unless it has ended."""
+        if self.is_asked_to_stop:
+            return Ending("stopped")
+        folder = open_folder(variant.location, variant.cfg.s3)
+        before = read_outcome(folder)
+        if before.get("outcome") == "done" and has_settings(variant):
+            print(f"{variant.name}: {variant.location} is done", flush=True)
+            return Ending("done")
+        command = self.command(variant)
+        print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)
+        self.process = children.start(command, env=os.environ)
+        if self.is_asked_to_stop:  # before the process could be signalled
+            self.process.terminate()
+        code = children.exit_code(self.process)
+        self.process, outcome = None, read_outcome(folder)
+        if outcome == before:  # this start left none
+            outcome = {}
+        if code == DONE:
+            return Ending("done")
+        # A notice that stops a run, of a machine that goes away, is one for the others as well.
+        self.is_asked_to_stop |= code == STOPPED or outcome.get("outcome") == "stopped"
+        if self.is_asked_to_stop:
+            return Ending("stopped")
+        return Ending("failed", str(outcome.get("reason") or f"exit code {code}"))
+
+    def command(self, variant: Variant) -> list[str]:
+        ranks = self.compare.ranks
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        return [sys.executable, *torchrun, "-m", "train", *variant.overrides]
+
+
+def has_settings(variant: Variant) -> bool:
+    """Whether the run folder's settings are the variant's; if not, the run itself judges whether it may go on."""
+    with suppress(FileNotFoundError, InputError):
+        there = read_yaml(open_folder(variant.location, variant.cfg.s3).read("config.yaml"))
+        return isinstance(there, dict) and canonical_json({**there, "run_dir": None}) == settings(variant.cfg)
+    return False

@@ -1,0 +1,257 @@
+"""Settings of the split of a model and a step over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.config.backend import BackendConfig
+from train.config.checks import check, check_at_least, check_choice, check_positive
+from train.config.errors import InputError
+
+
+@dataclass(frozen=True)
+class Held:
+    """The shares of a model's states that one rank holds, for an estimate of its memory."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    moments: float = 1.0
+    gathers: str = "nothing"  # nothing | layer | model: weights of other ranks that it has for a while
+    sums_whole: bool = False  # whether it adds whole gradients up between the micro batches of a step
+    layers: float = 1.0  # of a pipeline's stage: its share of the layers
+    activations: float = 1.0  # of a pipeline's stage: the share of a micro batch whose activations it keeps at once
+    buffers: int = 0  # of a pipeline's stage: hidden states in fp32 that it receives or sends, of whole micro batches
+    whole_tensors: bool = False  # whether moments are shared out by whole tensors, of which the largest counts
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    name: str = (
+        "data"  # data: every rank holds the model and a share of each batch | local_sgd, fsdp, pipeline: see below
+    )
+
+    def __post_init__(self) -> None:
+        check(
+            type(self) is ParallelConfig or self.name == type(self).name,
+            f"parallel.name={self.name} has settings of its own: use parallel={self.name}",
+        )
+
+    @property
+    def cuts(self) -> int:
+        """The parts of equal size that a step cuts each micro batch of a rank into."""
+        return 1
+
+    @property
+    def num_parts(self) -> int:
+        """The parts that the layers of the model are cut into."""
+        return 1
+
+    def replicas(self, world_size: int) -> int:
+        """The number of groups of ranks that see rows of their own. InputError if the ranks cannot be split so."""
+        return world_size
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise InputError if a model has too few layers for this split."""
+
+    def check_goes_with(self, backend: BackendConfig) -> None:
+        """Raise InputError for settings of the backend that this split does not have."""
+
+    def held(self, world_size: int) -> Held:
+        return Held()
+
+    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
+        """Settings of the split that would need less memory of a rank, and go with the backend."""
+        proposed = {
+            "parallel.shard_optimizer=true": DataParallelConfig(shard_optimizer=True),
+            "parallel=fsdp": FSDPConfig(),
+        }
+        return [text for text, split in proposed.items() if world_size > 1 and self != split and goes(split, backend)]
+
+
+@dataclass(kw_only=True)
+class DataParallelConfig(ParallelConfig):
+    """Every rank holds the weights and the gradients, and sees its share of each batch."""
+
+    shard_optimizer: bool = False  # each rank keeps the optimizer's state of its share of the weights only
+
+    def check_goes_with(self, backend: BackendConfig) -> None:
+        if self.shard_optimizer:
+            check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
+
+    def held(self, world_size: int) -> Held:
+        return Held(moments=1 / world_size, whole_tensors=True) if self.shard_optimizer else Held()
+
+
+@dataclass(kw_only=True)
+class FSDPConfig(ParallelConfig):
+    """Every rank holds its part of each weight, gradient and moment, and gathers the weights of a layer to use them."""
+
+    name: str = "fsdp"
+    reshard_after_forward: bool = True  # drop a layer's gathered weights after its forward pass and gather them again
+    # for the backward pass; false keeps those of all layers until then, which sends a third less
+    reduce_once: bool = True  # reduce gradients at the last micro batch of a step, until which each rank holds those of
+    # the whole model; false: at every one, which sends more and holds its part only
+
+    def held(self, world_size: int) -> Held:
+        if world_size == 1:
+            return Held()
+        part, gathers = 1 / world_size, "layer" if self.reshard_after_forward else "model"
+        return Held(weights=part, gradients=part, moments=part, gathers=gathers, sums_whole=self.reduce_once)
+
+    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
+        more = [] if self.reshard_after_forward else ["parallel.reshard_after_forward=true"]
+        return [*more, *(["parallel.reduce_once=false"] if self.reduce_once else []), "more ranks"]
+
+    def check_goes_with(self, backend: BackendConfig) -> None:
+        check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
+        check(
+            backend.reduces_plainly,
+            "parallel=fsdp reduces gradients by itself, in parts: leave out backend.grad_compression and "
+            "backend.hierarchical_reduction",
+        )
+        check(
+            backend.compile == "none",
+            f"backend.compile={backend.compile} was never seen to run with parallel=fsdp, which gathers weights "
+            "between the kernels; leave it out",
+        )
+
+
+def goes(split: ParallelConfig, backend: BackendConfig) -> bool:
+    try:
+        split.check_goes_with(backend)
+    except InputError:
+        return False
+    return True
+
+
+def check_shards(setting: str, *, backend: str, precision: str) -> None:
+    """InputError for a backend or a precision with which state is not split over ranks."""
+    check(
+        backend in ("auto", "ddp"),
+        f"{setting} runs with backend=ddp, not backend={backend}: it splits tensors by collectives between the "
+        "operations of a step, and that device compiles whole steps or was never seen to run them",
+    )
+    check(
+        precision != "fp16",
+        f"{setting} does not go with backend.precision=fp16: each rank would scale its losses by the gradients that it "
+        "holds; set bf16 or fp32",
+    )
+
+
+@dataclass(kw_only=True)
+class LocalSGDConfig(ParallelConfig):
+    """Each rank steps by itself, on its share of each batch; the weights of all are averaged from time to time."""
+
+    name: str = "local_sgd"
+    sync_every: int = 8  # steps between two averages; evaluations and saves average as well
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("parallel.", self, "sync_every")
+
+    def check_goes_with(self, backend: BackendConfig) -> None:
+        check(
+            backend.reduces_plainly,
+            "parallel=local_sgd sends weights and no gradients: leave out backend.grad_compression and "
+            "backend.hierarchical_reduction",
+        )
+
+
+@dataclass(kw_only=True)
+class PipelineConfig(ParallelConfig):
+    """Each rank holds some of the layers; hidden states go from rank to rank, and their gradients come back.
+
+    Ranks that are not needed for one pipeline make others, which are data parallel.
+    """
+
+    name: str = "pipeline"
+    stages: int = 2  # ranks that hold the model between them
+    micro_batches: int = 4  # equal parts of micro_batch_size, which follow one another through the stages
+    schedule: str = "1f1b"  # gpipe: all forward passes, then all backward passes | 1f1b: a backward pass as soon as it
+    # can be, which keeps the activations of `stages` micro batches at most | interleaved: 1f1b with several parts of
+    # the model on each rank, which waits less and sends more
+    parts_per_rank: int = 2  # with schedule=interleaved
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("parallel.schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
+        check_at_least("parallel.", self, stages=2, micro_batches=1, parts_per_rank=2)
+        is_interleaved = self.schedule == "interleaved"
+        check(
+            is_interleaved or self.parts_per_rank == PipelineConfig.parts_per_rank,
+            f"parallel.parts_per_rank={self.parts_per_rank} is for parallel.schedule=interleaved; leave it out",
+        )
+        # PyTorch's interleaved schedule starts passes whose input is not there yet for fewer micro batches than stages,
+        # and for some other numbers that are no multiple, without an error.
+        check(
+            self.micro_batches % self.stages == 0 if is_interleaved else self.micro_batches >= self.stages,
+            f"parallel.micro_batches={self.micro_batches} does not go with parallel.stages={self.stages} and "
+            f"parallel.schedule={self.schedule}; make it " + ("a multiple" if is_interleaved else "as large or larger"),
+        )
+
+    @property
+    def cuts(self) -> int:
+        return self.micro_batches
+
+    @property
+    def num_parts(self) -> int:
+        return self.stages * (self.parts_per_rank if self.schedule == "interleaved" else 1)
+
+    def replicas(self, world_size: int) -> int:
+        check(
+            world_size % self.stages == 0,
+            f"parallel.stages={self.stages} does not divide the {world_size} ranks of this run; start a multiple of it",
+        )
+        return world_size // self.stages
+
+    def check_layers(self, num_layers: int) -> None:
+        keys = f"parallel.stages={self.stages}"
+        if self.num_parts != self.stages:
+            keys += f" with parallel.parts_per_rank={self.parts_per_rank}"
+        layers = f"{num_layers} layer{'s' if num_layers > 1 else ''}"
+        check(
+            self.num_parts <= num_layers,
+            f"{keys} cuts the model into {self.num_parts} parts, but it has {layers}; lower it",
+        )
+
+    def held(self, world_size: int) -> Held:
+        """1f1b keeps `stages` micro batches at most, interleaved a share of (stages - 1) / (stages x parts_per_rank)
+        more (https://arxiv.org/abs/2205.05198, section 4.2.3).
+        """
+        kept = {"gpipe": float(self.micro_batches), "1f1b": float(self.stages)}.get(
+            self.schedule, self.stages + (self.stages - 1) / self.parts_per_rank
+        )
+        return Held(
+            layers=1 / self.stages,
+            activations=min(1.0, kept / self.micro_batches),
+            buffers=2 * self.num_parts // self.stages,
+        )
+
+    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
+        cuts = "parallel.schedule=1f1b" if self.schedule == "gpipe" else "more parallel.micro_batches"
+        return [cuts, "more parallel.stages"]
+
+    def check_goes_with(self, backend: BackendConfig) -> None:
+        check(
+            backend.name in ("auto", "ddp"),
+            f"parallel=pipeline sends hidden states in the middle of a step, which backend={backend.name} compiles as "
+            "a whole; use backend=ddp, or parallel=data",
+        )
+        check(
+            backend.reduces_plainly,
+            "parallel=pipeline adds gradients up by itself: leave out backend.grad_compression and "
+            "backend.hierarchical_reduction",
+        )
+        check(
+            backend.compile != "model" and not backend.cuda_graphs,
+            "parallel=pipeline leaves the model in the middle of its forward pass: set backend.compile=layers, without "
+            "backend.cuda_graphs",
+        )
+        check(
+            backend.precision != "fp16",
+            "parallel=pipeline does not go with backend.precision=fp16: stages would scale the loss apart; set bf16 or "
+            "fp32",
+        )
+
+
+SPLITS: tuple[type[ParallelConfig], ...] = (DataParallelConfig, LocalSGDConfig, FSDPConfig, PipelineConfig)

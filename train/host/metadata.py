@@ -1,0 +1,85 @@
+"""EC2's instance metadata service, version 2."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from train.config import check
+
+ENDPOINTS = {"ipv4": "http://169.254.169.254", "ipv6": "http://[fd00:ec2::254]"}
+TIMEOUT_S = 1.0  # for a request: the service is on the machine's own host
+TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and how long before its end it is renewed
+
+
+class Metadata:
+    """EC2's instance metadata service, version 2: every request carries a token. No proxies, no redirects."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.url = endpoint, urlsplit(endpoint)
+        check(
+            self.url.scheme == "http" and self.url.hostname is not None,
+            f"AWS_EC2_METADATA_SERVICE_ENDPOINT={endpoint} must be a URL like {ENDPOINTS['ipv4']}",
+        )
+        self.token, self.renew_at_s = "", 0.0
+
+    def get(self, path: str) -> Any:
+        """The JSON of a category below /latest/meta-data/; None if there is none. Raises OSError, HTTPException or
+        ValueError if the service does not answer as it should.
+        """
+        content = self.content(path)
+        return None if content is None else json.loads(content)
+
+    def text(self, path: str) -> str:
+        """The text of a category that every machine has. It raises what `get` raises."""
+        content = self.content(path)
+        if content is None:
+            raise OSError(f"{path} is answered with status 404")
+        return content.decode("ascii")
+
+    def content(self, path: str) -> bytes | None:
+        if time.monotonic() >= self.renew_at_s:
+            self.renew()
+        status, body = self.ask_for(path)
+        if status == 401:  # the service has forgotten its tokens
+            self.renew()
+            status, body = self.ask_for(path)
+        if status == 404:
+            return None
+        if status != 200:
+            raise OSError(f"{path} is answered with status {status}")
+        return body
+
+    def ask_for(self, path: str) -> tuple[int, bytes]:
+        return self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
+
+    def renew(self) -> None:
+        asked_s = time.monotonic()
+        header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+        try:
+            status, body = self.request("PUT", "/latest/api/token", header)
+        except TimeoutError as error:
+            hint = "for containers the instance needs HttpPutResponseHopLimit=2"
+            raise TimeoutError(f"no token within {TIMEOUT_S:g} s ({hint})") from error
+        if status != 200:
+            raise OSError(f"a token is refused with status {status}")
+        self.token, self.renew_at_s = body.decode("ascii"), asked_s + TOKEN_S - RENEWS_S
+
+    def request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        connection = HTTPConnection(self.url.hostname or "", self.url.port, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self.url.path.rstrip("/") + path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+def metadata_endpoint(environ: Mapping[str, str]) -> str:
+    """The service's address, from the variables that botocore reads."""
+    mode = environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
+    return environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or ENDPOINTS.get(mode, ENDPOINTS["ipv4"])

@@ -1,0 +1,81 @@
+"""Versions that belong together, of ami/versions.yaml: images, constraints, the doctor and launch share them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import resources
+
+import yaml
+
+INDEX = "https://pip.repos.neuron.amazonaws.com"  # Neuron's own; the public one only holds stubs of these names
+TORCH = "2.9.0"  # the release of torch in the version of torch-neuronx
+
+
+@dataclass(frozen=True)
+class Sdk:
+    """Versions that one release of the Neuron SDK ships together."""
+
+    name: str
+    torch_neuronx: str  # without the release of torch in front
+    neuronx_cc: str
+    libneuronxla: str
+    runtime: str
+    dkms: str
+    collectives: str = ""  # empty: not known
+    tools: str = ""
+
+    @property
+    def install(self) -> str:
+        """The command that installs its Python packages."""
+        packages = f"neuronx-cc=={self.neuronx_cc} torch-neuronx=={TORCH}.{self.torch_neuronx}"
+        return f"pip install {packages} --extra-index-url {INDEX}"
+
+
+@dataclass(frozen=True)
+class Pin:
+    version: str
+    source: str
+    date: str  # of the source, or of the day on which it was read
+
+
+@dataclass(frozen=True)
+class Versions:
+    pins: dict[str, Pin]
+    sdks: tuple[Sdk, ...]  # oldest first
+    keys: dict[str, Pin]  # fingerprints of keys that sign downloads
+    bases: dict[str, Pin]  # SSM parameters of the images that ours are built from
+
+    def __getitem__(self, name: str) -> str:
+        return self.pins[name].version
+
+    @property
+    def sdk(self) -> Sdk:
+        """The SDK of our images: the last that ships torch-neuronx for XLA."""
+        return next(sdk for sdk in self.sdks if sdk.name == self["neuron-sdk"])
+
+    def python_packages(self) -> dict[str, str]:
+        """What a Trainium 1 needs from Neuron's index, and what these need exactly."""
+        return {
+            "libneuronxla": self.sdk.libneuronxla,
+            "neuronx-cc": self.sdk.neuronx_cc,
+            "torch": self["torch"],
+            "torch-neuronx": f"{TORCH}.{self.sdk.torch_neuronx}",
+            "torch-xla": self["torch-xla"],
+        }
+
+    def system_packages(self) -> dict[str, str]:
+        """Neuron's Debian packages and the beginnings of their versions."""
+        return {
+            "aws-neuronx-collectives": self.sdk.collectives,
+            "aws-neuronx-dkms": self.sdk.dkms,
+            "aws-neuronx-runtime-lib": self.sdk.runtime,
+            "aws-neuronx-tools": self.sdk.tools,
+        }
+
+
+@functools.cache
+def read_versions() -> Versions:
+    table = yaml.safe_load((resources.files("ami") / "versions.yaml").read_text())
+    pins, keys, bases = ({name: Pin(**pin) for name, pin in table[part].items()} for part in ("pins", "keys", "bases"))
+    return Versions(pins, tuple(Sdk(**sdk) for sdk in table["neuron_sdks"]), keys, bases)

@@ -1,0 +1,149 @@
+"""A network as a chain of layers, of which one pass may run a part: what pipelines need of an encoder.
+
+The forward pass of transformers stays as it is, with its masks, positions and heads. Layers of other parts let the
+hidden states through, and the pass is left after the last layer of a part, so that no architecture needs code of its
+own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from train.config import check
+from train.models.encoder import ADDING, CHOOSING, Network
+from train.models.layers import repeated_layers
+
+KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures whose parts were compared with the whole
+PROJECTIONS = ("embeddings_project", "embedding_hidden_mapping_in")  # between embeddings and layers: electra, albert
+
+
+class Reached(Exception):
+    """The hidden states after the last layer of a part, on their way out of the forward pass."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Chain:
+    """The layers of a network in the order in which they are applied, and what is before and after them."""
+
+    def __init__(self, model: Network) -> None:
+        """InputError for an architecture whose layers are not known here."""
+        self.network = network = model.network
+        base, config = network.base_model, network.config
+        check(
+            config.model_type in KNOWN,
+            f"parallel=pipeline knows the layers of {', '.join(KNOWN)}, not those of {config.model_type}; set "
+            "parallel=data",
+        )
+        width = getattr(config, "conv_kernel_size", 0)
+        check(
+            not width,
+            f"parallel=pipeline does not cut a {config.model_type} with conv_kernel_size={width}, a convolution "
+            "beside its first layer; set parallel=data",
+        )
+        self.gives_pairs = config.model_type in CHOOSING  # of hidden states and attention weights
+        groups = repeated_layers(base)
+        is_shared = hasattr(config, "num_hidden_groups")  # ALBERT applies each of its groups several times
+        depth = config.num_hidden_layers if is_shared else len(groups)
+        self.layers = [groups[index * len(groups) // depth] for index in range(depth)]
+        projections = [module for name, module in base.named_modules() if name.split(".")[-1] in PROJECTIONS]
+        self.before: list[nn.Module] = [base.embeddings, *projections]
+        heads = [module for module in network.children() if module is not base]
+        self.after: list[nn.Module] = [module for module in (*heads, getattr(base, "pooler", None)) if module]
+        if not getattr(config, "legacy", True):  # such a head of DeBERTa is given the embedding
+            self.after.append(base.get_input_embeddings())
+        self.head_share = model.head_share
+        self.part, self.position = range(depth), 0
+        self.received: Tensor | None = None
+
+    # ---- what a part holds and costs -------------------------------------------------------------------------------
+
+    def users(self, parts: Sequence[range]) -> dict[nn.Parameter, set[int]]:
+        """The numbers of the parts that use each parameter of the network."""
+        last = len(parts) - 1
+        users: dict[nn.Parameter, set[int]] = {}
+        pieces = [(self.before, 0), *((self.layers[part.start : part.stop], i) for i, part in enumerate(parts))]
+        for modules, number in [*pieces, (self.after, last)]:
+            for parameter in (parameter for module in modules for parameter in module.parameters()):
+                users.setdefault(parameter, set()).add(number)
+        # What is left belongs to no layer: relative positions, which all layers read, and norms after the last.
+        everywhere = {parameter: set(range(len(parts))) for parameter in self.network.parameters()}
+        return everywhere | users
+
+    def cut(self, num_parts: int) -> list[range]:
+        """The layers in parts, one or more each, such that the most expensive part costs as little as possible. Costs
+        are products for each token, attention apart, which all layers have alike.
+        """
+        before, after = products(self.before), products(self.after) * self.head_share
+        costs = [products([layer]) for layer in self.layers]
+        costs[0], costs[-1] = costs[0] + before, costs[-1] + after
+        depth = len(costs)
+        best = {0: (0.0, [0])}  # by the number of layers: the most expensive part up to here, and where parts end
+        for number in range(1, num_parts + 1):
+            best = {
+                end: min(
+                    (max(most, sum(costs[start:end])), [*ends, end])
+                    for start, (most, ends) in best.items()
+                    if start < end
+                )
+                for end in range(number, depth - num_parts + number + 1)
+            }
+        ends = best[depth][1]
+        return [range(start, end) for start, end in pairwise(ends)]
+
+    # ---- forward passes --------------------------------------------------------------------------------------------
+
+    def divide(self) -> None:
+        """Have the network run only the layers of the part that `run` chooses. Called once it has moved."""
+        for module in self.before:
+            module.forward = self._before(module.forward)
+        for layer in dict.fromkeys(self.layers):
+            layer.forward = self._layer(layer.forward)
+
+    def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
+        """What `call` gives, which runs the model, if `part` has the last layer; else the hidden states [B, S, H] after
+        it. `received`: those before its first layer, unless that is the network's first.
+        """
+        self.part, self.received, self.position = part, received, 0
+        try:
+            return call()
+        except Reached as reached:
+            return reached.hidden
+        finally:
+            self.received = None
+
+    def _before(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.received is None:
+                return forward(*args, **kwargs)
+            return self.received  # in place of embeddings, which this rank does not hold
+
+        return run
+
+    def _layer(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            position = self.position
+            self.position += 1
+            if position < self.part.start:
+                return (hidden, None) if self.gives_pairs else hidden
+            if position == self.part.start and self.received is not None:
+                hidden = self.received
+            output = forward(hidden, *args, **kwargs)
+            if position + 1 == self.part.stop < len(self.layers):
+                raise Reached(output[0] if self.gives_pairs else output)
+            return output
+
+        return run
+
+
+def products(modules: Sequence[nn.Module]) -> float:
+    """Multiplications for each token: one for each number of a matrix, none for a table that is looked up."""
+    inner = (module for outer in modules for module in outer.modules() if not isinstance(module, nn.Embedding))
+    return float(
+        sum(weight.numel() for module in inner for weight in module.parameters(recurse=False) if weight.ndim > 1)
+    )

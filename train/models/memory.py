@@ -1,0 +1,112 @@
+"""Bytes of device memory that a rank needs, before anything starts, from the model's sizes and the settings. No torch.
+
+States are those of mixed precision as ZeRO counts them (https://arxiv.org/abs/1910.02054, section 3.1), with autocast:
+4 bytes a weight, 4 a gradient, 8 for the two moments of AdamW and LAMB, and a copy in 16 bits that products read.
+
+Activations follow Korthikanti et al. (https://arxiv.org/abs/2205.05198, section 4.1): a layer keeps 34 bytes for each
+token and hidden unit in 16 bits, of which 2 are masks of dropout and 32 are 16 numbers; 8 of these are the feed-forward
+part's for a width of 4 hidden sizes. The scores of attention, 5 bytes a pair of tokens and head there, are not kept:
+PyTorch's SDPA computes them again. What lives for a moment of the backward pass is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from train.config import TrainConfig
+from train.config.parallel import Held
+from train.models.shapes import Shape
+
+GIB = 2**30
+STATE_BYTES = 4  # of fp32: weights, gradients, and each of two moments
+WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}  # and those that have no fp32 weights, or bf16 ones beside them
+PRODUCT_BYTES = {"fp32": 4, "tf32": 4}  # of a number that products read; 2 in the other precisions
+MASKS_PER_LAYER, ATTENTION_VALUES = 2, 8  # bytes and numbers of a layer for each token and hidden unit
+LOGIT_BYTES = 8  # of a score of the vocabulary, beside the product's own: its copy in fp32, and log-softmax
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, the fullest of them."""
+
+    weights: float
+    gradients: float
+    moments: float
+    copies: float  # of weights: gathered from other ranks, or in the type that products read
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.moments + self.copies + self.activations
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {value / GIB:.3g}" for name, value in vars(self).items())
+        return f"about {self.total / GIB:.3g} GiB of memory a rank: {parts}"
+
+
+def memory_of(
+    cfg: TrainConfig,
+    shape: Shape,
+    *,
+    world_size: int,
+    micro_batch_size: int,
+    accumulation: int,
+    seq_len: int,
+    precision: str,
+) -> Memory:
+    """The memory of a rank that trains on micro batches of this size."""
+    model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.kind
+    separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
+    in_layers = separate * shape.layer_parameters()
+    every = shape.trained_parameters(head=head)
+    # A stage of a pipeline has its share of the layers, or all of those that are shared; the fullest one has the
+    # embedding or the head as well.
+    here = every - in_layers * (1 - held.layers) if separate == shape.num_hidden_layers else every
+    unfrozen = shape.trained_parameters(
+        head=head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
+    )
+    trained = unfrozen * here / every
+    value = PRODUCT_BYTES.get(precision, 2)
+    gathered = {
+        "nothing": here if precision in ("bf16", "fp16") else 0,
+        "layer": here if separate < shape.num_hidden_layers else here - in_layers + 2 * shape.layer_parameters(),
+        "model": here,
+    }
+    # Whole tensors are shared out, the largest of which is the embedding.
+    largest = 0 if model.freeze_embeddings or not held.whole_tensors else shape.vocab_size * shape.embedding_width
+    moments = max(trained * held.moments, largest)
+    sums = trained if held.sums_whole and accumulation > 1 else 0
+    return Memory(
+        weights=WEIGHT_BYTES.get(precision, STATE_BYTES) * here * held.weights,
+        gradients=STATE_BYTES * (trained * held.gradients + sums),
+        moments=2 * STATE_BYTES * moments,
+        copies=value * gathered[held.gathers],
+        activations=activation_bytes(cfg, shape, held, micro_batch_size * seq_len, seq_len, value),
+    )
+
+
+def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, value_bytes: int) -> float:
+    """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`."""
+    hidden, ffn = shape.hidden_size, shape.intermediate_size
+    num_layers = (shape.num_hidden_layers - cfg.model.freeze_layers) * held.layers * held.activations
+    layer = tokens * (hidden * (MASKS_PER_LAYER + ATTENTION_VALUES * value_bytes) + 2 * ffn * value_bytes)
+    if cfg.backend.activation_checkpointing:
+        layers = num_layers * tokens * hidden * value_bytes + layer
+    else:
+        layers = num_layers * layer
+    layers += held.buffers * tokens * hidden * STATE_BYTES
+    task: Any = cfg.task  # its settings are a class of the task's own room
+    if cfg.task.kind != "mlm":
+        return layers
+    predictions = task.max_predictions or max(1, round(seq_len * task.mask_rate))
+    logits = tokens / seq_len * predictions * shape.vocab_size * (value_bytes + LOGIT_BYTES)
+    return layers + logits * held.activations
+
+
+def advice(cfg: TrainConfig, *, world_size: int) -> str:
+    """The settings that need less memory, the cheapest first."""
+    layers = [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
+    return ", ".join(
+        ["lower micro_batch_size (the global batch stays)", *layers, *cfg.parallel.frees(cfg.backend, world_size)]
+    )

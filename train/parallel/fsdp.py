@@ -1,0 +1,158 @@
+"""Fully sharded data parallelism: every rank holds its part of each weight, gradient and moment, for models that do not
+fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
+
+The weights of a layer are gathered for its forward and its backward pass and dropped afterwards; gradients are added up
+in parts. A layer that is shared over the whole depth is always in use: then all weights are gathered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from train.backend import guards
+from train.backend.ddp import NoReducer
+from train.config import FSDPConfig, OptimConfig, ParallelConfig
+from train.config.parallel import check_shards
+from train.parallel.clipping import scale
+from train.parallel.data import DataParallel
+from train.parallel.pieces import piece
+
+if TYPE_CHECKING:
+    from train.backend import Backend, Reducer
+    from train.parallel import State
+
+EMPTY = torch.empty(0)
+
+
+def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
+    assert isinstance(cfg, FSDPConfig)
+    check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
+    if backend.world.size == 1:
+        return DataParallel(optim, backend, *args, **options)  # one part is the whole
+    return FSDP(optim, backend, *args, cfg=cfg, **options)
+
+
+class FSDP(DataParallel):
+    """See `train.parallel.Engine`."""
+
+    def __init__(self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any) -> None:
+        self.cfg, self.mesh = cfg, backend.mesh()
+        weights = guards.smallest(model.parameters())  # later no weight is on two ranks
+        guards.check_same(backend.world.gather([float(weight.detach().double().sum()) for weight in weights]))
+        # The weights are gathered in this type, and computed with in it.
+        half = torch.bfloat16 if backend.precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        # This is before the model moves: only a layer at a time has to fit on the device.
+        for layer in model.separate_layers():
+            fully_shard(layer, mesh=self.mesh, reshard_after_forward=cfg.reshard_after_forward, mp_policy=policy)
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
+        super().__init__(optim, backend, model, *args, **options)
+
+    def build_reducer(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int) -> Reducer:
+        return ShardReducer(model, backend.device, reduce_once=self.cfg.reduce_once)
+
+    @torch.no_grad()
+    def clip(self, divisor: Tensor) -> Tensor:
+        gradients = [weight.grad.to_local() for weight in self.parameters if isinstance(weight.grad, DTensor)]
+        square = nn.utils.get_total_norm(gradients).square().reshape(1)
+        self.backend.add_up([square])
+        return scale(gradients, square.sqrt().reshape(()), divisor, self.max_grad_norm)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def check_replicas(self) -> None:
+        """Do nothing: no weight is on two ranks."""
+
+    def state(self) -> dict[str, State]:
+        held = self.held()
+        moments = {index: self._pieces(own) for index, own in held["optimizer"]["state"].items()}
+        rest = held["optimizer"] if self.data_rank == 0 else {}
+        return {"model": self._pieces(held["model"]), "optimizer": {**rest, "state": moments}}
+
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+        own = self.model.state_dict()
+        weights = {
+            name: self._part(value) if isinstance(own.get(name), DTensor) else value for name, value in model.items()
+        }
+        moments = {
+            index: {name: self._part(value) for name, value in state.items()}
+            for index, state in optimizer["state"].items()
+        }
+        super().load(weights, {**optimizer, "state": moments})
+
+    def assemble(self) -> None:
+        for name, weight in self._whole(self.model.state_dict(keep_vars=True)).items():  # on rank 0 alone
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.model.get_submodule(owner), attribute, nn.Parameter(weight))
+
+    def _whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all ranks on the host of rank 0, one at a time on the devices; nothing on other ranks. Names
+        that share a tensor still do.
+        """
+        copies: dict[int, Tensor] = {}
+        for part in parts.values():
+            if id(part) not in copies:
+                whole = part.full_tensor() if isinstance(part, DTensor) else part
+                copies[id(part)] = self.backend.read([whole])[0] if self.data_rank == 0 else EMPTY
+        return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
+
+    def _pieces(self, parts: Mapping[str, Tensor]) -> State:
+        """This rank's rows of each tensor. Names that share a tensor share its rows; what is not split is rank 0's."""
+        pieces: dict[str, Any] = {}
+        rows = {id(part): part.to_local().detach() for part in parts.values() if isinstance(part, DTensor)}
+        for name, part in parts.items():
+            if isinstance(part, DTensor):
+                if len(rows[id(part)]):
+                    pieces[name] = piece(rows[id(part)], self._own_rows(len(part)).start, len(part))
+            elif self.data_rank == 0:
+                pieces[name] = part
+        return pieces
+
+    def _own_rows(self, num_rows: int) -> slice:
+        """The rows that fully_shard gives to this rank."""
+        share = -(-num_rows // self.data_size)
+        return slice(self.data_rank * share, (self.data_rank + 1) * share)
+
+    def _part(self, value: Tensor) -> Tensor:
+        """This rank's part of a tensor; numbers stay whole. It is a copy, which does not keep the whole in memory."""
+        if value.ndim == 0:
+            return value
+        rows = value[self._own_rows(len(value))].clone()
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], shape=value.shape, stride=value.stride())
+
+
+class ShardReducer(NoReducer):
+    """Adds each part of the gradients up on the rank that holds it, and the count. See `train.backend.Reducer`."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
+        super().__init__(model, device)
+        self.reduce_once = reduce_once
+        for module in split_modules(model):  # sums, and gloo has no averages
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def begin(self, count: float) -> None:
+        super().begin(count)
+        self.adding = dist.all_reduce(self.count, async_op=True)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        for module in split_modules(self.module):
+            module.set_requires_gradient_sync(is_last or not self.reduce_once, recurse=False)
+        return nullcontext()
+
+    def finish(self) -> Tensor:
+        self.adding.wait()
+        return self.count
+
+
+def split_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules whose weights are gathered together."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,176 @@
+"""What a rank of a pipeline holds: its parts of the model, and its share of the state of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from train.backend import guards
+from train.config import OptimConfig, check
+from train.models.chain import Chain
+from train.optim import load_state, part_of
+from train.optim.groups import parameter_groups
+
+if TYPE_CHECKING:
+    from train.backend import Backend
+    from train.parallel import LossFunction, State, Statistics
+    from train.ranks import World
+
+
+class Part(nn.Module):
+    """Some consecutive layers of a model; the first part has its embeddings, the last one its head and the loss."""
+
+    def __init__(self, backend: Backend, chain: Chain, layers: range, model: nn.Module, loss: LossFunction) -> None:
+        super().__init__()
+        self.backend, self.chain, self.layers, self.model, self.loss = backend, chain, layers, model, loss
+
+    def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """The loss sum [1] of a micro batch in the last part; in the others hidden states [B, S, H]."""
+        output = self.run(self.loss, received, inputs)
+        if not output.requires_grad and torch.is_grad_enabled():  # all of it is frozen, but a gradient will come
+            output.requires_grad_()
+        return torch.stack([output]) if output.ndim == 0 else output
+
+    def run(self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
+        """What `function` gives, in the last part; in the others hidden states [B, S, H] in float32."""
+        with self.backend.autocast():
+            output = self.chain.run(self.layers, received, lambda: function(self.model, inputs))
+        return output.float().contiguous()
+
+
+def hold(backend: Backend, model: nn.Module, names: set[str]) -> None:
+    """Move a model whose other parameters need not be held: they are left without memory, on the device "meta"."""
+    kept = {parameter for name, parameter in model.named_parameters() if name in names}
+    absent = {
+        name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if parameter not in kept
+    }
+    no_numbers = nn.Parameter(torch.empty(0))  # a model with parts on "meta" cannot be moved
+    replace(model, dict.fromkeys(absent, no_numbers))
+    backend.move(model)
+    metas = {
+        parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad) for parameter in absent.values()
+    }
+    replace(model, {name: metas[parameter] for name, parameter in absent.items()})
+
+
+def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give a model other parameters under these names."""
+    for name, parameter in parameters.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, parameter)
+
+
+class WholeState:
+    """The state of a whole model and its optimizer, in the form of `train.parallel.data`, of which each rank of a
+    pipeline holds a part.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        optim: OptimConfig,
+        model: nn.Module,
+        holders: dict[str, tuple[int, ...]],
+        head: list[nn.Parameter],
+        *,
+        num_stages: int,
+    ) -> None:
+        """Of a model that is whole yet. `holders`: the stages that hold each parameter, by its first name. InputError
+        for a stage without a parameter to train.
+        """
+        self.world, self.holders, self.num_stages = world, holders, num_stages
+        trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        groups = parameter_groups(optim, trained, head)
+        order = [trained[parameter] for group in groups for parameter in group["params"]]
+        self.numbers = {name: number for number, name in enumerate(order)}  # of the optimizer of a whole model
+        ends = [0]
+        for group in groups:
+            ends.append(ends[-1] + len(group["params"]))
+        self.groups = [{"params": list(range(*bounds))} for bounds in pairwise(ends)]
+        for stage in range(num_stages):
+            check(
+                any(stage in holders[name] for name in self.numbers),
+                f"parallel.stages={num_stages}: all weights of stage {stage} are frozen; lower model.freeze_layers, or "
+                "parallel.stages",
+            )
+
+    def own(self, model: nn.Module, stage: int) -> dict[str, nn.Parameter]:
+        """The parameters that a stage trains, by name, in the same order on all ranks."""
+        named = model.named_parameters()
+        return {name: weight for name, weight in named if name in self.numbers and stage in self.holders[name]}
+
+    def names(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+        """The names of the parameters of this rank's optimizer, in its order."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+    # ---- to and from checkpoints -----------------------------------------------------------------------------------
+
+    def part(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> dict[str, State]:
+        """The state of the weights that this stage is the first to hold; all that is no weight is of the first one."""
+        first = {weight: self.holders[name][0] for name, weight in model.named_parameters()}
+        state = model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
+        weights = {name: value for name, value in state.items() if first.get(value, 0) == stage}
+        own = {self.numbers[name]: weight for name, weight in self.own(model, stage).items() if first[weight] == stage}
+        moments: State = {"state": {number: optimizer.state[own[number]] for number in sorted(own)}}
+        return {"model": weights, "optimizer": {**moments, **({"param_groups": self.groups} if stage == 0 else {})}}
+
+    def gather_weights(self, model: nn.Module) -> State:
+        """The whole model's state on rank 0, under all names of each weight."""
+        named = dict(model.named_parameters())
+        absent = self.absent()
+        if self.world.rank == 0:
+            there = {named[n]: torch.empty(named[n].shape, dtype=named[n].dtype) for ns in absent.values() for n in ns}
+        else:
+            there = dict(zip(named.values(), named.values(), strict=True))
+        for stage, names in absent.items():
+            self.world.bring([there[named[name]] for name in names], stage)
+        state = model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
+        return {name: there.get(value, value) for name, value in state.items()}
+
+    def absent(self) -> dict[int, list[str]]:
+        """The parameters that rank 0 does not hold, by the first stage that does: on this rank those to send."""
+        by_stage: dict[int, list[str]] = {}
+        for name, stages in self.holders.items():
+            if 0 not in stages and self.world.rank in (0, stages[0]):
+                by_stage.setdefault(stages[0], []).append(name)
+        return by_stage
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], saved: State
+    ) -> None:
+        """Put back what this rank holds of a whole state."""
+        own = {name: weights[name] for name, value in model.state_dict().items() if value.device.type != "meta"}
+        model.load_state_dict(own, strict=False)
+        mine = [self.numbers[name] for name in self.names(optimizer, model)]
+        load_state(optimizer, part_of(saved, mine, total=len(self.numbers)))
+
+    def assemble(self, model: nn.Module) -> None:
+        """Give the model of rank 0 the weights of all stages, on the host those that it does not hold."""
+        state = self.gather_weights(model)
+        if self.world.rank == 0:
+            absent = {name: value for name, value in model.named_parameters(remove_duplicate=False) if value.is_meta}
+            whole = {value: nn.Parameter(state[name], value.requires_grad) for name, value in absent.items()}
+            replace(model, {name: whole[value] for name, value in absent.items()})
+
+    def check_replicas(self, model: nn.Module) -> None:
+        """Compare a few small weights of each stage, and the smallest that several stages hold, over all ranks that
+        hold them.
+        """
+        held = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
+        few = guards.smallest(held.values())
+        few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)
+        names = {weight: name for name, weight in held.items()}
+        sums = self.world.gather({names[weight]: float(weight.detach().double().sum()) for weight in few})
+        for name in {name for own in sums for name in own}:
+            ranks = [rank for rank, own in enumerate(sums) if name in own]
+            others = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]
+            if others:
+                raise RuntimeError(
+                    f"ranks {others[:8]} hold another {name} than rank {ranks[0]}: they read other files at the start, "
+                    "or a reduction of gradients did not reach them"
+                )

@@ -1,0 +1,267 @@
+"""Pipeline parallelism: each rank holds some of the layers, and micro batches follow one another through the ranks.
+
+The schedules are those of torch.distributed.pipelining: GPipe (https://arxiv.org/abs/1811.06965), 1F1B, and 1F1B with
+several parts of the model on each rank (https://arxiv.org/abs/2104.04473). All ranks of a pipeline see the same rows,
+so that only hidden states and their gradients travel in it. Pipelines beside one another are data parallel: rank =
+replica * stages + stage, which keeps the ranks of a pipeline on one machine.
+
+A weight is on every rank whose layers use it (ALBERT's shared layer, an embedding that is the head's matrix too), and
+its gradient is the sum over all these ranks, of all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
+from train.models.chain import Chain
+from train.models.encoder import Network
+from train.optim import build_optimizer, set_learning_rate
+from train.parallel.clipping import EPSILON
+from train.parallel.parts import Part, WholeState, hold
+
+if TYPE_CHECKING:
+    from train.backend import Backend
+    from train.data.batches.loader import Batch
+    from train.parallel import LossFunction, State, Statistics
+
+SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def build(cfg: ParallelConfig, *args: Any, **options: Any) -> Pipeline:
+    assert isinstance(cfg, PipelineConfig)
+    return Pipeline(cfg, *args, **options)
+
+
+class Stage(PipelineStage):
+    """A part in a schedule, whose passes are timed: the rest of a step is waiting, the pipeline's bubble."""
+
+    submod: Part
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.submod.backend.work.timed():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.submod.backend.work.timed():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """No greeting between neighbours: PyTorch's sends 8 bytes into a tensor of 4, on which gloo aborts."""
+        return []
+
+
+class Pipeline:
+    """See `train.parallel.Engine`."""
+
+    def __init__(
+        self,
+        cfg: PipelineConfig,
+        optim: OptimConfig,
+        backend: Backend,
+        model: Any,
+        loss: LossFunction,
+        *,
+        accumulation: int,
+        lengths: int = 1,
+    ) -> None:
+        self.cfg, self.backend, self.model, self.loss = cfg, backend, model, loss
+        self.data_rank, self.stage = divmod(backend.world.rank, cfg.stages)
+        self.data_size = backend.world.size // cfg.stages
+        self.max_grad_norm = optim.max_grad_norm
+        check(
+            not backend.scaler.is_enabled(),
+            "parallel=pipeline does not go with fp16, which this device would choose: set backend.precision=fp32",
+        )
+        self.chain, self.layers = cut(model, cfg)
+        users = self.chain.users(self.layers)
+        holders = {
+            name: tuple(sorted({number % cfg.stages for number in users[parameter]}))
+            for name, parameter in model.named_parameters()
+        }
+        head = model.head_parameters()
+        self.whole = WholeState(backend.world, optim, model, holders, head, num_stages=cfg.stages)
+        hold(backend, model, {name for name, stages in holders.items() if self.stage in stages})
+        self.chain.divide()
+        backend.reducer(model, accumulation=accumulation, lengths=lengths, alone=True)  # which counts on `lengths`
+        own = self.whole.own(model, self.stage)
+        self.parameters = list(own.values())
+        self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
+        self.pipeline, self.sums = self._groups(own, holders)
+        self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]  # once in the norm
+        self.parts = {
+            number: Part(backend, self.chain, self.layers[number], model, loss)
+            for number in range(self.stage, cfg.num_parts, cfg.stages)
+        }
+        self.schedules: dict[torch.Size, Any] = {}
+        self.loss_sum = torch.zeros(1).to(backend.device)
+        self.bubble = bubble(cfg)
+        self.span = type(backend.work)()
+
+    def _groups(self, own: dict[str, Any], holders: dict[str, tuple[int, ...]]) -> tuple[Any, list[Any]]:
+        """The group of this rank's pipeline; and each group over which gradients are added up, with their weights."""
+        stages, replicas = self.cfg.stages, range(self.data_size)
+        pipelines = [self.backend.subgroup([stages * replica + s for s in range(stages)]) for replica in replicas]
+        sums = []
+        for held_by in sorted({holders[name] for name in self.whole.numbers}):
+            ranks = [stages * replica + stage for replica in replicas for stage in held_by]
+            group = self.backend.subgroup(ranks) if len(ranks) > 1 else None
+            weights = [weight for name, weight in own.items() if holders[name] == held_by]
+            if group is not None and weights:
+                sums.append((group, weights, len(held_by) > 1))
+        pipeline = pipelines[self.data_rank]
+        dist.all_reduce(torch.zeros(1, device=self.backend.device), group=pipeline)  # NCCL joins all ranks before two
+        return pipeline, sums
+
+    def ready(self) -> None:
+        self.backend.ready(self.optimizer, self.parameters)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
+        set_learning_rate(self.optimizer, lr)
+        for batch in micro_batches:
+            self._add_gradients(batch["inputs"])
+        for group, weights, is_shared in self.sums:
+            add_up(weights, group, is_shared=is_shared)
+        count = sum(batch["count"] for batch in micro_batches)
+        return self.backend.update(self.optimizer, self.parameters, lambda: self._clip(count))
+
+    def _add_gradients(self, inputs: dict[str, Tensor]) -> None:
+        losses: list[Tensor] = []
+        tokens = inputs["input_ids"]
+        if tokens.shape not in self.schedules:
+            self.schedules[tokens.shape] = self._schedule(len(tokens) // self.cfg.micro_batches, tokens.shape[1])
+        try:
+            with self.span.timed():
+                self.schedules[tokens.shape].step(target=tokens, losses=losses, **inputs)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # the library wraps what a forward pass raises
+        if losses:
+            self.loss_sum += torch.cat(losses).detach().sum()
+
+    def _schedule(self, rows: int, seq_len: int) -> Any:
+        """The schedule for micro batches of `rows`, with its buffers. The shapes are given: to infer them, the library
+        would run each part once, which draws random numbers.
+        """
+        num_parts, device = self.cfg.num_parts, self.backend.device
+        hidden = torch.empty(rows, seq_len, self.chain.network.config.hidden_size, device="meta")
+        stages = [
+            Stage(
+                part,
+                number,
+                num_parts,
+                device,
+                input_args=(hidden,) if number else (),
+                output_args=(hidden,) if number < num_parts - 1 else (hidden.new_empty(1),),
+                group=self.pipeline,
+            )
+            for number, part in self.parts.items()
+        ]
+        options = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        if self.cfg.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, self.cfg.micro_batches, **options)  # type: ignore[arg-type]
+        return SCHEDULES[self.cfg.schedule](*stages, self.cfg.micro_batches, **options)
+
+    @torch.no_grad()
+    def _clip(self, count: float) -> Tensor:
+        """As `clipping.divide_and_clip`, by the norm over all stages. Every rank adds up the same numbers in the same
+        order: weights that several ranks hold stay equal to the bit, and all ranks skip the same steps.
+        """
+        gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
+        counted = [weight.grad for weight in self.counted if weight.grad is not None]
+        sums = torch.zeros(self.cfg.stages + 1, dtype=torch.float64, device=self.backend.device)
+        if self.data_rank == 0:
+            sums[self.stage] = nn.utils.get_total_norm(counted).double().square()
+        if self.stage == 0:
+            sums[-1] = count
+        dist.all_reduce(sums)
+        divisor = sums[-1]
+        factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
+        norm = sums[:-1].sum().sqrt() * factor
+        if self.max_grad_norm is not None:
+            factor = factor * (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor.float())
+        return norm.float()
+
+    def take_span_s(self) -> float:
+        return self.span.take_s()
+
+    def take_loss(self) -> float:
+        taken = float(self.backend.read([self.loss_sum])[0])
+        self.loss_sum.zero_()
+        return taken
+
+    def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
+        """One batch after the other goes through the parts. The last rank of each pipeline has the statistics."""
+        first, stages, output = self.data_rank * self.cfg.stages, self.cfg.stages, None
+        shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
+        for number, part in self.parts.items():
+            received = None
+            if number:
+                received = torch.empty(shape, device=self.backend.device)
+                self._send(dist.irecv, received, first + (number - 1) % stages)
+            output = part.run(statistics, received, inputs)
+            if number < self.cfg.num_parts - 1:
+                self._send(dist.isend, output, first + (number + 1) % stages)
+                output = None
+        return output
+
+    def _send(self, way: Callable[..., Any], hidden: Tensor, rank: int) -> None:
+        """Send or receive hidden states as the schedules do, by the communicator that they have made over NCCL."""
+        for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
+            sending.wait()
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def check_replicas(self) -> None:
+        self.whole.check_replicas(self.model)
+
+    def state(self) -> dict[str, State]:
+        if self.data_rank != 0:
+            return {}
+        return self.whole.part(self.model, self.optimizer, self.stage)
+
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+        self.whole.load(self.model, self.optimizer, model, optimizer)
+
+    def assemble(self) -> None:
+        if self.data_rank == 0:
+            self.whole.assemble(self.model)
+
+
+def bubble(cfg: PipelineConfig) -> float:
+    """The share of the passes in which a rank waits while the pipeline fills and empties: (p - 1) / (v m + p - 1) of p
+    stages with v parts each and m micro batches, of parts that all take the same time. See Narayanan et al.,
+    https://arxiv.org/abs/2104.04473, section 2.2.
+    """
+    return (cfg.stages - 1) / (cfg.num_parts // cfg.stages * cfg.micro_batches + cfg.stages - 1)
+
+
+def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
+    """The layers of a model, and those of each part. InputError if there are too few."""
+    check(isinstance(model, Network), f"parallel=pipeline cuts encoders of transformers, not a {type(model).__name__}")
+    chain = Chain(model)
+    cfg.check_layers(len(chain.layers))
+    return chain, chain.cut(cfg.num_parts)
+
+
+def add_up(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
+    """Add the gradients of weights up over the ranks of a group, in one message. A weight that only other parts use has
+    no gradient here; one that no part uses has none anywhere, and is left out.
+    """
+    if not is_shared:
+        weights = [weight for weight in weights if weight.grad is not None]
+    if not weights:
+        return
+    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for weight, piece in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+        weight.grad = piece.view_as(weight)
