@@ -30,7 +30,6 @@ from train.cli.command import DONE
 from train.config import S3Config
 from train.storage.untrusted import FileName
 
-pytestmark = pytest.mark.timeout(300)
 STEPS = 160
 LONG = [f"max_steps={STEPS}", "checkpoint.every=40", "checkpoint.keep=2", "eval_every=80", "log_every=40"]
 LONG += ["lease.ttl_s=2", "preempt.poll_s=0.2", "preempt.notices=on", "watchdog.step_s=4"]

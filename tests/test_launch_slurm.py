@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,10 +26,7 @@ from train.cli.command import DONE, REFUSED
 from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, read_outcome
 
-pytestmark = [
-    pytest.mark.parametrize("shared_slurm", [3], indirect=True),
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.parametrize("shared_slurm", [3], indirect=True)
 STEPS = 500
 LONG = [f"max_steps={STEPS}", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=250", "log_every=100"]
 LONG += ["lease.ttl_s=5", "preempt.poll_s=0.2"]
@@ -97,10 +95,11 @@ def wait_for(record: Record, kind: str, number: int = 1) -> Event:
 
 
 def wait_for_checkpoint(record: Record, *, after: int = 0) -> int:
-    """A committed step beyond `after`."""
+    """A committed step beyond `after`, of a job that has not ended."""
 
     def newest() -> int | None:
         step = look(record).checkpoint
+        assert step > after or not events(record, "ended"), logs(record)
         return step if step > after else None
 
     return eventually(newest)
@@ -145,10 +144,12 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
 
 
 def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbed, tmp_path):
-    settings = ("cluster.time_limit=1", "cluster.stop_before_s=55")  # Slurm counts in minutes, and looks now and then
-    record = launch(tmp_path / "run", prepared, settings=settings)
+    began_s = time.monotonic()
+    record = launch(tmp_path / "run", prepared, settings=("cluster.time_limit=30", "cluster.stop_before_s=115"))
     wait_for_checkpoint(record)
     with paused(tmp_path / "run"):  # or a fast machine would be done before the signal comes
+        minutes = 2 + int(time.monotonic() - began_s) // 60  # one to two are left; Slurm looks now and then
+        slurm.run("scontrol", "update", f"JobId={job_id(record)}", f"TimeLimit={minutes}")
         eventually(lambda: record.run.size(STOP_FILE) is not None)
     first = wait_for(record, "attempt_ended").details
     assert (first["next"], first["outcome"]) == ("requeue", "stopped"), logs(record)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 
 import pytest
 
 from train.host.processes import is_gone, owner_name
+from train.storage.folders import LocalFolder, files_below
 from train.storage.manifest import first_fault
 from train.storage.whole import made_once, new_folder, open_whole, publish_folder, remove_temporaries, temporary_for
 
@@ -51,6 +53,22 @@ def test_a_folder_that_somebody_has_removed_changes_nothing(tmp_path):
     with pytest.raises(FileNotFoundError):
         publish_folder(temporary_for(tmp_path / "a"), tmp_path / "a")
     assert names(tmp_path) == []
+
+
+def test_a_folder_that_somebody_removes_during_a_listing_is_left_out(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        fill(tmp_path / name)
+    fill(tmp_path)
+    listing = files_below(tmp_path)
+    assert next(listing).parent == tmp_path
+    shutil.rmtree(tmp_path / "a")
+    assert [path.parent.name for path in listing] == ["b"]
+    saving = temporary_for(tmp_path / "c")
+    saving.mkdir()
+    fill(saving)
+    assert LocalFolder(tmp_path).names() == ["b/file", "file"]
+    assert LocalFolder(tmp_path).names("b/") == ["b/file"] and LocalFolder(tmp_path).names("nothing/") == []
 
 
 def test_only_temporaries_of_the_name_are_removed(tmp_path):

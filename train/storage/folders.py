@@ -139,13 +139,27 @@ class LocalFolder:
             path.unlink(missing_ok=True)
 
     def names(self, prefix: str = "") -> list[str]:
-        top = self.path / prefix.rpartition("/")[0]  # other folders may change during the listing
-        files = (path for path in top.rglob("*") if path.is_file() and not is_temporary(path))
+        top = self.path / prefix.rpartition("/")[0]
+        files = (path for path in files_below(top) if path.is_file() and not is_temporary(path))
         names = (path.relative_to(self.path).as_posix() for path in files)
         return sorted(name for name in names if name.startswith(prefix))
 
     def names_here(self) -> set[str]:
         return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+
+
+def files_below(top: Path) -> Iterator[Path]:
+    """The files of a folder and of those below it, but not of temporary ones. A folder that another process removes
+    meanwhile is left out; InputError for one that cannot be read.
+    """
+
+    def stop(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise InputError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    for parent, names, files in os.walk(top, onerror=stop):
+        names[:] = [name for name in names if not is_temporary(Path(name))]
+        yield from (Path(parent, name) for name in files)
 
 
 @contextmanager
