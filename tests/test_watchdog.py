@@ -234,7 +234,8 @@ def test_a_lost_peer_is_explained_by_what_became_of_it(start: Start, run_dir: Pa
     first = Outcome("failed", kind, "the first", 7, 5, goes_on=True, launch=[])
     (run_dir / "outcome.json").write_text(json.dumps(vars(first)))
     (run_dir / "log/exit_rank_0001.json").write_text('{"reason": "its own"}')
-    ranks = start("dog.joined()\nraise RuntimeError('connection closed')", DIES, step_s=5)
+    dies = "dog.joined()\nos.kill(os.getpid(), 9)"  # at once: the first rank waits for it for two seconds
+    ranks = start("dog.joined()\nraise RuntimeError('connection closed')", dies, step_s=5)
     assert codes(ranks) == [1, -signal.SIGKILL]
     assert outcome(run_dir)["kind"] == (kind if stays else "killed")
     assert outcome(run_dir)["checkpoint"] == 5
