@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ def quiet_world() -> None:
         os.environ.pop(name, None)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background; children would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # as in the processes that tests start: sums of floats are the same there
 
 
