@@ -73,6 +73,14 @@ def test_each_split_divides_its_own_states():
     assert of(precision="fp32").copies == 0 and of(precision="fp32").activations > 1.8 * data.activations
 
 
+def test_the_fullest_stage_of_a_pipeline_is_the_one_that_counts():
+    def stages(number: int, *overrides: str) -> Memory:
+        return of("parallel=pipeline", f"parallel.stages={number}", "parallel.micro_batches=8", *overrides)
+
+    assert stages(7).weights == stages(6).weights > stages(8).weights  # 24 layers in 7 stages: one has 4 of them
+    assert stages(6, "model.freeze_layers=8").activations == stages(6).activations  # the first stages have these
+
+
 def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
     def notes(*overrides: str) -> str:
         cfg = load(*LARGE, "instance=p4d.24xlarge", "global_batch_size=4096", *overrides)

@@ -11,6 +11,7 @@ PyTorch's SDPA computes them again. What lives for a moment of the backward pass
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,8 @@ def memory_of(
     every = shape.trained_parameters(head=head)
     # A stage of a pipeline has its share of the layers, or all of those that are shared; the fullest one has the
     # embedding or the head as well.
-    here = every - in_layers * (1 - held.layers) if separate == shape.num_hidden_layers else every
+    depth, own_layers = shape.num_hidden_layers, layers_of_rank(shape, held)
+    here = every - in_layers * (depth - own_layers) / depth if separate == depth else every
     unfrozen = shape.trained_parameters(
         head=head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
     )
@@ -86,10 +88,16 @@ def memory_of(
     )
 
 
+def layers_of_rank(shape: Shape, held: Held) -> int:
+    """The layers that the fullest rank holds. Stages differ by one where they do not divide the layers."""
+    return math.ceil(shape.num_hidden_layers * held.layers)
+
+
 def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, seq_len: int, value_bytes: int) -> float:
     """Bytes that the forward pass of one rank keeps for the backward pass, of `tokens` in sequences of `seq_len`."""
     hidden, ffn = shape.hidden_size, shape.intermediate_size
-    num_layers = (shape.num_hidden_layers - cfg.model.freeze_layers) * held.layers * held.activations
+    # The first layers are those that are frozen, so that the fullest stage may have none of them.
+    num_layers = min(layers_of_rank(shape, held), shape.num_hidden_layers - cfg.model.freeze_layers) * held.activations
     layer = tokens * (hidden * (MASKS_PER_LAYER + ATTENTION_VALUES * value_bytes) + 2 * ffn * value_bytes)
     if cfg.backend.activation_checkpointing:
         layers = num_layers * tokens * hidden * value_bytes + layer
