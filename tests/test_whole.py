@@ -68,6 +68,7 @@ def test_a_folder_that_somebody_removes_during_a_listing_is_left_out(tmp_path):
     saving.mkdir()
     fill(saving)
     assert LocalFolder(tmp_path).names() == ["b/file", "file"]
+    assert LocalFolder(tmp_path).size("file") == 3 and LocalFolder(tmp_path).size("a/file") is None
     assert LocalFolder(tmp_path).names("b/") == ["b/file"] and LocalFolder(tmp_path).names("nothing/") == []
 
 

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -131,7 +131,9 @@ class LocalFolder:
 
     def size(self, name: str) -> int | None:
         path = self.at(name)
-        return path.stat().st_size if path.is_file() else None
+        with suppress(FileNotFoundError):  # another process may remove it after the first question
+            return path.stat().st_size if path.is_file() else None
+        return None
 
     def remove(self, name: str) -> None:
         path = self.at(name)
