@@ -26,7 +26,7 @@ from train.models.encoder import build_masked_lm
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]
 WIDE = "model.intermediate_size=8192"  # a layer of 2 MB: above DDP's first bucket, at which torch would cut graphs
-SHALLOW = "model.num_layers=1"  # compiled as a whole, a model takes as many seconds as it has layers
+SHALLOW = "model.num_layers=1"  # compiled as a whole, a model takes seconds for each layer
 
 
 def summary(run_dir):
