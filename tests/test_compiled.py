@@ -6,15 +6,14 @@ TorchInductor takes many seconds for a graph on a CPU, so there are few runs her
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import partial
 
 import pytest
 import torch
 from finetuning import tuned
-from running import ROOT, lines, run, train_config, train_overrides
+from forks import run_forked
+from running import lines, run, train_config, train_overrides
 from test_equality import assert_same_run, losses
 
 from train import loop
@@ -27,6 +26,7 @@ from train.models.encoder import build_masked_lm
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
 RECOMPUTED = ["backend.activation_checkpointing=true", "micro_batch_size=2"]
 WIDE = "model.intermediate_size=8192"  # a layer of 2 MB: above DDP's first bucket, at which torch would cut graphs
+SHALLOW = "model.num_layers=1"  # compiled as a whole, a model takes seconds for each layer
 
 
 def summary(run_dir):
@@ -87,6 +87,7 @@ def test_as_many_graphs_are_expected_as_layers_need(architecture, freezing, grap
 def test_a_compiled_model_resumes_bit_for_bit_with_dropout(prepared, tmp_path):
     """The masks of compiled dropout follow the run's random state."""
     options = ["backend=ddp", "backend.compile=model", "model.hidden_dropout=0.2", "eval_every=null", "max_steps=4"]
+    options += [SHALLOW]
     loop.run(train_config(tmp_path / "whole", prepared, *options), StopRequest())
     asked = StopRequest()
     asked.ask("SIGTERM")  # as if a signal had come during the first step
@@ -103,7 +104,7 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
             "".join(f"{text},{label}\n" for text, label in [("text", "label"), *rows])
         )
     settings = ["task=classify", "data=records", f"data.path={tmp_path}", "data.train=train.csv", "backend=ddp"]
-    settings += ["data.validation=dev.csv"]
+    settings += ["data.validation=dev.csv", SHALLOW]
     settings += ["data.lengths=[16]", "seq_len=32", "eval_every=null", "max_steps=8"]
     tuned(tmp_path / "plain", tokenizer_folder, *settings)
     tuned(tmp_path / "run", tokenizer_folder, *settings, "backend.compile=model", "backend.max_graphs=3")
@@ -125,16 +126,14 @@ def test_a_machine_without_a_compiler_is_named(prepared, tmp_path):
 def test_precompile_fills_the_cache_of_a_run_and_writes_nothing_else(prepared, tmp_path):
     settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
     cache = f"backend.compile_cache={tmp_path / 'cache'}"
-    words = [sys.executable, "-m", "train.precompile", *settings, "--nproc-per-node=1"]
+    words = [*settings, "--nproc-per-node=1"]
     for more, code in (([], REFUSED), ([cache], DONE)):
-        done = subprocess.run([*words, *more], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = run([*words, *more], module="train.precompile")
         assert done.returncode == code, done.stderr
         assert code == DONE or done.stderr.startswith("error: give backend.compile_cache, the folder or s3://")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".bin"] * 2  # training, evaluation
     assert not (tmp_path / "run").exists()
-    done = subprocess.run(
-        [*words, "backend.compile_cache=/proc/no"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run([*words, "backend.compile_cache=/proc/no"], module="train.precompile")
     assert done.returncode == FAILED and "error: cannot write /proc/no/torch_compile_" in done.stderr
     assert "the graphs of this run are in" not in done.stdout
 
@@ -185,10 +184,11 @@ def test_graphs_are_kept_for_other_machines_and_a_damaged_file_is_no_obstacle(bu
     hits, keys = [], []
     for machine, size in (("first", 2), ("second", 3), ("third", 2)):
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / machine)}
-        words = [sys.executable, "-c", code, bucket.location("kernels"), json.dumps(asdict(bucket.config())), str(size)]
+        words = ["-c", code, bucket.location("kernels"), json.dumps(asdict(bucket.config())), str(size)]
         if machine == "third":
-            bucket.put(keys[1][-1], bucket.get(keys[1][-1])[:-1] + b"?")
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+            damaged = min(set(keys[1]) - set(keys[0]))  # one of the second's, of which this one has no need
+            bucket.put(damaged, bucket.get(damaged)[:-1] + b"?")
+        done = run_forked(words, env)
         assert "HITS" in done.stdout, done.stderr
         hits.append(done.stdout.split("HITS ")[1].strip())
         keys.append(bucket.keys())
