@@ -25,7 +25,7 @@ from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
 
 LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
-LONG += ["preempt.poll_s=0.1"]
+LONG += ["preempt.poll_s=0.1", "export=false"]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from train.run_folder.outcome import STOP_FILE, read_outcome
 
 pytestmark = pytest.mark.parametrize("shared_slurm", [3], indirect=True)
 LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
-LONG += ["lease.ttl_s=5", "preempt.poll_s=0.2"]
+LONG += ["lease.ttl_s=5", "preempt.poll_s=0.2", "export=false"]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     for path in prepared.rglob("*"):
         if path.is_file():
             bucket.client.upload_file(str(path), bucket.name, f"data/{path.relative_to(prepared).as_posix()}")
-    record = launch(bucket.location("runs/mine"), bucket.location("data"), *s3)
+    record = launch(bucket.location("runs/mine"), bucket.location("data"), *s3, "export=true")
     assert state(record).split()[2] in ("PENDING", "RUNNING")
     details = ended(record)
     assert details == {"outcome": "done", "reason": "done"}, logs(record)
@@ -138,6 +138,7 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
     names = record.folder.names("logs/")
     assert {f"logs/attempt_0001/{node}.txt" for node in ("n1", "n2")} <= set(names)
+    assert record.run.names("export/")
 
 
 def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, hold, prepared, undisturbed, tmp_path):
