@@ -72,8 +72,7 @@ class World(Clock):
     def made(self) -> list[Any]:
         """All machines that the run ever had."""
         seen = self.ec2.machines("pending", "running", "shutting-down", "stopping", "stopped", "terminated")
-        own = RUN_TAG, run_id(self.record)
-        return [each for each in seen if own in [(tag["key"], tag["value"]) for tag in each.get_tags()]]
+        return [each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == run_id(self.record)]
 
     def machines(self) -> list[Any]:
         return [each for each in self.made() if each.state == "running"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import io
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,11 +33,16 @@ ADDRESSES, PORT = "10.0.0.1,10.0.0.2", 20_707
 def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
     """What `python -m launch OWN -- OF_RUN` makes of these settings."""
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
-    cfg = cli.load_config(LaunchConfig, own)
+    cfg = load(LaunchConfig, tuple(own))
     overrides = of_run if cfg.prepare else run_overrides(of_run, own)
-    run = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
+    run = load(PrepareConfig if cfg.prepare else TrainConfig, tuple(overrides))
     request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
     return cfg, make_job(request, BUNDLE, python=PYTHON, folder="/home/me/work")
+
+
+@functools.cache  # many tests give the same settings
+def load(schema: type, overrides: tuple[str, ...]) -> Any:
+    return cli.load_config(schema, overrides)
 
 
 def script(path: Path, body: str) -> str:

@@ -340,6 +340,7 @@ def test_killed_between_any_two_calls(ec2, tmp_path, then, hides):
     def course(moment: int | None) -> World:
         record = Record(str(tmp_path / f"moment_{moment}"), S3Config())
         run = dataclasses.replace(plain, record=record, known=set(), seen=set(), happens=lose_one_and_end)
+        ec2.forget()  # the machines of earlier courses
         kill.arm(None)
         run.begin()
         ec2.hides, ec2.hidden = hides, {}

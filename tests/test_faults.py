@@ -28,25 +28,23 @@ PATIENCE_S = 300.0  # never waited for unless a test fails
 LONG = ["max_steps=60", "checkpoint.every=5", "eval_every=null", "export=false", "log_every=1", "max_epochs=99"]
 
 
-def start(arguments, *, ranks=1, restarts=0, script=None):
-    """A run in the background, its output in a file that is read when it fails."""
+def start(arguments, *, script, ranks=1, restarts=0):
+    """A run in the background, its output in a file that is read when it fails. Its ranks are no forks of torchrun:
+    those would have its handlers of signals.
+    """
     words = command(arguments, ranks=ranks)
     if restarts:
         words.insert(3, f"--max-restarts={restarts}")
-    if script:
-        words = [*words[: words.index("-m", 3 if ranks > 1 else 0)], str(script), *arguments]
+    words = [*words[: words.index("-m", 3 if ranks > 1 else 0)], str(script), *arguments]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ranks_of(process):
-    """By rank: the Python processes whose environment says RANK, which torchrun has started."""
-    result = {}
-    for child in psutil.Process(process.pid).children():
-        try:
-            result[int(child.environ()["RANK"])] = child
-        except (KeyError, psutil.Error):
-            continue
-    return result
+def ranks_of(process, run_dir):
+    """The two ranks that torchrun has started. The first one holds the run folder."""
+    holder = json.loads(max((run_dir / "lease").iterdir()).read_text())["pid"]
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2 and holder in [rank.pid for rank in ranks]
+    return sorted(ranks, key=lambda rank: rank.pid != holder)
 
 
 def steps_logged(run_dir):
@@ -100,12 +98,13 @@ def slow(tmp_path):
 def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, slow, tmp_path, prepared):
     """Twice: first a rank in the middle of a step, then rank 0."""
     run_dir = tmp_path / "run"
-    process = start(train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=2, script=slow)
+    words = launch(str(slow), train_overrides(run_dir, prepared, *LONG), ranks=2, restarts=2)
+    process = start_forked(words, os.environ, err=tmp_path / "err")
     for victim, step in ((1, 17), (0, 33)):
-        eventually(lambda step=step: max(steps_logged(run_dir), default=0) >= step or process.poll() is not None)
-        ranks_of(process)[victim].kill()
-    output = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 0, output
+        eventually(lambda step=step: max(steps_logged(run_dir), default=0) >= step or not process.is_alive())
+        ranks_of(process, run_dir)[victim].kill()
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert_same_weights(run_dir, undisturbed, 60)
     last = {line["step"]: line["loss"] for line in lines(run_dir, "train")}
     assert last == {line["step"]: line["loss"] for line in lines(undisturbed, "train")}

@@ -24,8 +24,8 @@ from train.data.shards.format import read_manifest
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
 
-LONG = ["max_steps=600", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=300", "log_every=100"]
-LONG += ["preempt.poll_s=0.1"]
+LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
+LONG += ["preempt.poll_s=0.1", "export=false"]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def losses(run_dir: Path) -> list[float]:
     return list({line["step"]: line["loss"] for line in written if line["kind"] == "eval"}.values())
 
 
-def words(run_dir: Path, data: Path, *own: str) -> list[str]:
+def words(run_dir: Path, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
     """The command line of a launch; of a setting that is given twice the last one counts."""
-    given = {each.partition("=")[0]: each for each in train_overrides(run_dir, data, *LONG)}
+    given = {each.partition("=")[0]: each for each in train_overrides(run_dir, data, *LONG, *of_run)}
     return ["cluster=local", *own, "submit=true", "--", *given.values()]
 
 
@@ -87,19 +87,22 @@ def logs(record: Record) -> str:
     return "\n".join(f"== {path}\n{path.read_text()}" for path in sorted(top.rglob("*.txt")))
 
 
-def test_a_run_whose_torchrun_is_killed_goes_on(record, prepared, undisturbed):
+def test_a_run_whose_torchrun_is_killed_goes_on(record, hold, prepared, undisturbed):
+    hold.before(25)
     assert main(words(Path(record.run_dir), prepared, "detach=true", "processes_per_node=2")) == DONE
     assert is_active(record)  # the command has returned, the run goes on
     wait_for_checkpoint(record)
     below = supervisor(record).children(recursive=True)
     (torchrun,) = [each for each in below if "torch.distributed.run" in each.cmdline()]
     torchrun.kill()
+    hold.let_go(25)
     assert ended(record) == {"outcome": "done", "reason": "done"}, logs(record)
     assert len(events(record, "attempt_began")) == 2
     assert losses(Path(record.run_dir)) == pytest.approx(undisturbed, rel=1e-5)
 
 
-def test_a_run_is_stopped_cancelled_and_resumed(record, prepared, undisturbed, monkeypatch, tmp_path):
+def test_a_run_is_stopped_cancelled_and_resumed(record, hold, prepared, undisturbed, monkeypatch, tmp_path):
+    hold.before(25, 45)
     monkeypatch.chdir(prepared.parent)
     assert main(words(Path(record.run_dir), Path(prepared.name), "detach=true")) == DONE
     monkeypatch.chdir(tmp_path)  # where the data have another name
@@ -116,13 +119,14 @@ def test_a_run_is_stopped_cancelled_and_resumed(record, prepared, undisturbed, m
     gone, alive = psutil.wait_procs(below, timeout=300)
     assert gone and not alive and not is_active(record)
     assert read_outcome(record.run) == {}  # no time was left to write one
+    hold.let_go(45)
     assert main(["resume", record.run_dir]) == DONE
     assert ended(record, 2)["outcome"] == "done", logs(record)
     assert losses(Path(record.run_dir)) == pytest.approx(undisturbed, rel=1e-5)
 
 
 def test_ctrl_c_stops_with_a_checkpoint(record, prepared):
-    command = [sys.executable, "-m", "launch", *words(Path(record.run_dir), prepared)]
+    command = [sys.executable, "-m", "launch", *words(Path(record.run_dir), prepared, of_run=("max_steps=100000",))]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True)
     wait_for_checkpoint(record)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
 import pytest
 from running import eventually, run, train_overrides
 from s3_fixtures import Bucket
@@ -27,9 +25,8 @@ from train.config import S3Config
 from train.run_folder.outcome import STOP_FILE, read_outcome
 
 pytestmark = pytest.mark.parametrize("shared_slurm", [3], indirect=True)
-STEPS = 500
-LONG = [f"max_steps={STEPS}", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=250", "log_every=100"]
-LONG += ["lease.ttl_s=5", "preempt.poll_s=0.2"]
+LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
+LONG += ["lease.ttl_s=5", "preempt.poll_s=0.2", "export=false"]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +130,7 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     for path in prepared.rglob("*"):
         if path.is_file():
             bucket.client.upload_file(str(path), bucket.name, f"data/{path.relative_to(prepared).as_posix()}")
-    record = launch(bucket.location("runs/mine"), bucket.location("data"), *s3)
+    record = launch(bucket.location("runs/mine"), bucket.location("data"), *s3, "export=true")
     assert state(record).split()[2] in ("PENDING", "RUNNING")
     details = ended(record)
     assert details == {"outcome": "done", "reason": "done"}, logs(record)
@@ -141,16 +138,16 @@ def test_a_run_in_s3_is_the_run_of_one_rank(slurm, s3, bucket, prepared, undistu
     assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
     names = record.folder.names("logs/")
     assert {f"logs/attempt_0001/{node}.txt" for node in ("n1", "n2")} <= set(names)
+    assert record.run.names("export/")
 
 
-def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbed, tmp_path):
+def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, hold, prepared, undisturbed, tmp_path):
+    hold.before(25, 45)
     began_s = time.monotonic()
     record = launch(tmp_path / "run", prepared, settings=("cluster.time_limit=30", "cluster.stop_before_s=115"))
     wait_for_checkpoint(record)
-    with paused(tmp_path / "run"):  # or a fast machine would be done before the signal comes
-        minutes = 2 + int(time.monotonic() - began_s) // 60  # one to two are left; Slurm looks now and then
-        slurm.run("scontrol", "update", f"JobId={job_id(record)}", f"TimeLimit={minutes}")
-        eventually(lambda: record.run.size(STOP_FILE) is not None)
+    minutes = 2 + int(time.monotonic() - began_s) // 60  # one to two are left; Slurm looks now and then
+    slurm.run("scontrol", "update", f"JobId={job_id(record)}", f"TimeLimit={minutes}")
     first = wait_for(record, "attempt_ended").details
     assert (first["next"], first["outcome"]) == ("requeue", "stopped"), logs(record)
     assert wait_for(record, "requeued").details["reason"] == "the time limit is near"
@@ -158,31 +155,17 @@ def test_the_time_limit_and_a_lost_node_cost_no_step(slurm, prepared, undisturbe
     slurm.run("scontrol", "update", f"JobId={job_id(record)}", "TimeLimit=30")
     wait_for(record, "attempt_began", 2)
     wait_for_checkpoint(record, after=first["checkpoint"])
-    with paused(tmp_path / "run"):
-        slurm.lose("n2")
+    slurm.lose("n2")
     wait_for(record, "attempt_began", 3)
+    hold.let_go(45)
     assert slurm.run("scontrol", "show", "job", str(job_id(record))).count("Restarts=2")
     assert ended(record)["outcome"] == "done", logs(record)
     assert events(record, "attempt_began")[-1].details["nodes"] == ["n1", "n3"]
     assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
 
 
-@contextmanager
-def paused(run_dir: Path) -> Iterator[None]:
-    """The ranks of a run stand still."""
-    ranks = [each for each in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(each.info["cmdline"] or ())]
-    ranks = [each for each in ranks if any(part.endswith("start.py") for part in each.info["cmdline"])]
-    for rank in ranks:
-        rank.suspend()
-    try:
-        yield
-    finally:
-        for rank in ranks:
-            with suppress(psutil.NoSuchProcess):  # its node was lost meanwhile
-                rank.resume()
-
-
-def test_a_run_is_preempted_stopped_and_resumed(slurm, prepared, undisturbed, tmp_path):
+def test_a_run_is_preempted_stopped_and_resumed(slurm, hold, prepared, undisturbed, tmp_path):
+    hold.before(25, 45, 65)
     record = launch(tmp_path / "run", prepared)
     step = wait_for_checkpoint(record)
     slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=30")  # of SIGTERM to the ranks alone
@@ -197,7 +180,8 @@ def test_a_run_is_preempted_stopped_and_resumed(slurm, prepared, undisturbed, tm
     eventually(lambda: len(events(record, "attempt_began")) == 3)
     with pytest.raises(Exception, match="has a job: job"):
         submit.resume(record)
-    wait_for_checkpoint(record, after=preempted["checkpoint"] + 20)
+    hold.let_go(45)  # unless the ranks noticed that they were to stop before they were killed
+    wait_for_checkpoint(record, after=50)
     assert main(["stop", str(tmp_path / "run")]) == DONE
     eventually(lambda: not state_is_active(record))
     assert events(record, "ended")[-1].details == {"outcome": "stopped", "reason": "stopped as asked"}, logs(record)
@@ -208,7 +192,8 @@ def test_a_run_is_preempted_stopped_and_resumed(slurm, prepared, undisturbed, tm
     assert losses(record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
 
 
-def test_a_cancelled_job_does_not_come_back(slurm, prepared, tmp_path):
+def test_a_cancelled_job_does_not_come_back(slurm, hold, prepared, tmp_path):
+    hold.before(25, 45)
     record = launch(tmp_path / "run", prepared)
     wait_for_checkpoint(record)
     assert main(["cancel", str(tmp_path / "run"), "--yes"]) == DONE

@@ -8,6 +8,7 @@ another process meets them too. What a request says of network cards is dropped 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
+import botocore.session
 from moto.core.responses import ActionResult
 from moto.ec2.exceptions import EC2ClientError
 from moto.ec2.models import ec2_backends
@@ -25,6 +27,8 @@ from moto.servicequotas.responses import ServiceQuotasResponse
 REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
 UBUNTU, AMAZON_LINUX, ARM = "ami-785db401", "ami-999844e0", "ami-0e9271c829888680e"  # images that moto has
+# What botocore reads of each service, a third of a second for EC2, is read once for all sessions of a process.
+shared_loader = functools.cache(botocore.session.create_loader)
 
 
 @dataclass
@@ -45,7 +49,7 @@ class FakeEc2:
     members: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # machines of each placement group
 
     def client(self, service: str = "ec2", region: str = REGION) -> Any:
-        """One for each region: making one takes a third of a second."""
+        """One for each region."""
         if (service, region) not in self.clients:
             self.clients[service, region] = boto3.client(service, region_name=region)
         return self.clients[service, region]
@@ -59,6 +63,19 @@ class FakeEc2:
         """Moto's own objects of the machines in one of the states (pending and running), hidden or not, by age."""
         seen = [each for each in ec2_backends[ACCOUNT][region].all_instances() if each.state in (states or ALIVE)]
         return sorted(seen, key=lambda each: (each.launch_time, each.ami_launch_index))
+
+    def tags(self, ident: str, region: str = REGION) -> dict[str, str]:
+        """Of a machine. Moto's own answer goes through the tags of all."""
+        return ec2_backends[ACCOUNT][region].tags.get(ident, {})
+
+    def forget(self, region: str = REGION) -> None:
+        """The machines that have ended, as EC2 does after an hour."""
+        backend = ec2_backends[ACCOUNT][region]
+        for ident, reservation in list(backend.reservations.items()):
+            if all(each.state == "terminated" for each in reservation.instances):
+                del backend.reservations[ident]
+                for each in reservation.instances:
+                    backend.tags.pop(each.id, None)
 
     def anything(self, region: str = REGION) -> list[str]:
         """All that costs or stays: machines, volumes, tagged interfaces, groups other than the default VPC's own.
@@ -81,6 +98,7 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     server.start()
     host, port = server.get_host_and_port()
     fake = FakeEc2(f"http://{host}:{port}")
+    monkeypatch.setattr(botocore.session, "create_loader", shared_loader)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {

@@ -1,0 +1,64 @@
+"""Launched runs that stand still before steps until a test lets them go on: what the test does to a run then comes in
+time on any machine, and the run needs few steps.
+
+A run that notices a request to stop goes on by itself: it is to stop as others do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch import code
+
+HELD = "HELD"  # the variable that names the folder with a file for each step before which the run stands still
+START_CODE = b"""import os, runpy, sys, time
+from pathlib import Path
+
+import train.optim
+from train.attempt.preempt import StopRequest
+
+rate, ask, asked = train.optim.learning_rate, StopRequest.ask, []
+
+
+def noted(self, reason):
+    asked.append(reason)
+    ask(self, reason)
+
+
+def held(step, **settings):
+    while (file := Path(os.environ["HELD"], str(step))).exists():
+        if asked:
+            file.unlink(missing_ok=True)  # all ranks go on, since they stop together
+        time.sleep(0.02)
+    return rate(step, **settings)
+
+
+if __name__ == "__main__":
+    StopRequest.ask, train.optim.learning_rate = noted, held
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+class Holds:
+    """The steps before which the run of a test stands still."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def before(self, *steps: int) -> None:
+        for step in steps:
+            (self.folder / str(step)).touch()
+
+    def let_go(self, step: int) -> None:
+        (self.folder / str(step)).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Holds:
+    """Of what the test launches."""
+    monkeypatch.setattr(code, "START_CODE", START_CODE)
+    monkeypatch.setenv(HELD, str(tmp_path / "held"))
+    return Holds(tmp_path / "held")
