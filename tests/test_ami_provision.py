@@ -106,9 +106,6 @@ def root(tmp_path_factory):
     (folder / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")  # no service starts in here
     (folder / "usr/sbin/policy-rc.d").chmod(0o755)
     shutil.copy("/etc/resolv.conf", folder / "etc/resolv.conf")
-    patient = folder / "usr/local/sbin/timeout"  # a machine that is busy with other tests may take longer
-    patient.write_text('#!/bin/sh\nshift\nexec "$@"\n')
-    patient.chmod(0o755)
     yield folder
     shutil.rmtree(folder)
 
