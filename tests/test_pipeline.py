@@ -28,6 +28,8 @@ from train.models.heads import build_classifier, build_span_reader
 from train.parallel.pipeline import cut
 from train.report import page
 from train.report import run as report_run
+from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.storage.folders import LocalFolder
 
 S, V, LAYERS, ROWS = 12, 101, 4, 4
 NO_DROPOUT = ["model.hidden_dropout=0", "model.attention_dropout=0"]
@@ -122,17 +124,24 @@ def test_four_stages_resume_as_one_rank_and_back(alone, four, prepared, tmp_path
     assert losses(back)[6:] == pytest.approx(losses(alone["bert"])[3:], rel=2e-5)
 
 
-def test_a_killed_stage_ends_the_run_and_the_same_command_goes_on(prepared, tmp_path):
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_run_that_is_killed_at_one_stage_or_stopped_goes_on_with_the_same_command(prepared, tmp_path, how):
     options = [*MODELS["bert"], *pipeline(2, 2, "1f1b"), "checkpoint.every=2", "eval_every=null", "export=false"]
-    arguments = train_overrides(tmp_path / "run", prepared, *options, "max_steps=40")
+    options += ["max_steps=60", "max_epochs=99", "preempt.poll_s=0.02"]
+    arguments, run_dir = train_overrides(tmp_path / "run", prepared, *options), tmp_path / "run"
     process = start_forked(launch("train", arguments, ranks=2), os.environ)
-    eventually(lambda: (tmp_path / "run/checkpoints/LATEST").is_file() or not process.is_alive())
-    psutil.Process(process.pid).children()[-1].kill()
+    eventually(lambda: (run_dir / "checkpoints/LATEST").is_file() or not process.is_alive())
+    if how == "killed":
+        psutil.Process(process.pid).children()[-1].kill()
+    else:
+        (run_dir / STOP_FILE).touch()
     process.join()
-    assert max(line["step"] for line in lines(tmp_path / "run", "train")) < 40
+    assert max(line["step"] for line in lines(run_dir, "train")) < 60
+    ended = read_outcome(LocalFolder(run_dir))
+    assert how == "killed" or (ended["outcome"], ended["checkpoint"]) == ("stopped", ended["step"])
     again = run(arguments, ranks=2)
     assert again.returncode == 0 and "resuming from the checkpoint of step" in again.stderr
-    assert lines(tmp_path / "run", "train")[-1]["step"] == 40
+    assert lines(run_dir, "train")[-1]["step"] == 60
 
 
 # Products are rounded to 8 bits, of other shapes than those of one process: losses of 5 differ by a few thousandths.
