@@ -15,7 +15,7 @@ import pytest
 from running import eventually, run, train_overrides
 from s3_fixtures import Bucket
 from services.ec2_machines import Ec2Machines, ec2_machines
-from services.machines import NOT_PERMITTED, PACKAGES, Machines, fault, inside, missing_programs, three_machines
+from services.machines import Machines, inside
 
 from launch import code
 from launch.ec2 import orders
@@ -36,22 +36,9 @@ BUNDLE = code.pack()
 DISK = "EC2 NVMe Instance Storage"
 
 
-@pytest.fixture(scope="session")
-def shared_machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    if missing := missing_programs():
-        reason = f"no machines to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
-        if request.config.getoption("--require-services"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-    if said := fault():
-        pytest.skip(f"{NOT_PERMITTED}: {said}")
-    with three_machines(tmp_path_factory.mktemp("machines")) as made:
-        yield made
-
-
 @pytest.fixture
-def ec2(shared_machines: Machines, bucket: Bucket, tmp_path: Path) -> Iterator[Ec2Machines]:
-    with ec2_machines(shared_machines, tmp_path) as made:
+def ec2(machines: Machines, bucket: Bucket, tmp_path: Path) -> Iterator[Ec2Machines]:
+    with ec2_machines(machines, tmp_path) as made:
         yield made
 
 

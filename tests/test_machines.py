@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 from running import eventually, lines, run, train_overrides
-from services.machines import NOT_PERMITTED, PACKAGES, Machines, fault, missing_programs, three_machines
+from services.machines import Machines
 
 HANG_S = 400.0  # never waited for unless a test fails
 # A rank that is killed in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
@@ -35,19 +34,6 @@ Votes.cast = cast
 from train.__main__ import main
 sys.exit(main())
 """
-
-
-@pytest.fixture(scope="session")
-def machines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    if missing := missing_programs():
-        reason = f"no machines to test with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
-        if request.config.getoption("--require-services"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-    if said := fault():
-        pytest.skip(f"{NOT_PERMITTED}: {said}")
-    with three_machines(tmp_path_factory.mktemp("machines")) as made:
-        yield made
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -89,7 +89,7 @@ def memory_of(
 
 
 def layers_of_rank(shape: Shape, held: Held) -> int:
-    """The layers that the fullest rank holds. Stages differ by one where they do not divide the layers."""
+    """The layers that the fullest rank holds, at least: a large head leaves more of them to the other stages."""
     return math.ceil(shape.num_hidden_layers * held.layers)
 
 
