@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from importlib import resources
@@ -13,12 +14,14 @@ from ec2_watching import OWN, RUN, USER_DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import plan
+from running import ROOT
 
 from launch.__main__ import main
 from launch.ec2.config import Ec2Config
 from launch.ec2.iam import machine_policy, operator_policy
-from launch.ec2.network import EFA, EFA_ONLY, INTERFACE, interfaces, shown
+from launch.ec2.network import EFA, EFA_ONLY, INTERFACE, Interface, interfaces, shown
 from launch.ec2.request import RUN_TAG, body, run_id
+from launch.ec2.resolve import layout
 from launch.ec2.resolved import Image, Resolved, Site
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -50,6 +53,20 @@ def test_interfaces_follow_the_cards_of_the_type(instance, layout):
 def test_secondary_interfaces_may_have_addresses():
     chosen = interfaces(TYPES["trn1.32xlarge"]["NetworkInfo"], uses_efa=True, secondary=EFA)
     assert [each.type for each in chosen] == [EFA] * 8
+
+
+def test_efa_is_never_left_out_without_a_word():
+    cluster = cluster_of(plan(OWN, RUN)[1])
+    known = TYPES["trn1.32xlarge"]
+    # As botocore before 1.43.90 passes EC2's answer on.
+    network = copy.deepcopy(known["NetworkInfo"])
+    for card in network["NetworkCards"]:
+        del card["InterfaceTypes"]
+    old = {**known, "NetworkInfo": network}
+    with pytest.raises(InputError, match="trn1.32xlarge supports EFA") as rejection:
+        layout(old, cluster, machines=2)
+    assert str(rejection.value).rpartition(" ")[2] in (ROOT / "pyproject.toml").read_text()
+    assert layout(old, cluster, machines=1) == [Interface(0, 0, INTERFACE)]
 
 
 cards = st.builds(

@@ -6,11 +6,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import botocore
+
 from launch.ec2.api import Api, Refused
 from launch.ec2.config import Ec2Config
 from launch.ec2.groups import check_rules, read_security_group
 from launch.ec2.images import image_id, read_image
-from launch.ec2.network import Interface, interfaces
+from launch.ec2.network import INTERFACE, Interface, interfaces
 from launch.ec2.resolved import Image, Resolved, Site, read_resolved
 from launch.job import Job
 from launch.record import Record
@@ -78,8 +80,15 @@ def type_info(api: Api, region: str, instance: str) -> Mapping[str, Any] | None:
 
 
 def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[Interface]:
-    """The interfaces of each machine. InputError for several machines with a public address each."""
-    chosen = interfaces(info["NetworkInfo"], uses_efa=machines > 1, secondary=cluster.secondary_interfaces)
+    """The interfaces of each machine. InputError for EFA that would be left out, and for several addresses."""
+    network, uses_efa = info["NetworkInfo"], machines > 1
+    chosen = interfaces(network, uses_efa=uses_efa, secondary=cluster.secondary_interfaces)
+    # An older botocore drops the interface types of the cards from EC2's answer without a word.
+    check(
+        not (uses_efa and network.get("EfaSupported")) or any(each.type != INTERFACE for each in chosen),
+        f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} names no network card "
+        "with it: install boto3>=1.43.90",
+    )
     check(
         not (cluster.public_address and len(chosen) > 1),
         f"cluster.public_address=true is for machines with one network interface, {info['InstanceType']} has "
