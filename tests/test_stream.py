@@ -49,6 +49,8 @@ def test_a_run_from_s3_with_faults_and_a_small_cache_is_the_run_from_disk(bucket
     loop.run(cli.load_config(TrainConfig, settings), StopRequest())
     for kind in ("train", "eval"):
         assert losses(tmp_path / "run", kind) == losses(tmp_path / "disk", kind)
+    samples = [(tmp_path / name / "samples.json").read_bytes() for name in ("run", "disk")]
+    assert samples[0] == samples[1]  # read from the validation data after the last step
     assert [request for request in bucket.proxy.requests() if request.fault]
     assert (folder / "thesis.safetensors").exists()
     assert len(list(folder.glob("*.safetensors"))) - 1 < num_shards(shards)

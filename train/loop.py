@@ -135,21 +135,23 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     flops = partial(task.flops_per_example, model)
     batches = train_batches(cfg, plan, task, backend, engine, order)
     make_recorder, make_saver = (attempt.dry, DrySaver) if attempt.dry else (Recorder, Saver)
-    with (
-        supply,
-        monitor,
-        make_recorder(cfg, plan, folder, backend, engine, flops, loaded.progress, monitor) as recorder,
-        Recovery(attempt, backend, engine, store, recorder, loaded, make_saver) as recovery,
-    ):
-        training = Training(attempt, backend, engine, supply, batches, Votes(world, attempt.stop), recorder, recovery)
-        reason = train(training)
-        recovery.finish()
-        if recorder.has_measured:  # a finished run that is started again has nothing to add
-            recorder.summary(reason, {**task.facts, **recovery.facts()})
-    watch.phase("export", is_start=True)  # the others wait for rank 0
-    if cfg.export and reason in ENDS:
-        engine.assemble()
-        world.first_rank_does(lambda: export(attempt, recovery, model), watch.beat)
+    with supply:  # until the samples of the export have been read
+        with (
+            monitor,
+            make_recorder(cfg, plan, folder, backend, engine, flops, loaded.progress, monitor) as recorder,
+            Recovery(attempt, backend, engine, store, recorder, loaded, make_saver) as recovery,
+        ):
+            training = Training(
+                attempt, backend, engine, supply, batches, Votes(world, attempt.stop), recorder, recovery
+            )
+            reason = train(training)
+            recovery.finish()
+            if recorder.has_measured:  # a finished run that is started again has nothing to add
+                recorder.summary(reason, {**task.facts, **recovery.facts()})
+        watch.phase("export", is_start=True)  # the others wait for rank 0
+        if cfg.export and reason in ENDS:
+            engine.assemble()
+            world.first_rank_does(lambda: export(attempt, recovery, model), watch.beat)
     return reason, training.progress.step
 
 
