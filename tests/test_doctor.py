@@ -5,6 +5,7 @@ import http.server
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -737,6 +738,11 @@ def test_python_dash_m_shows_a_screen_and_a_red_line_is_exit_code_1():
 def test_explain_by_command(capsys):
     assert command.main(["explain", "NeuronCore(s) not available - Requested:1 Available:0"]) == 0
     assert "kill PID" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    example = re.search(r'train.doctor explain "(.*)"', capsys.readouterr().out)[1]
+    assert command.main(["explain", example]) == 0
+    assert "ran out of memory" in " ".join(capsys.readouterr().out.split())
     assert command.main(["explain", "the moon is full"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 1
     done = doctor("explain", "-", stdin="...\nOSError: [Errno 28] No space left on device\n")

@@ -91,7 +91,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         examples=(
             "",
             "torchrun --nproc-per-node=8 -m train.doctor --collectives backend=ddp instance=p5.48xlarge",
-            'explain "Dataloader worker is killed by signal: Killed"',
+            'explain "DataLoader worker (pid 12345) is killed by signal: Killed."',
         ),
         exits={
             DONE: "nothing to fix, or the error is known",
