@@ -136,6 +136,35 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
     assert len(one_save) <= 38, "\n".join(one_save)
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("status", match="PUT .*/metrics.jsonl", times=7),  # of one upload, which is then given up
+        Fault("status", match="PUT .*/metrics.jsonl", code=403, error="AccessDenied"),
+    ],
+    ids=["outage", "no permission"],
+)
+def test_no_step_is_saved_before_its_metrics(bucket, prepared, on_machine, monkeypatch, fault):
+    """The machine and its disk are lost after the save of step 3; the run goes on elsewhere with every line."""
+
+    def die(recovery, num_asked):
+        if recovery.recorder.progress.step == 5:
+            recovery.saver.wait()
+            bucket.proxy.set(Fault("reset"))
+            raise KeyboardInterrupt
+        return recovery.recorder.progress.step == 3
+
+    bucket.proxy.set(fault)
+    with monkeypatch.context() as machine, pytest.raises(KeyboardInterrupt):
+        machine.setattr(Recovery, "is_due", die)
+        train(bucket, prepared)
+    bucket.proxy.set()
+    bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")  # this process holds it for ever
+    on_machine("second")
+    assert train(bucket, prepared) == ("done", 6)
+    assert [line["step"] for line in lines_of(bucket, "train")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_last_save_that_s3_does_not_take_is_uploaded_next_time(bucket, prepared, tmp_path, monkeypatch):
     """No step is done twice."""
     is_due = Recovery.is_due

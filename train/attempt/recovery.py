@@ -20,7 +20,7 @@ from train.checkpoints.progress import Progress
 from train.checkpoints.retention import best
 from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
 from train.checkpoints.store import Store
-from train.config import InputError, TrainConfig, Unreachable, flat
+from train.config import TrainConfig, flat
 from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window
 
@@ -50,7 +50,6 @@ class Recovery:
         """Continue the metrics where the checkpoint that was loaded left them, and report what a fault has cost."""
         self.attempt, self.backend, self.engine, self.recorder = attempt, backend, engine, recorder
         self.cfg, self.store, self.world = attempt.cfg, store, backend.world
-        self.unmirrored: Exception | None = None  # why the metrics could not be uploaded before the last commit
         lease = attempt.lease
         self.saver = make_saver(
             self.cfg.checkpoint,
@@ -59,7 +58,7 @@ class Recovery:
             backend,
             Facts(lease.number if lease else 0, attempt.identity, flat(attempt.cfg), versions()),
             may_commit=self._before_commit,
-            after_commit=self._after_commit,
+            after_commit=attempt.folder.check_owner,  # older checkpoints are removed next
             newest=loaded.progress.step if loaded.ranks else None,
         )
         attempt.checkpoint = self.saver.newest
@@ -103,16 +102,7 @@ class Recovery:
     def _before_commit(self) -> None:
         """Upload the metrics first: the run folder then holds the lines of all steps that a checkpoint has seen."""
         self.attempt.folder.check_owner()
-        self.unmirrored = None
-        try:
-            self.attempt.folder.mirror()
-        except (InputError, Unreachable, OSError) as error:  # the checkpoint matters more than the metrics
-            self.unmirrored = error
-
-    def _after_commit(self) -> None:
-        self.attempt.folder.check_owner()  # older checkpoints are removed next
-        if self.unmirrored is not None:
-            raise self.unmirrored
+        self.attempt.folder.mirror()
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 

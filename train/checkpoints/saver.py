@@ -83,7 +83,7 @@ class Saver:
         self.flight: Future[Saved | None] | None = None  # gives None on other ranks than rank 0
         self.flight_began_s = 0.0
         self.results: list[Saved] = []  # since the last call of `take`
-        self.failures_in_a_row = 0
+        self.failures: list[str] = []  # the reasons of saves that failed in a row
         self.newest = newest  # committed
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # how long the last save took
@@ -159,7 +159,8 @@ class Saver:
         why = f"left out: the save before has been under way for {now_s - self.flight_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
         # A slow save is no failure until more work is at risk than may be lost.
-        self.failures_in_a_row += now_s - self.flight_began_s > self.cfg.max_loss_s
+        if now_s - self.flight_began_s > self.cfg.max_loss_s:
+            self.failures.append(why)
         return False
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Saver:
                 return
             if saved.num_bytes:
                 self.newest, self.save_s = saved.step, saved.save_s
-            self.failures_in_a_row = 0 if saved.failure is None else self.failures_in_a_row + 1
+            self.failures = [] if saved.failure is None else [*self.failures, saved.failure]
             self.results.append(saved)
 
     def take(self) -> list[Saved]:
@@ -183,9 +184,11 @@ class Saver:
     @property
     def failure(self) -> SavesFail | None:
         """The reason why the run has to end; None if saves succeed."""
-        if self.failures_in_a_row < self.cfg.max_failures:
+        if len(self.failures) < self.cfg.max_failures:
             return None
-        return SavesFail(f"{self.failures_in_a_row} saves in a row failed; {self.newest_text}")
+        return SavesFail(
+            f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}; {self.newest_text}"
+        )
 
     @property
     def newest_text(self) -> str:
