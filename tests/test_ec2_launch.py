@@ -112,7 +112,7 @@ def test_a_reservation_decides_the_zone(ec2, tmp_path):
         (["cluster.image=null"], "python -m ami neuron builds and promotes one"),
         ([f"cluster.image={UBUNTU}", "cluster.disk_gib=1"], "cluster.disk_gib=1 is too small"),
         (["cluster.regions=[us-east-1,us-west-2]"], "is of one region, there are 2"),
-        (["cluster.public_address=true"], "one network interface, trn1.32xlarge has 8"),
+        (["cluster.public_address=true"], "one network interface, trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
         (["cluster.regions=[eu-north-1]"], "eu-north-1 has no trn1.32xlarge|is in no zone of eu-north-1"),
         ([f"cluster.capacity_reservation={RESERVATION}"], f"there is no cluster.capacity_reservation={RESERVATION}"),
@@ -179,7 +179,7 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, capsys):
     arguments = settings(ec2, "instance=trn1.32xlarge", "check=true")
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "network: card 1 to 7: device 1, efa-only" in shown and "EC2 would do it" in shown
+    assert "network: card 1 to 7: device 0, efa-only" in shown and "EC2 would do it" in shown
     assert len(ec2.requests) == 3 and all(each["DryRun"] for each in ec2.requests)
     assert ec2.anything() == [] and not ec2.groups
     ec2.refuses_dry_run = "UnauthorizedOperation"

@@ -30,18 +30,22 @@ from train.config import InputError
 TYPES = json.loads(gzip.decompress((resources.files("moto") / "ec2/resources/instance_types.json.gz").read_bytes()))
 SITE = Site("us-east-1", "subnet-0123456789abcdef0", "us-east-1b", "vpc-1")
 IMAGE = Image("ami-0123456789abcdef0", "/dev/sda1", "ubuntu")
+APART = ["card 0: device 0, interface", "card 0: device 1, efa-only"]
 
 
 @pytest.mark.parametrize(
     ("instance", "layout"),
     [
         ("trn1.2xlarge", ["card 0: device 0, interface"]),
-        ("trn1.32xlarge", ["card 0: device 0, efa", "card 1 to 7: device 1, efa-only"]),
-        ("trn1n.32xlarge", ["card 0: device 0, efa", "card 1 to 15: device 1, efa-only"]),
-        ("trn2.48xlarge", ["card 0: device 0, efa", "card 1 to 15: device 1, efa-only"]),
-        ("p4d.24xlarge", ["card 0: device 0, efa", "card 1 to 3: device 1, efa-only"]),
-        ("p5.48xlarge", ["card 0: device 0, efa", "card 1 to 31: device 1, efa-only"]),
-        ("p6-b300.48xlarge", ["card 0: device 0, interface", "card 1 to 16: device 1, efa-only"]),
+        ("trn1.32xlarge", [*APART, "card 1 to 7: device 0, efa-only"]),
+        ("trn1n.32xlarge", [*APART, "card 1 to 15: device 0, efa-only"]),
+        ("trn2.48xlarge", [*APART, "card 1 to 15: device 0, efa-only"]),
+        ("p4d.24xlarge", [*APART, "card 1 to 3: device 0, efa-only"]),
+        ("p5.48xlarge", [*APART, "card 1 to 31: device 0, efa-only"]),
+        ("g6e.48xlarge", [*APART, "card 1 to 3: device 0, efa-only"]),
+        ("g6e.12xlarge", ["card 0: device 0, efa"]),
+        ("hpc6id.32xlarge", ["card 0: device 0, efa", "card 1: device 0, efa-only"]),  # a card takes one interface
+        ("p6-b300.48xlarge", ["card 0: device 0, interface", "card 1 to 16: device 0, efa-only"]),
     ],
 )
 def test_interfaces_follow_the_cards_of_the_type(instance, layout):
@@ -52,7 +56,7 @@ def test_interfaces_follow_the_cards_of_the_type(instance, layout):
 
 def test_secondary_interfaces_may_have_addresses():
     chosen = interfaces(TYPES["trn1.32xlarge"]["NetworkInfo"], uses_efa=True, secondary=EFA)
-    assert [each.type for each in chosen] == [EFA] * 8
+    assert shown(chosen) == ["card 0: device 0, efa", "card 1 to 7: device 1, efa"]
 
 
 def test_efa_is_never_left_out_without_a_word():
@@ -77,13 +81,15 @@ cards = st.builds(
 
 
 @given(st.lists(cards, min_size=1, max_size=20), st.permutations(range(20)), st.integers(0, 20), st.booleans())
-def test_every_card_once_and_a_first_interface_with_an_address(made, numbers, most, uses_efa):
+def test_as_many_efa_interfaces_as_fit_and_a_first_one_with_an_address(made, numbers, most, uses_efa):
     numbered = [{**card, "NetworkCardIndex": index} for index, card in enumerate(made)]
     network = {"NetworkCards": sorted(numbered, key=lambda card: numbers[card["NetworkCardIndex"]])}
     network["EfaInfo"] = {"MaximumEfaInterfaces": most}
     chosen = interfaces(network, uses_efa=uses_efa, secondary=EFA_ONLY)
     assert (chosen[0].card, chosen[0].device) == (0, 0) and chosen[0].has_address
-    assert len({each.card for each in chosen}) == len(chosen)
+    assert len({(each.card, each.device) for each in chosen}) == len(chosen)
+    with_efa = [each.card for each in chosen if each.type != INTERFACE]
+    assert with_efa == [card["NetworkCardIndex"] for card in numbered if EFA in card["InterfaceTypes"]][: most * uses_efa]
     for each in chosen:
         assert each.type in numbered[each.card]["InterfaceTypes"]
         assert each.device < numbered[each.card]["MaximumNetworkInterfaces"]
@@ -143,7 +149,7 @@ def test_a_single_interface_has_the_address_that_was_asked_for():
     for wanted in (True, False):
         made = request("nodes=1", f"cluster.public_address={wanted}", instance="trn1.2xlarge")
         assert [each["AssociatePublicIpAddress"] for each in made["NetworkInterfaces"]] == [wanted]
-    with pytest.raises(InputError, match="one network interface, these have 8"):
+    with pytest.raises(InputError, match="one network interface, these have 9"):
         request("cluster.public_address=true")
 
 

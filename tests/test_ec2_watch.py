@@ -53,7 +53,7 @@ def test_four_machines_from_nothing_to_nothing(ec2, tmp_path):
         text = text.replace(value, name)
     check_golden("ec2_run_instances.json", text + "\n")
     arrived = ec2.requests[-1]["NetworkInterfaces"]
-    assert [each["InterfaceType"] for each in arrived] == ["efa", *["efa-only"] * 7]
+    assert [each["InterfaceType"] for each in arrived] == ["interface", *["efa-only"] * 8]
     seen = ec2.client().describe_security_groups(GroupIds=[group])["SecurityGroups"][0]
     for key in ("IpPermissions", "IpPermissionsEgress"):
         assert [group] in [[pair["GroupId"] for pair in rule["UserIdGroupPairs"]] for rule in seen[key]]

@@ -27,7 +27,7 @@ class Ec2Config(ClusterConfig):
     python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the image, with baretrain's packages
     market: str = "on-demand"  # on-demand | spot | capacity-block
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
-    secondary_interfaces: str = "efa-only"  # of network cards beyond the first: efa-only (no address) | efa
+    secondary_interfaces: str = "efa-only"  # EFA of several cards: efa-only (one address a machine) | efa (one a card)
     placement_group: bool = True  # machines close to one another; those of a reservation are where it is
     public_address: bool = False  # only for machines with one network card
     disk_gib: int = 200  # root volume

@@ -27,22 +27,28 @@ class Interface:
 
 
 def interfaces(network: Mapping[str, Any], *, uses_efa: bool, secondary: str) -> list[Interface]:
-    """The interfaces of a machine whose NetworkInfo this is; `secondary`: the type on cards beyond the first.
+    """The interfaces of a machine whose NetworkInfo this is; `secondary`: the type of EFA on machines of several cards.
 
-    The rule for the device's index is ParallelCluster's: 0 on a card that takes one interface, 1 on others. An
-    efa-only interface cannot be a machine's first.
+    `efa-only` is the layout that the EC2 user guide recommends for several cards (efa-acc-inst-types.html, read in
+    November 2026): an ENA interface first, beside it on card 0 an efa-only one at device 1, and one at device 0 of each
+    other card. ParallelCluster 3.16 differs in the last (add_network_interfaces of queues_stack.py: device 1 where a
+    card takes two), which EC2 takes as well. `efa` is the older layout, an address on each card, of Neuron's guide for
+    trn1 (setup-trn1-multi-node-execution) and of ParallelCluster's `EfaInterfaceType: efa`: device 1, so that packets
+    leave by card 0. A machine with one card needs one interface, which is both, and can have a public address.
     """
     cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
     most = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if uses_efa else 0
-    first = cards[0] if cards else {"NetworkCardIndex": 0}
-    made = [Interface(int(first["NetworkCardIndex"]), 0, EFA if most and EFA in types(first) else INTERFACE)]
-    able = [card for card in cards if EFA in types(card)]
-    for card in cards[1:]:
-        if card in able and sum(each.type != INTERFACE for each in made) < most:
-            kind = secondary if secondary in types(card) else EFA
-            device = 0 if int(card["MaximumNetworkInterfaces"]) == 1 else 1
-            made.append(Interface(int(card["NetworkCardIndex"]), device, kind))
-    assert sum(each.type != INTERFACE for each in made) == min(most, len(able))
+    able = [card for card in cards if EFA in types(card)][:most]
+    made = [Interface(0, 0, INTERFACE)]
+    for card in able:
+        index, room = int(card["NetworkCardIndex"]), int(card["MaximumNetworkInterfaces"])
+        is_apart = len(cards) > 1 and secondary == EFA_ONLY and EFA_ONLY in types(card)
+        if index == 0 and not (is_apart and room > 1):
+            made = [Interface(0, 0, EFA)]
+        elif is_apart:
+            made.append(Interface(index, 1 if index == 0 else 0, EFA_ONLY))
+        else:
+            made.append(Interface(index, min(1, room - 1), EFA))
     return made
 
 

@@ -30,7 +30,7 @@ def lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> It
         yield f"subnets, in order: {', '.join(cluster.subnets) or 'those of the default VPC'}"
         cards, efa = cfg.instance.network_cards, cfg.instance.efa_interfaces
         if cards and efa and machines > 1:
-            yield f"network: one interface on each of {cards} cards, {efa} with EFA; EC2 says how (check=true shows it)"
+            yield f"network: {efa} EFA interfaces on {cards} cards; EC2 says how (check=true shows it)"
     else:
         yield from (f"image in {region}: {image.id} ({image.name})" for region, image in resolved.images.items())
         yield f"subnets, in order: {', '.join(f'{site.subnet} ({site.zone})' for site in resolved.sites)}"
