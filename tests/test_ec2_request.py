@@ -88,8 +88,8 @@ def test_as_many_efa_interfaces_as_fit_and_a_first_one_with_an_address(made, num
     chosen = interfaces(network, uses_efa=uses_efa, secondary=EFA_ONLY)
     assert (chosen[0].card, chosen[0].device) == (0, 0) and chosen[0].has_address
     assert len({(each.card, each.device) for each in chosen}) == len(chosen)
-    with_efa = [each.card for each in chosen if each.type != INTERFACE]
-    assert with_efa == [card["NetworkCardIndex"] for card in numbered if EFA in card["InterfaceTypes"]][: most * uses_efa]
+    able = [card["NetworkCardIndex"] for card in numbered if EFA in card["InterfaceTypes"]]
+    assert [each.card for each in chosen if each.type != INTERFACE] == able[: most * uses_efa]
     for each in chosen:
         assert each.type in numbered[each.card]["InterfaceTypes"]
         assert each.device < numbered[each.card]["MaximumNetworkInterfaces"]
