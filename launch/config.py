@@ -18,13 +18,11 @@ class ClusterConfig:
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
     attempts: int = 20  # starts of the trainer that failed before the job gives up
     idle_attempts: int = 2  # starts in a row without a new checkpoint before the job gives up
-    torchrun_restarts: int = 3  # restarts of failed ranks by torchrun itself, in one attempt
     rendezvous: str = "static"  # how several machines meet: static (rank 0 is on the first) | c10d
 
     def __post_init__(self) -> None:
         check_choice("cluster.rendezvous", self.rendezvous, ("static", "c10d"))
         check_positive("cluster.", self, "attempts", "idle_attempts")
-        check_at_least("cluster.", self, torchrun_restarts=0)
 
 
 @dataclass(kw_only=True)

@@ -98,8 +98,7 @@ class Node:
         meeting = rendezvous(self, cluster, is_train=module == "train")
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
-        restarts = 0 if module != "train" else cluster.torchrun_restarts
-        head = [self.job.python, "-m", "torch.distributed.run", *size, *meeting, f"--max-restarts={restarts}", *logs]
+        head = [self.job.python, "-m", "torch.distributed.run", *size, *meeting, "--max-restarts=0", *logs]
         return [*head, self.start_py(), module, *arguments]
 
     def run(self, command: Sequence[str], log: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from launch.code import Bundle
 from launch.config import LaunchConfig
@@ -26,8 +26,6 @@ SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
 @dataclass(kw_only=True)
 class ParallelClusterConfig(EngineConfig):
     """A cluster of AWS ParallelCluster."""
-
-    UNUSED: ClassVar[tuple[str, ...]] = (*EngineConfig.UNUSED, "torchrun_restarts")
 
     kind: str = "parallelcluster"
     gate: bool = True  # of the Slurm jobs

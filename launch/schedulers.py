@@ -23,6 +23,7 @@ SETTINGS: dict[str, type[ClusterConfig]] = {"local": ClusterConfig, "slurm": Slu
 ENGINES: dict[str, type[Engine]] = {"parallelcluster": ParallelCluster, "skypilot": SkyPilot}  # which start no job
 SETTINGS |= {name: engine.settings for name, engine in ENGINES.items()}
 MODULES = {"local": "launch.local", "slurm": "launch.slurm.scheduler", "ec2": "launch.ec2.scheduler"}
+REMOVED = ("torchrun_restarts",)  # settings of jobs that earlier versions have written
 Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
 
 
@@ -72,7 +73,8 @@ def cluster_of(job: Job) -> ClusterConfig:
     """The settings of the job's cluster. InputError for a scheduler or a setting that is not known."""
     if job.scheduler not in SETTINGS:
         raise InputError(f"scheduler {job.scheduler!r} of the job is not known; there are: {', '.join(SETTINGS)}")
-    return record(SETTINGS[job.scheduler], job.cluster, "cluster")
+    settings = {name: value for name, value in job.cluster.items() if name not in REMOVED}
+    return record(SETTINGS[job.scheduler], settings, "cluster")
 
 
 def last_submission(run: Record) -> Event | None:

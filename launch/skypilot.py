@@ -18,6 +18,7 @@ from train.storage.folders import is_s3
 
 CODE = "~/baretrain"  # on the machines
 PORT = 20_707
+RESTARTS = 3  # of failed ranks: nothing else starts them again there
 # The families that SkyPilot 0.14.1 gives EFA (sky/clouds/aws.py, _EFA_INSTANCE_TYPE_PREFIXES). Trainium is not there.
 EFA = ("g4dn", "g5", "g6", "gr6", "g6e", "g7e", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200", "p6-b300")
 
@@ -92,7 +93,7 @@ class SkyPilot(Engine):
             f"--nnodes={job.nodes}",
             f"--nproc-per-node={job.processes_per_node}",
             *(several if job.nodes > 1 else alone),
-            f"--max-restarts={self.cluster.torchrun_restarts}",
+            f"--max-restarts={RESTARTS}",
             f"{self.code}/{START}",
             job.module,
             *(shlex.quote(each) for each in job.overrides),

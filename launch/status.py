@@ -1,21 +1,25 @@
-"""How a run stands: what scheduler, record and run folder say of it, and where they disagree."""
+"""How a run stands, by its scheduler, its record and its run folder: as an object, and as text."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from launch.disagreements import disagreements
 from launch.history import History, Submission, read_history
-from launch.progress import Progress, read_progress
 from launch.record import PLAN, Record
+from launch.run_progress import Progress, read_progress
 from launch.schedulers import Handle, State, scheduler
-from launch.values import count, table
-from train.config import Failure, InputError
+from launch.values import count, shown_duration, shown_moment, table
+from train.cli.command import printable
+from train.config import Failure, InputError, Unreachable
 from train.storage.untrusted import BadContent, read_object
+
+MOST_ATTEMPTS = 5  # shown: the last ones
+MOST_CHARS = 400  # of a text from elsewhere
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,6 @@ class Status:
     progress: Progress
     time_left_s: float | None = None
     line_age_s: float | None = None  # time since the last line of the metrics
-    disagreements: list[str] = field(default_factory=list)
 
     @property
     def is_active(self) -> bool:
@@ -82,7 +85,7 @@ def status(record: Record, *, asks: Callable[[str, Handle], State] = ask, now_un
         history = read_history(record.events())
     is_run = job.kind == "train"
     progress = read_progress(record.run, planned_steps=planned_steps(record)) if is_run else Progress()
-    seen = Status(
+    return Status(
         run_dir=record.run_dir,
         kind=job.kind,
         job_id=job.id,
@@ -95,7 +98,6 @@ def status(record: Record, *, asks: Callable[[str, Handle], State] = ask, now_un
         time_left_s=time_left_s(progress) if answer.is_active else None,
         line_age_s=None if progress.line_unix_s is None else max(0.0, now_unix_s - progress.line_unix_s),
     )
-    return replace(seen, disagreements=list(disagreements(seen)))
 
 
 def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State]) -> Answer:
@@ -105,7 +107,9 @@ def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State
     if submission.refusal:
         return Answer(submission.scheduler, False, text=f"not started: {submission.refusal}")
     if not submission.handle:
-        return Answer(submission.scheduler, failure="the submission was not answered")
+        return Answer(
+            submission.scheduler, failure="it never answered the submission; look there for a job of this run"
+        )
     try:
         state = asks(submission.scheduler, submission.handle)
     except (Failure, InputError) as error:
@@ -147,3 +151,105 @@ def planned_steps(record: Record) -> int | None:
         return count(table(read_object(record.folder.read(PLAN)), "estimate"), "steps")
     except (FileNotFoundError, BadContent):  # the plan is for people; a damaged one stops nobody
         return None
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    """One line that no terminal acts on, cut if it is very long."""
+    line = printable(text)
+    return line if len(line) <= MOST_CHARS else f"{line[:MOST_CHARS]}..."
+
+
+def lines_of(status: Status) -> list[str]:
+    """The run and its state, then a line for each fact that is known."""
+    rows = [(label, clean(text)) for label, text in [*of_job(status), *of_run(status), *of_attempts(status)] if text]
+    width = max(len(label) for label, _ in rows)
+    return [f"{clean(status.run_dir)}: {status.state}", *(f"{label:{width}}  {text}" for label, text in rows)]
+
+
+def of_job(status: Status) -> list[tuple[str, str]]:
+    answer, history = status.answer, status.history
+    submission, ended = history.submission, history.ended
+    named = ", ".join(f"{key} {value}" for key, value in (submission.handle if submission else {}).items())
+    says = f"does not answer: {answer.failure}" if answer.failure else f"{answer.text} ({named})"
+    nodes = (submission.nodes if submission else None) or 0
+    times = f", {history.submissions} times" if history.submissions > 1 else ""
+    end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
+    if status.state == "vanished":
+        end = f"nobody noted how; python -m launch resume {status.run_dir} goes on from what was saved"
+    return [
+        ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
+        ("machines", ", ".join(answer.nodes) or (f"{nodes} asked for" if nodes and status.is_active else "")),
+        ("submitted", f"{shown_moment(submission.time_unix_s)}{times}" if submission else ""),
+        ("stop asked", "" if history.stop_asked_unix_s is None else shown_moment(history.stop_asked_unix_s)),
+        ("cancelled", "" if history.cancelled_unix_s is None else shown_moment(history.cancelled_unix_s)),
+        ("preflight", "; ".join(f"{node} failed: {reason}" for node, reason in history.failed_gate.items())),
+        ("ended", end),
+        ("damaged", ", ".join(f"{status.run_dir}.launch/{name}" for name in history.damaged)),
+    ]
+
+
+def of_run(status: Status) -> list[tuple[str, str]]:
+    progress = status.progress
+    evaluation = "  ".join(f"{name} {value:.4f}" for name, value in progress.scores.items())
+    mfu = "" if progress.mfu is None else f", MFU {progress.mfu:.1%}"
+    left_s, age_s, end = status.time_left_s, status.line_age_s, progress.outcome
+    return [
+        ("step", shown_step(status)),
+        ("loss", "" if progress.loss is None else f"{progress.loss:.4f}"),
+        ("evaluation", f"step {progress.evaluated_step or 0:,}: {evaluation}" if evaluation else ""),
+        ("speed", "" if progress.tokens_per_s is None else f"{progress.tokens_per_s:,.0f} tokens/s{mfu}"),
+        ("goodput", "" if progress.goodput is None else f"{progress.goodput:.1%}"),
+        ("time left", "" if left_s is None else shown_duration(left_s)),
+        ("checkpoint", "" if progress.checkpoint is None else f"step {progress.checkpoint:,}"),
+        ("cost", "" if progress.cost_usd is None else f"${progress.cost_usd:,.2f}"),
+        ("last line", "" if age_s is None else f"{shown_duration(round(age_s))} ago"),
+        ("outcome", f"{end.outcome}: {end.reason}" if end and not status.history.running_attempt else ""),
+    ]
+
+
+def of_attempts(status: Status) -> Iterator[tuple[str, str]]:
+    for each in status.history.attempts[-MOST_ATTEMPTS:]:
+        where = f" on {', '.join(each.nodes)}" if each.nodes else ""
+        text = f"since {shown_moment(each.began_unix_s)}{where}"
+        if each.is_over:
+            text = f"{each.outcome}{f' at step {each.step:,}' if each.step else ''}, {each.reason}"
+            text += f"; then: {each.next}" if each.next else ""
+        yield f"attempt {each.number}", text
+
+
+def shown_step(status: Status) -> str:
+    step, total = status.progress.step, status.progress.total_steps
+    if step is None:
+        return "" if total is None else f"none yet of {total:,}"
+    return f"{step:,}" if total is None else f"{step:,} of {total:,} ({step / total:.1%})"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def watch(ask: Callable[[], Status], every_s: float, *, as_json: bool = False) -> None:
+    """Print the status until the job has ended: a line for each change of its state or step, or JSON each time. A
+    service that does not answer is asked again.
+    """
+    before = ""
+    while True:
+        try:
+            seen: Status | None = ask()
+            assert seen is not None
+            line = f"{seen.state}  {shown_step(seen)}  {clean(seen.answer.failure or seen.answer.text)}"
+        except Unreachable as error:
+            seen, line = None, clean(str(error))
+        if as_json:
+            print(*([seen.to_json()] if seen else [line]), file=sys.stdout if seen else sys.stderr, flush=True)
+        elif line != before:
+            print(f"{shown_moment(time.time())}  {line}", flush=True)
+        before = line
+        if seen is not None and seen.answer.is_active is False:
+            return
+        time.sleep(every_s)

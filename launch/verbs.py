@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from launch import logs, screen, submit
+from launch import logs, submit
 from launch.ec2 import verbs as ec2
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
-from launch.status import Status, status
+from launch.status import Status, clean, columns, lines_of, shown_step, status, watch
 from launch.values import shown_duration, shown_moment
 from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
 from train.config import Failure, InputError, S3Config, check
@@ -20,7 +20,7 @@ from train.run_folder.outcome import STOP_FILE
 from train.storage.folders import open_folder
 from train.storage.untrusted import is_path
 
-EVERY_S = 5.0  # between two refreshes
+EVERY_S = 5.0  # between two questions
 STOP_POLL_S = 5.0  # a run looks for the file STOP every preempt.poll_s, by default
 NO_JOB = "nothing to {}: {} has no job ({})"
 
@@ -63,14 +63,14 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
         try:
             seen = status(record)
         except InputError as error:  # one damaged record hides no other
-            print(f"{screen.clean(record.run_dir)}: {screen.clean(str(error))}", file=sys.stderr)
+            print(f"{clean(record.run_dir)}: {clean(str(error))}", file=sys.stderr)
             continue
         if options.json:
             print(seen.to_json(), flush=True)
         else:
             table.append(row(seen))
     if len(table) > 1:
-        print("\n".join(screen.columns(table)))
+        print("\n".join(columns(table)))
     elif not names:
         print(f"no run was launched in {printable(folder)}", file=sys.stderr)
     return DONE
@@ -79,9 +79,8 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
 def row(seen: Status) -> tuple[str, ...]:
     submission = seen.history.submission
     nodes = len(seen.answer.nodes) or (submission and submission.nodes) or "-"
-    mark = " !" if seen.disagreements else ""
     when = shown_moment(submission.time_unix_s if submission else None)
-    return screen.clean(seen.run_dir), f"{seen.state}{mark}", screen.shown_step(seen) or "-", str(nodes), when
+    return clean(seen.run_dir), seen.state, shown_step(seen) or "-", str(nodes), when
 
 
 # ---- status and logs -------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def status_flags(parser: Parser) -> None:
         type=seconds,
         nargs="?",
         const=EVERY_S,
-        help=f"refresh until the job has ended (every {EVERY_S:g} s)",
+        help=f"a line for each change until the job has ended (asked every {EVERY_S:g} s)",
     )
     parser.add_argument("--json", action="store_true", help="for programs: one object a line")
 
@@ -103,10 +102,11 @@ def status_flags(parser: Parser) -> None:
 def show_status(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
     if options.watch is None:
-        screen.show(status(record), as_json=options.json)
+        seen = status(record)
+        print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
         return DONE
     with suppress(KeyboardInterrupt):  # how one leaves it
-        screen.watch(lambda: status(record), options.watch, as_json=options.json)
+        watch(lambda: status(record), options.watch, as_json=options.json)
     return DONE
 
 
@@ -205,7 +205,7 @@ def asked(record: Record) -> Status:
     submit.answer_lost_submission(record)
     seen = status(record)
     if seen.answer.is_active is None:
-        raise Failure("; ".join([f"{record.run_dir}: {seen.answer.failure}", *seen.disagreements[:1]]))
+        raise Failure(f"{record.run_dir}: {seen.answer.failure}")
     return seen
 
 

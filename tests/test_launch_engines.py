@@ -161,7 +161,6 @@ def test_every_text_survives_the_file(value: Any):
         ([*TRN1, "cluster.capacity_reservation=x"], OF_RUN, "cluster.capacity_reservation='x' is not an id"),
         ([*TRN1, "cluster.buckets=[My_Bucket]"], OF_RUN, "cluster.buckets='My_Bucket' is not the name of a bucket"),
         ([*TRN1, "cluster.setup_script=setup.sh"], OF_RUN, "cluster.setup_script='setup.sh' is not a script, as s3://"),
-        ([*TRN1, "cluster.torchrun_restarts=1"], OF_RUN, "cluster.torchrun_restarts is for baretrain's own schedulers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

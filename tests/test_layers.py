@@ -49,14 +49,14 @@ ROOMS = [[f"train.{room}" for room in line.split()] for line in ROOMS]
 TOOLS = "bench report publish compare doctor precompile prepare convert shards records predict hub"
 TOOLS = {f"train.{room}" for room in TOOLS.split()}
 # Of train, without torch.
-FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.flops models.memory models.shapes"
+FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.flops models.memory models.shapes "
+FOR_LAUNCH += "telemetry.lines"
 FOR_LAUNCH = tuple(f"train.{room}" for room in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
     "boto3": {"train/storage/s3.py", "train/doctor/checks_s3.py", "ami/aws.py"},
     "psutil": {"launch/local.py", "train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
-    "rich": {"launch/screen.py"},
     "matplotlib": {"train/report/figures.py", "train/compare/figures.py"},
     "jinja2": {"train/report/page.py"},
     "huggingface_hub": {"train/publish/push.py", "train/publish/card.py", "train/storage/hub_access.py"},

@@ -67,19 +67,24 @@ def finite(value: Any) -> bool:
 
 
 def read_lines(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, none if there is no such file.
+    """Yield the lines of metrics.jsonl, none if there is no such file. InputError for one of an earlier version."""
+    yield from parse_lines(metrics.read_bytes() if metrics.is_file() else b"", where=str(metrics))
+
+
+def parse_lines(content: bytes, *, where: str = "metrics.jsonl") -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl, which may hold anything.
 
     A line that is damaged, or that a killed process left half written, is left out: a run continues without it.
     InputError if a line does not name its attempt: an earlier version wrote it, and nothing here can use it.
     """
-    for text in metrics.read_bytes().splitlines() if metrics.is_file() else ():
+    for text in content.splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
         check(
             not isinstance(line, dict) or LINE.keys() - line.keys() != {"attempt"},
-            f"{metrics} is of an earlier version: its lines do not name their attempt. Use that version, or begin a "
+            f"{where} is of an earlier version: its lines do not name their attempt. Use that version, or begin a "
             "new run from its weights with model.init_from",
         )
         if isinstance(line, dict) and all(isinstance(line.get(key), kind) for key, kind in LINE.items()):
