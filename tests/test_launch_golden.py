@@ -109,3 +109,14 @@ def test_the_script_of_a_job_is_clean(request):
         pytest.fail(reason) if request.config.getoption("--require-services") else pytest.skip(reason)
     done = subprocess.run(["shellcheck", "-s", "bash", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_prologue_of_a_site_runs_before_the_job(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$SITE|$*"\n')
+    (tmp_path / "python").chmod(0o755)
+    prologue = "export SITE='a b'\n: $NOT_SET"
+    command = ["bash", SCRIPT, tmp_path / "python", prologue, "runs/mine"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "a b|-m launch.slurm.batch runs/mine\n"
+    failed = subprocess.run([*command[:3], "module load none", "runs/mine"], capture_output=True, check=False)
+    assert failed.returncode != 0 and failed.stdout == b""  # a job without its modules does not train

@@ -14,16 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.slurm.records import (
-    ACCOUNTED,
-    HOST,
-    Job,
-    Partition,
-    check_hosts,
-    read_accounted,
-    read_jobs,
-    read_partitions,
-)
+from launch.slurm.records import HOST, SACCT, SQUEUE, Job, Partition, check_hosts, read_jobs, read_partitions
 from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable, check
 from train.storage.untrusted import shown
@@ -33,7 +24,7 @@ NO_JOB = "Invalid job id specified"
 # Variables that lead to the cluster. The others of Slurm are those of the job in which we may run, or options that no
 # plan has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-READING = {"TZ": "UTC", "LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # times without summer time, lists in full
+READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # lists in full
 
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
@@ -94,29 +85,23 @@ class Slurm:
             raise InputError(refusal(said or out))
         return out, said
 
-    def job(self, job_id: int) -> Job | None:
-        """The job; None if Slurm has forgotten it, as some minutes after its end (MinJobAge) without accounting."""
-        jobs = self.tasks(job_id)
-        return next((job for job in jobs if job.job_id == job_id), None)
-
     def tasks(self, job_id: int) -> list[Job]:
-        """The tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it."""
-        code, out, said = self.ask("scontrol", "show", "job", str(job_id), reads=True)
-        if code == 0:
+        """The tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it, as some
+        minutes after its end (MinJobAge) without accounting.
+        """
+        options = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
+        code, out, said = self.ask("squeue", *options, reads=True)
+        if code == 0 and out.strip():
             return read_jobs(out, job_id, self.hostnames)
-        if NO_JOB not in said + out:
-            raise Failure(f"scontrol does not show job {job_id}: {one_line(said or out)}")
-        return self.accounted(job_id)
-
-    def accounted(self, job_id: int) -> list[Job]:
-        """The same from the accounting database; [] if there is none."""
-        options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={ACCOUNTED}")
+        if code and NO_JOB not in said + out:
+            raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
+        options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={SACCT}")
         code, out, said = self.ask("sacct", f"--jobs={job_id}", *options, reads=True)
         if "accounting storage is disabled" in said:
             return []
         if code:
             raise Unreachable(f"Slurm has no job {job_id} now, and its accounting does not answer: {one_line(said)}")
-        return read_accounted(out, job_id, self.hostnames)
+        return read_jobs(out, job_id, self.hostnames)
 
     def job_ids(self, name: str) -> list[int]:
         """The user's jobs of this name that wait or run. An array counts once."""
@@ -188,7 +173,7 @@ class Slurm:
         return out
 
     def ask(self, *command: str, reads: bool = False) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error of a command; `reads`: times in its output are in UTC."""
+        """Exit code, standard output and standard error of a command; `reads`: its output is to be read here."""
         environ = {name: value for name, value in os.environ.items() if is_kept(name)} | (READING if reads else {})
         try:
             done = subprocess.run(

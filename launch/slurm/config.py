@@ -37,6 +37,7 @@ class SlurmConfig(ClusterConfig):
     container: str | None = None  # None, or an image: a path (.sqsh, .sif) or a registry's name
     container_runtime: str = "pyxis"  # pyxis (srun --container-image) | apptainer
     container_mounts: list[str] = field(default_factory=list)  # folders that the container sees under the same names
+    prologue: str | None = None  # lines of bash that the job runs first, as "module load efa"; exports reach every rank
     chdir: str | None = None  # folder on the nodes in which the job starts; None: the one of the first submission
 
     def __post_init__(self) -> None:

@@ -1,17 +1,14 @@
 """What Slurm says of jobs and partitions, read from the output of its commands.
 
-A job's name and comment are printed as their owner gave them, with line breaks and all, so that they can imitate any
-other line. What is there more often than it can be is therefore refused: the true line is among them.
+Jobs are asked for in columns, and never with their name or comment, to which their owner could give any form. The JSON
+of `squeue --json` has a schema for each release (data_parser in Slurm's documentation); columns need one parser.
 """
 
 from __future__ import annotations
 
-import calendar
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from train.storage.untrusted import BadContent, shown
 
@@ -37,21 +34,12 @@ Expand = Callable[[str], tuple[str, ...]]  # "n[1-2]" -> ("n1", "n2")
 
 @dataclass(frozen=True)
 class Job:
-    """A job, or one task of a job array. Times are seconds since 1970; None: Slurm does not know yet."""
+    """A job, or one task of a job array."""
 
     job_id: int
     state: str  # as Slurm names it: PENDING, RUNNING, COMPLETED, ...
-    restarts: int  # how often it was started again, by Slurm or by a request
-    exit_code: int
-    exit_signal: int  # that ended it; 0: none
+    reason: str  # why it waits, or why it failed; "" none
     nodes: tuple[str, ...]  # that it has or had last, by name
-    partition: str
-    submitted_s: float | None  # a job that was requeued counts as submitted then
-    started_s: float | None  # of a job that waits: when Slurm expects to start it
-    ended_s: float | None  # of a job that runs: when its time is over
-    time_limit_s: float | None  # None: none of its own
-    reason: str = ""  # why it waits, or why it failed; "" none
-    name: str | None = None  # None: accounting, which is asked for jobs that are long over, was not asked for it
     array_task: str | None = None  # number of the task; "4-9" for those that have not begun
 
     @property
@@ -68,68 +56,34 @@ class Partition:
     is_default: bool
 
 
-# ---- scontrol ------------------------------------------------------------------------------------------------------
+# ---- jobs ------------------------------------------------------------------------------------------------------------
 
-NEW_JOB = re.compile(r"^(?=JobId=)", re.MULTILINE)
-JOB_LINES = [
-    re.compile(pattern, re.MULTILINE | re.ASCII)
-    for pattern in (
-        (
-            r"^JobId=(?P<job_id>\d{1,10}) "
-            r"(?:ArrayJobId=(?P<array_id>\d{1,10}) ArrayTaskId=(?P<array_task>[\d,:%.-]+) )?"
-            r"(?:\w+=\S* )*?JobName=(?P<name>.*)$"
-        ),
-        r"^   JobState=(?P<state>[A-Z_]+) Reason=(?P<reason>\S*)",
-        r"^   Requeue=\d+ Restarts=(?P<restarts>\d{1,9}) .*?\bExitCode=(?P<exit_code>\d{1,3}):(?P<exit_signal>\d{1,3})",
-        r"^   RunTime=\S+ TimeLimit=(?P<time_limit>\S+)",
-        r"^   SubmitTime=(?P<submitted>\S+)",
-        r"^   StartTime=(?P<started>\S+) EndTime=(?P<ended>\S+)",
-        r"^   Partition=(?P<partition>\S+)",
-        r"^   NodeList=(?P<nodes>\S*)",
-    )
-]
+SQUEUE = "%A|%i|%T|%r|%N"  # of squeue --format
+SACCT = "JobIDRaw,JobID,State,Reason,NodeList"  # of sacct --format: the same columns
+JOB_LINE = re.compile(
+    r"(?P<job_id>\d{1,10})\|(?P<array_id>\d{1,10})(?:_\[?(?P<task>[\d,:%.-]+)\]?)?\|(?P<state>[A-Z_]+)[^|]*\|"
+    r"(?P<reason>[^|]*)\|(?P<nodes>[^|]*)",
+    re.ASCII,
+)
 
 
 def read_jobs(text: str, job_id: int, expand: Expand) -> list[Job]:
-    """The job, or all tasks of the job array, of which `scontrol show job` prints this."""
-    jobs = [read_job(record, job_id, expand) for record in NEW_JOB.split(text) if record.strip()]
-    are_tasks = all(job.array_task is not None for job in jobs) and len({job.job_id for job in jobs}) == len(jobs)
-    if len(jobs) != 1 and not (jobs and are_tasks):
-        raise BadContent(f"what scontrol shows of job {job_id} are {len(jobs)} jobs, not 1")
-    return jobs
+    """The job, or all tasks of the job array, from lines in these columns. sacct has a line for each time that a job
+    was started: the last counts. BadContent for anything else.
+    """
+    jobs: dict[int, Job] = {}
+    for line in text.splitlines():
+        match = JOB_LINE.fullmatch(line)
+        if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
+            raise BadContent(f"what Slurm shows of job {job_id} cannot be read: {shown(line)}")
+        reason = "" if match["reason"] in UNKNOWN else match["reason"]
+        nodes = () if match["nodes"] in UNKNOWN else expand(match["nodes"])
+        task = (match["task"] or "").partition("%")[0] or None
+        jobs[int(match["job_id"])] = Job(int(match["job_id"]), match["state"], reason, nodes, task)
+    return list(jobs.values())
 
 
-def read_job(text: str, job_id: int, expand: Expand) -> Job:
-    said: dict[str, str] = {}
-    for line in JOB_LINES:
-        matches = list(line.finditer(text))
-        if len(matches) != 1:
-            raise BadContent(
-                f"what scontrol shows of job {job_id} cannot be read: {len(matches)} of its lines are as "
-                f"{line.pattern[:20]}, not 1; no job of this program has several lines in its name or comment"
-            )
-        said |= {name: value or "" for name, value in matches[0].groupdict().items()}
-    if job_id not in (int(said["job_id"]), int(said["array_id"] or 0)):
-        raise BadContent(f"scontrol shows job {said['job_id']} when asked for job {job_id}")
-    return Job(name=said["name"], array_task=said["array_task"].partition("%")[0] or None, **common(said, expand))
-
-
-def common(said: Mapping[str, str], expand: Expand) -> dict[str, Any]:
-    """The fields that scontrol and sacct have both."""
-    return {
-        "job_id": int(said["job_id"]),
-        "state": said["state"],
-        "reason": "" if said["reason"] in UNKNOWN else said["reason"],
-        "restarts": int(said["restarts"]),
-        "exit_code": int(said["exit_code"]),
-        "exit_signal": int(said["exit_signal"]),
-        "nodes": () if said["nodes"] in UNKNOWN else expand(said["nodes"]),
-        "partition": said["partition"],
-        "submitted_s": unix_time(said["submitted"]),
-        "started_s": unix_time(said["started"]),
-        "ended_s": unix_time(said["ended"]),
-        "time_limit_s": duration_s(said["time_limit"]),
-    }
+# ---- partitions ------------------------------------------------------------------------------------------------------
 
 
 def read_partitions(text: str) -> list[Partition]:
@@ -149,50 +103,6 @@ def read_partition(line: str) -> Partition:
         )
     except (KeyError, ValueError) as error:
         raise BadContent(f"what scontrol shows of a partition cannot be read: {shown(line)}") from error
-
-
-# ---- sacct ---------------------------------------------------------------------------------------------------------
-
-ACCOUNTED = "JobIDRaw,JobID,State,Reason,ExitCode,NodeList,Partition,Submit,Start,End,Timelimit"  # none is the user's
-ACCOUNTED_LINE = re.compile(
-    r"(?P<job_id>\d{1,10})\|(?P<array_id>\d{1,10})(?:_\[?(?P<array_task>[\d,:%.-]+)\]?)?\|(?P<state>[A-Z_]+)[^|]*\|"
-    r"(?P<reason>[^|]*)\|(?P<exit_code>\d{1,3}):(?P<exit_signal>\d{1,3})\|(?P<nodes>[^|]*)\|(?P<partition>[^|]*)\|"
-    r"(?P<submitted>[^|]*)\|(?P<started>[^|]*)\|(?P<ended>[^|]*)\|(?P<time_limit>[^|]*)",
-    re.ASCII,
-)
-
-
-def read_accounted(text: str, job_id: int, expand: Expand) -> list[Job]:
-    """The job, or all tasks of the job array, of which `sacct --duplicates --format=ACCOUNTED` prints this.
-
-    There is a line for each time that a job was started. The last is the one that counts.
-    """
-    starts: dict[int, list[dict[str, str]]] = {}
-    for line in text.splitlines():
-        match = ACCOUNTED_LINE.fullmatch(line)
-        if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
-            raise BadContent(f"what sacct shows of job {job_id} cannot be read: {shown(line)}")
-        starts.setdefault(int(match["job_id"]), []).append({k: v or "" for k, v in match.groupdict().items()})
-    return [
-        Job(
-            array_task=lines[-1]["array_task"].partition("%")[0] or None,
-            **common({**lines[-1], "restarts": str(len(lines) - 1)}, expand),
-        )
-        for lines in starts.values()
-    ]
-
-
-# ---- values --------------------------------------------------------------------------------------------------------
-
-
-def unix_time(text: str) -> float | None:
-    """Seconds since 1970 of a time in UTC; None for one that Slurm does not know."""
-    if text in UNKNOWN:
-        return None
-    try:
-        return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S")))
-    except ValueError as error:
-        raise BadContent(f"{shown(text)} is not a time of Slurm, such as 2026-11-22T17:50:11") from error
 
 
 def duration_s(text: str) -> float | None:

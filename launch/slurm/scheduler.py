@@ -76,8 +76,7 @@ def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
     job = min(jobs, key=lambda job: job.is_over)
     tasks = f", part {', '.join(str(each.array_task) for each in jobs[:8])}" if name == "parts_id" else ""
     reason = f" ({job.reason}{f', {HINTS[job.reason]}' if job.reason in HINTS else ''})" if job.reason else ""
-    code = f", exit code {job.exit_code}" if job.is_over and job.exit_code else ""
-    return f"job {handle[name]}{tasks} {job.state}{reason}{code}"
+    return f"job {handle[name]}{tasks} {job.state}{reason}"
 
 
 def outcome(jobs: Sequence[SlurmJob]) -> str:
@@ -150,4 +149,4 @@ def after(number: int) -> list[str]:
 
 
 def arguments(job: Job, record: Record) -> list[str]:
-    return [job.python, record.run_dir, *record.s3.flags()]
+    return [job.python, settings(job).prologue or "", record.run_dir, *record.s3.flags()]
