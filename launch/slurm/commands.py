@@ -89,14 +89,14 @@ class Slurm:
         """The tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it, as some
         minutes after its end (MinJobAge) without accounting.
         """
-        options = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
-        code, out, said = self.ask("squeue", *options, reads=True)
+        queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
+        code, out, said = self.ask("squeue", *queued, reads=True)
         if code == 0 and out.strip():
             return read_jobs(out, job_id, self.hostnames)
         if code and NO_JOB not in said + out:
             raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
-        options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={SACCT}")
-        code, out, said = self.ask("sacct", f"--jobs={job_id}", *options, reads=True)
+        ended = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={SACCT}")
+        code, out, said = self.ask("sacct", f"--jobs={job_id}", *ended, reads=True)
         if "accounting storage is disabled" in said:
             return []
         if code:
