@@ -155,6 +155,13 @@ def test_a_sweep_under_torchrun_is_refused(prepared, monkeypatch):
     assert (done.returncode, done.stderr) == (cli.REFUSED, line)
 
 
+def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, prepared):
+    given = settings(prepared, "global_batch_size=8", "--sweep", "nproc=2", f"data.path={tmp_path}/none")
+    done = run(given, module=BENCH)
+    assert (done.returncode, done.stdout) == (cli.REFUSED, "")
+    assert "none does not exist" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 # ---- the order of a sweep ------------------------------------------------------------------------------------------
 
 
@@ -230,6 +237,9 @@ def test_a_try_that_fails_is_named(tmp_path):
         tried("1 / 0")
     with pytest.raises(InputError, match="^no such data$"):
         tried("import sys; print('error: no such data', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(InputError, match="^no such rows$"):  # torchrun's code is 1; a rank has left the file below TMPDIR
+        left = "from pathlib import Path; Path(os.environ['TMPDIR'], 'refused.txt').touch()"
+        tried(f"import os, sys; {left}; print('error: no such rows\\nmore', file=sys.stderr); sys.exit(1)")
 
 
 @pytest.fixture

@@ -25,10 +25,13 @@ from train.bench.config import BenchConfig, check_takes_files
 from train.bench.figures import GIB, plural
 from train.cli import compose as cli
 from train.cli.help import groups
-from train.config import Failure, InputError, TrainConfig, check, make_plan
+from train.config import Failure, InputError, ShardsConfig, TrainConfig, check, make_plan
+from train.data.shards.format import read_manifest
 from train.host.launched import launched
+from train.host.launcher import REFUSAL
 from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
 from train.run_folder.outcome import OUT_OF_MEMORY
+from train.storage.folders import open_folder
 from train.storage.untrusted import BadContent, read_object
 from train.storage.whole import write_atomic
 
@@ -68,6 +71,8 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
         check(not target.exists(), f"save_as={cfg.save_as}: {target} exists; choose another name")
         check_takes_files(target.parent, f"save_as={cfg.save_as}")
     sizes, first = sizes_of(cfg)
+    if isinstance(cfg.data, ShardsConfig):
+        read_manifest(open_folder(cfg.data.path, cfg.s3))  # or else the first try finds out, after a minute
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     print(HEADER, flush=True)
     tries: list[Try] = []
@@ -225,7 +230,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     refusals = [line for line in lines if line.startswith("error: ")]
     why = (refusals or lines or ["it printed nothing"])[-1].removeprefix("error: ")
-    if done.returncode == cli.REFUSED:
+    if done.returncode == cli.REFUSED or any(work.rglob(REFUSAL)):  # torchrun exits with 1 whatever a rank's code was
         raise InputError(why)
     raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
 
