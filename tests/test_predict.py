@@ -299,7 +299,8 @@ def test_models_that_are_not_there(labelled, tmp_path, capsys):
         return refused(capsys, model, "--text", "x", *FP32)
 
     assert line("/nowhere/run") == "MODEL=/nowhere/run: there is no such folder"
-    assert "tokenizer some/model cannot be loaded" in line("some/model")
+    missing = line("runs/none")  # a run that is not there, or a name at the Hub
+    assert "runs/none cannot be loaded: there is no such file or folder here, and at the Hub: " in missing
     for name in ("config.yaml", "metrics.jsonl"):
         shutil.copy(labelled[0] / name, tmp_path)
     assert "neither an export nor a checkpoint yet" in line(tmp_path)

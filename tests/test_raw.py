@@ -350,11 +350,11 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
 
 def test_a_hub_id_that_cannot_be_loaded(folder):
     with pytest.raises(
-        InputError, match="user/set is no file or folder here, and as a Hub data set: .*data.path=FOLDER"
+        InputError, match="user/set cannot be read: .*no such file or folder here, and at the Hub: .*data.path=FOLDER"
     ) as e:
         read("user/set")
     assert "\n" not in str(e.value)
-    with pytest.raises(InputError, match="as a Hub data set"):
+    with pytest.raises(InputError, match="and at the Hub"):
         version(RecordsConfig(path="user/set"), S3)
     for path in (folder / "nowhere", "nowhere/train.csv"):
         with pytest.raises(InputError, match="there is no such file or folder"):

@@ -229,5 +229,4 @@ def naming_hub(cfg: RecordsConfig) -> Iterator[None]:
             yield
     except errors as error:
         hint = "without the Hub, give a file or folder: data.path=FOLDER"
-        what = f"data.path={cfg.path} is no file or folder here, and as a Hub data set: {why_missing(cfg.path, error)}"
-        raise InputError(f"{what}; {hint}") from error
+        raise InputError(f"data.path={cfg.path} cannot be read: {why_missing(cfg.path, error)}; {hint}") from error
