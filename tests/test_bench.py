@@ -237,7 +237,7 @@ def test_a_try_that_fails_is_named(tmp_path):
         tried("1 / 0")
     with pytest.raises(InputError, match="^no such data$"):
         tried("import sys; print('error: no such data', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(InputError, match="^no such rows$"):  # torchrun's code is 1; a rank has left the file below TMPDIR
+    with pytest.raises(InputError, match="^no such rows$"):  # torchrun's code is 1; a rank left a file in TMPDIR
         left = "from pathlib import Path; Path(os.environ['TMPDIR'], 'refused.txt').touch()"
         tried(f"import os, sys; {left}; print('error: no such rows\\nmore', file=sys.stderr); sys.exit(1)")
 

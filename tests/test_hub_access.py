@@ -73,7 +73,8 @@ def test_a_hub_that_cannot_be_reached_is_one_line_at_once(
     ask, nobody_there: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with pytest.raises(InputError, match=f"{SOURCE}.* no such file or folder here, .* the Hub cannot be reached: ") as error:
+    missing = f"{SOURCE}.* no such file or folder here, .* the Hub cannot be reached: "
+    with pytest.raises(InputError, match=missing) as error:
         ask(tmp_path)
     assert "\n" not in str(error.value)
     assert "Retrying" not in caplog.text + capfd.readouterr().err
