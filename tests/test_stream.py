@@ -269,6 +269,20 @@ def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, mo
     assert opened == ["wrong", server.secret]
 
 
+@pytest.mark.parametrize(
+    ("code", "error", "message"),
+    [
+        (403, "RequestTimeTooSkewed", "this machine's clock is wrong.*; set it"),
+        (400, "ExpiredToken", "the AWS credentials have expired; renew them"),
+    ],
+)
+def test_what_the_connector_names_by_a_number_is_named_with_its_cure(bucket, code, error, message):
+    client = client_of(bucket)
+    bucket.proxy.set(Fault("status", code=code, error=error))
+    with pytest.raises(Unreachable, match=f"^{message}"):
+        client.read("a", lambda _: None, offset=0, size=1, in_pieces=False)
+
+
 HELPER = """
 import datetime, json, os, sys
 if os.path.exists("{down}"):

@@ -28,11 +28,12 @@ REFUSALS = {  # phrases in the connector's errors that retries will not change, 
     "InvalidRange": "it is shorter than the manifest says",
 }
 DENIALS = {  # that time may change: a new role takes a while to be known everywhere, a copy may be under way
+    "TIME_TOO_SKEWED": "this machine's clock is wrong, S3 does not accept its signature; set it (chrony)",
+    "TOKEN_EXPIRED": "the AWS credentials have expired; renew them (aws sso login)",
     "key does not exist": "it is not in the bucket",
     "Forbidden": "S3 refuses access to it",
     "AccessDenied": "S3 refuses access to it",
 }
-TEMPORARY = ("Expired", "EXPIRED", "hrottl")
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 put_here: dict[str, str] = {}  # credentials that this process has put into its environment
 
@@ -146,8 +147,6 @@ def put(credentials: tuple[str | None, ...]) -> None:
 
 def explain(error: Exception) -> Exception:
     text = " ".join(str(error).split())
-    if any(phrase in text for phrase in TEMPORARY):
-        return Unreachable(text)
     for phrase, meaning in (REFUSALS | DENIALS).items():
         if phrase in text:
             return (Doubtful if phrase in REFUSALS else Unreachable)(f"{meaning} ({text})")
