@@ -8,7 +8,9 @@ import os
 import random
 import re
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 from services.fault_proxy import Fault
@@ -315,6 +317,27 @@ def test_a_server_that_is_not_there_is_named(bucket, pauses):
     assert len(pauses) == s3.ATTEMPTS - 1  # known to be away, the others ask once
 
 
+def test_a_body_that_is_damaged_on_the_way_up_is_sent_again(bucket):
+    folder, content = in_s3(bucket), os.urandom(20 * MIB)
+    bucket.proxy.set(Fault("damage", match="^PUT", times=3))
+    folder.write("a", content)
+    assert folder.create("b", content)
+    assert bucket.get("runs/data/a") == bucket.get("runs/data/b") == content
+    assert len([request for request in bucket.proxy.requests() if request.fault]) == 3
+    for fault in (Fault("damage"), Fault("status", code=400, error="BadDigest")):
+        bucket.proxy.set()
+        folder.names()  # the trouble before is over
+        bucket.proxy.set(fault)
+        with pytest.raises(Unreachable, match=rf"S3 answers 400 \w+, {s3.ATTEMPTS} times$"):
+            folder.create("c", content)
+
+
+def test_an_answer_without_a_text_is_named_by_its_code(bucket):
+    bucket.proxy.set(Fault("status", code=400, error="Odd", message=""))
+    with pytest.raises(InputError, match="S3 answers 400 Odd$"):
+        in_s3(bucket).read("a")
+
+
 # ---- what the user has to fix ---------------------------------------------------------------------------------------
 
 
@@ -391,6 +414,30 @@ def test_a_profile_is_used(bucket, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
     in_s3(bucket, profile="work").write("a", b"x")
     assert bucket.keys() == ["runs/data/a"]
+
+
+def test_credentials_renewed_in_a_file_are_taken_up(bucket, monkeypatch, tmp_path):
+    """boto3 reads the file once. Whatever comes first, and several threads at once."""
+    file, server = tmp_path / "credentials", bucket.service.server
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    bucket.put("runs/data/a", b"x")
+
+    def at_once(folder):
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(folder.read, ["a"] * 8)) == [b"x"] * 8
+
+    for number in range(7):
+        file.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = old\n")
+        folder = in_s3(bucket)
+        acts = [partial(at_once, folder), *(act for _verb, act in everything(folder))]
+        for content in ("", "[default]\naws_access_key_id = half\n"):  # the latter as another program writes it
+            file.write_text(content or file.read_text())
+            with pytest.raises(InputError, match="does not know these credentials"):
+                folder.write("b", b"x")
+        file.write_text(f"[default]\naws_access_key_id = {server.key}\naws_secret_access_key = {server.secret}\n")
+        acts[number]()
 
 
 # ---- how long S3 is waited for --------------------------------------------------------------------------------------

@@ -32,14 +32,15 @@ DROP_S = 0.05  # between what a slowed answer sends
 class Fault:
     """What happens to the requests that fit. The first rule that acts on a request keeps it from those after it."""
 
-    do: str  # status | reset | stall | flip | rate | delay | lose (the server does it, the answer gets lost)
+    do: str  # status | reset | stall | flip | damage (the request) | rate | delay | lose (done, and the answer is lost)
     match: str = ""  # regular expression, searched in "GET /bucket/key?query bytes=0-99"
     skip: int = 0  # fitting requests that pass first
     times: int | None = None  # how many are spoilt then; None: all
     share: float = 1.0  # of those, the share that is spoilt, drawn with `seed`
     seed: int = 0
     code: int = 503  # status: answered instead of the server,
-    error: str = "SlowDown"  # with this code of S3 in the body
+    error: str = "SlowDown"  # with this code of S3 in the body,
+    message: str = "by the fault proxy"  # this text
     headers: dict[str, str] = field(default_factory=dict)  # and these; otherwise added to the server's
     after: int = 0  # reset, stall, flip: bytes of the answer's body that pass untouched
     seconds: float = FOREVER  # stall, delay
@@ -206,7 +207,7 @@ class Connection:
                 async for _ in head.body(self.reader):
                     pass
             request.status = fault.code
-            xml = f"<Error><Code>{fault.error}</Code><Message>by the fault proxy</Message></Error>"
+            xml = f"<Error><Code>{fault.error}</Code><Message>{fault.message}</Message></Error>"
             await self.answer(fault.code, b"" if method == "HEAD" else xml.encode(), fault.headers)
             return False
         if fault and fault.do == "delay":
@@ -224,7 +225,8 @@ class Connection:
             self.upstream = await asyncio.open_connection("127.0.0.1", self.proxy.upstream_port, limit=2**20)
         reader, writer = self.upstream
         sent: list[bytes] | None = [] if request.method == "POST" and "uploadId=" in request.query else None
-        sending, closes = asyncio.create_task(self.send(head, writer, sent)), False
+        damages = fault is not None and fault.do == "damage"
+        sending, closes = asyncio.create_task(self.send(head, writer, sent, damages=damages)), False
         try:
             answer = await read_head(reader)
             while answer.first[1] == "100":  # the server wants the body
@@ -248,9 +250,11 @@ class Connection:
         finally:
             sending.cancel()
 
-    async def send(self, head: Head, writer: asyncio.StreamWriter, copy: list[bytes] | None) -> None:
+    async def send(self, head: Head, writer: asyncio.StreamWriter, copy: list[bytes] | None, *, damages: bool) -> None:
         writer.write(head.raw)
         async for piece in head.body(self.reader):
+            if damages:
+                piece, damages = piece[:-1] + bytes([piece[-1] ^ 0xFF]), False
             if copy is not None:
                 copy.append(piece)
             writer.write(piece)

@@ -13,7 +13,8 @@ import re
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import boto3
 from boto3.exceptions import RetriesExceededError
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
+from botocore.credentials import RefreshableCredentials
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -105,7 +107,31 @@ def open_client(session: Any, s3: S3Config, patience: Patience) -> Any:
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
     patience.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", refuse_another_region)
+    client.meta.events.register("before-sign.s3", partial(note_credentials, session))
+    client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
     return client
+
+
+def note_credentials(session: Any, request: Any, **_: object) -> None:
+    credentials = session.get_credentials()
+    request.context["credentials"] = credentials and credentials.get_frozen_credentials()
+
+
+def renew_credentials(
+    session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, request_dict: dict[str, Any], **_: object
+) -> float | None:
+    """Retry at once, signed with what ~/.aws holds now, if S3 does not accept the credentials of the request: boto3
+    renews all kinds but these, which it reads once. Return None if they are the same.
+    """
+    held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
+    if code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
+        return None
+    with suppress(InputError, BotoCoreError):  # a file that is gone or half written: the answer of S3 is the error
+        present = open_session(s3).get_credentials()
+        if present is not None:
+            held.access_key, held.secret_key, held.token = present.access_key, present.secret_key, present.token
+    changed = held.get_frozen_credentials() != request_dict["context"]["credentials"]  # perhaps by another thread
+    return 0.0 if changed else None
 
 
 def refuse_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
@@ -287,4 +313,5 @@ class S3Folder:
         if is_temporary(status, code):
             times = answer.get("RetryAttempts", 0) + 1
             return Unreachable(f"{url}: S3 answers {status} {code}{f', {times} times' if times > 1 else ''}")
-        return InputError(f"{url}: S3 answers {status} {code}: {one_line(details.get('Message', ''))}")
+        text = one_line(details.get("Message") or "")
+        return InputError(f"{url}: S3 answers {status} {code}{text and f': {text}'}")
