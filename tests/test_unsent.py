@@ -1,4 +1,4 @@
-"""A save that S3 does not take: kept whole on this machine, tried again, and uploaded by the next start here."""
+"""A save that S3 does not take: kept whole on this machine, tried again, and replaced by the next one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
 
 from train.attempt import recovery
 from train.checkpoints import writer as writer_module
-from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
-from train.checkpoints.unsent import adopt
 from train.config import CheckpointConfig, InputError, ShardsConfig, TrainConfig
 from train.run_folder.lease import LeaseLost
 from train.storage import folders
@@ -23,7 +20,6 @@ from train.storage.folders import open_folder
 from train.tasks.mlm import MLMConfig
 
 AWAY = Fault("status", match="/checkpoints/")
-MACHINE = "node-1"
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +37,6 @@ def copies(store):
     return sorted(path.parent for path in store.local.glob(f"saving/*/{FILE}"))
 
 
-def start(store, number, *, host=MACHINE, previous=MACHINE):
-    """What the next start of the run does with the copies, before it loads."""
-    before = {"number": number - 1, "host": previous}
-    adopt(store.local, SimpleNamespace(number=number, previous=before, claim={"host": host}))
-    store.send_kept(number)
-    store.collect_garbage(ended_below=number)
-
-
 @pytest.fixture
 def unsent(bucket, store):
     """Step 3 is in S3, step 6 was saved while it was away. Both by lease 1."""
@@ -63,63 +51,23 @@ def unsent(bucket, store):
 def test_a_save_that_s3_does_not_take_stays_whole_and_its_folder_is_named(store, unsent, caplog):
     (folder,) = copies(store)
     assert Manifest.from_json((folder / FILE).read_bytes()).step == 6
-    words = f"; step 6 is whole in {folder}: the next start on this machine uploads it"
+    words = f"; step 6 is whole in {folder}; docs/faults.md says how to upload it"
     assert unsent.saver.newest_text == f"the newest checkpoint is of step 3 ({store.location}){words}"
     (line,) = [line.message for line in caplog.get_records("setup") if line.levelname == "ERROR"]
     assert line.startswith("saving step 6: Unreachable: s3://") and line.endswith(words)
     assert store.steps() == [3]
 
 
-def test_the_next_start_on_this_machine_uploads_it_and_goes_on_from_there(store, unsent):
-    wanted = unsent.trained[0].state_dict()
-    start(store, 2)
-    assert store.steps() == [3, 6] and copies(store) == []
-    manifest, faults = newest_valid(store)
-    assert (manifest.step, manifest.fence, faults) == (6, 2, [])
-    uploaded = torch.load(store.path_of(manifest) / "model.pt", weights_only=True)
-    assert all(torch.equal(uploaded[name], value) for name, value in wanted.items())
-
-
-def test_a_start_that_fails_before_it_can_upload_hands_it_on(bucket, store, unsent):
-    bucket.proxy.set(AWAY)
-    with pytest.raises(writer_module.Unreachable):
-        start(store, 2)
-    bucket.proxy.set()
-    assert len(copies(store)) == 1
-    start(store, 3)
-    assert store.steps() == [3, 6]
-
-
-@pytest.mark.parametrize(
-    "start_of",
-    [{"number": 3}, {"number": 2, "previous": "node-2"}],
-    ids=["another lease between", "another machine had its number"],
-)
-def test_it_is_left_out_if_the_run_was_elsewhere_since(store, unsent, caplog, start_of):
-    start(store, **start_of)
-    assert store.steps() == [3]
-    (folder,) = copies(store)  # nothing else has this work
-    assert [line for line in caplog.messages if f"the save of step 6 in {folder} is not uploaded" in line]
-
-
-@pytest.mark.parametrize(("name", "fault"), [("model.pt", "has sha256"), (FILE, "it was changed after")])
-def test_a_damaged_copy_is_left_out(store, unsent, caplog, name, fault):
-    path = copies(store)[0] / name
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-    start(store, 2)
-    assert store.steps() == [3]
-    assert [line for line in caplog.messages if name in line and fault in line]
-
-
-def test_it_is_left_out_if_s3_has_as_new_a_step(store, unsent):
-    """As after a kill between the commit and the removal of the copy."""
-    store.commit(copies(store)[0], Manifest.from_json((copies(store)[0] / FILE).read_bytes()))
-    committed = store.manifest(6)
-    unsent.saver.store.keep(store.scratch(6, 0), Manifest(6, 1, {}, {}, {}, 1, "ddp", None))
-    start(store, 2)
-    assert store.manifest(6) == committed and store.aside() == []
+def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog):
+    (folder,) = copies(store)
+    killed = store.scratch(9, 0)
+    store.collect_garbage(ended_below=2)
+    assert copies(store) == [folder] and not killed.exists()
+    assert [line for line in caplog.messages if f"{folder} holds a save that is not in S3" in line]
+    unsent.trained = built()
+    assert saved(saver_of(S3Store(store.folder, store.local / "other")), 6, unsent.trained) is None
+    store.collect_garbage(ended_below=2)
+    assert copies(store) == []
 
 
 def test_a_newer_save_takes_the_place_of_the_copy(bucket, store, unsent):

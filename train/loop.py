@@ -23,7 +23,6 @@ from train.backend import Backend, open_backend
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import Saver
 from train.checkpoints.store import open_store
-from train.checkpoints.unsent import STAGING
 from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
 from train.data.shards.prepared import Supply
@@ -107,7 +106,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     )
     backend.seed(cfg.seed)  # other dropout on every rank
     watch.phase("load", is_start=True)
-    store = open_store(folder.storage, folder.path / STAGING)
+    store = open_store(folder.storage, folder.staging)
     loaded = go_on(attempt, store, engine, backend)
     engine.ready()
     facts = facts_of(attempt, engine, backend)

@@ -17,7 +17,6 @@ from train.attempt.watchdog import Watchdog
 from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
-from train.checkpoints.unsent import STAGING, adopt
 from train.config import Failure, InputError, Plan, TrainConfig, Unreachable
 from train.host import machine
 from train.host.launched import launched
@@ -100,7 +99,6 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
         if launch.rank == 0:
             with attempt.stop.nothing_to_save():
                 attempt.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
-            adopt(folder.path / STAGING, attempt.lease)
             folder.guard = attempt.lease.check
         try:
             folder.open()

@@ -45,11 +45,10 @@ def load_newest(attempt: Attempt, store: Store, engine: Engine, backend: Backend
 
 
 def tidy(attempt: Attempt, store: Store) -> int | None:
-    """Upload saves that an earlier attempt had to leave on this machine, and remove what killed attempts left behind.
-    Gives the newest step that was saved according to the metrics. Only rank 0 calls it.
+    """Remove what killed attempts left behind. Returns the newest step that was saved according to the metrics. Only
+    rank 0 calls it.
     """
     newest = goodput.newest_saved(attempt.folder.metrics)
     if attempt.lease is not None:
-        store.send_kept(attempt.lease.number)
         store.collect_garbage(ended_below=attempt.lease.ended_below)
     return newest

@@ -62,9 +62,6 @@ class Store(Protocol):
         holds all files of the step.
         """
 
-    def send_kept(self, fence: int) -> None:
-        """Commit the save that an earlier attempt kept and could not commit, if it is newer than all steps."""
-
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Make a step of the synced files in `scratch`. It exists when this returns, and not before."""
 

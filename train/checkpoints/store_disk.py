@@ -78,8 +78,6 @@ class LocalStore:
     def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
         return manifest
 
-    def send_kept(self, fence: int) -> None: ...
-
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Fails, and changes nothing, if a new owner of the run folder has removed `scratch`."""
         write_atomic(scratch / FILE, manifest.to_json())  # syncs the folder as well; the files in it are synced

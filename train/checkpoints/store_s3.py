@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
-from train.checkpoints import unsent
 from train.checkpoints.manifest import (
     FILE,
     Damaged,
@@ -25,10 +24,12 @@ from train.checkpoints.manifest import (
     step_of,
 )
 from train.config import Failure, InputError
+from train.run_folder.folder import SAVING
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.folders import READS, canonical_json, check_room
 from train.storage.s3 import S3Folder
 from train.storage.untrusted import BadContent, FileName, of_type, read_object
+from train.storage.whole import write_atomic
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
@@ -123,12 +124,12 @@ class S3Store:
             shutil.rmtree(self.local / name)
 
     def scratch(self, step: int, num_bytes: int) -> Path:
-        folder = self.local / unsent.SAVING / uuid.uuid4().hex
+        folder = self.local / SAVING / f"{step_name(step)}.{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
         try:
             check_room(folder, num_bytes)
         except OSError:
-            self.clear(unsent.SAVING)  # saves that could not be uploaded make room for a newer one
+            self.clear(SAVING)  # saves that could not be uploaded make room for a newer one
             folder.mkdir(parents=True)
             check_room(folder, num_bytes)
         return folder
@@ -156,17 +157,14 @@ class S3Store:
         if manifest.folder:
             return manifest  # the files of other ranks are not here: a copy would not be whole
         manifest = self.with_folder(manifest)  # each attempt to commit overwrites what the one before has uploaded
-        unsent.keep(scratch, manifest)
+        write_atomic(scratch / FILE, manifest.to_json())
+        for older in scratch.parent.iterdir():
+            if older != scratch:
+                shutil.rmtree(older)
         return manifest
 
     def with_folder(self, manifest: Manifest) -> Manifest:
         return replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-
-    def send_kept(self, fence: int) -> None:
-        for folder, manifest in unsent.to_send(self.local, fence):
-            if manifest.step > max(self.steps(), default=0):
-                logger.info("uploading the save of step %d, which was kept in %s", manifest.step, folder)
-                self.commit(folder, self.with_folder(manifest))
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, and commits nothing, if another job took the run folder during the upload."""
@@ -219,7 +217,7 @@ class S3Store:
         """
         self.clear("fetched")
         objects = self.names()
-        unsent.tidy(self.local, max((step for step, name in objects if name == FILE), default=0))
+        self.tidy_saving(max((step for step, name in objects if name == FILE), default=0))
         left = []
         for step in sorted({step for step, _ in objects}):
             names = [name for number, name in objects if number == step]
@@ -235,6 +233,18 @@ class S3Store:
                 f"{self.location}: no {FILE} for the files of {', '.join(left[:MAX_NAMED])}"
                 f"{' ...' if left[MAX_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
             )
+
+    def tidy_saving(self, newest: int) -> None:
+        """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
+        for folder in (self.local / SAVING).glob("*"):
+            step = step_of(folder.name.partition(".")[0])
+            if not (folder / FILE).is_file() or (step is not None and step <= newest):
+                shutil.rmtree(folder)
+            else:
+                text = "docs/faults.md says how to upload it; the next save replaces it"
+                logger.warning("%s holds a save that is not in S3: %s", folder, text)
+        with suppress(OSError):  # it is not empty, or absent
+            (self.local / SAVING).rmdir()
 
     def finish(self, step: int, folder: str, names: list[str]) -> bool:
         """Remove the files that a mark names, unless a manifest names them too, and then the mark. False if they stay:

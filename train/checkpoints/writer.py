@@ -99,7 +99,7 @@ class Writer:
         if self.kept is None or not (self.kept[1] / FILE).is_file():  # it may have made room for a newer one
             return ""
         step, folder = self.kept
-        return f"; step {step} is whole in {folder}: the next start on this machine uploads it"
+        return f"; step {step} is whole in {folder}; docs/faults.md says how to upload it"
 
     # ---- the other ranks -----------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
+SAVING = "saving"  # in `staging`: a folder for each save; one with a manifest is whole and not in S3
 MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
 
 
@@ -89,6 +90,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.export = self.path / "export"
         self.log = self.path / "log"
+        self.staging = self.path / "staging"  # files on their way to and from S3
 
     def check_is_ours(self, identity: dict[str, Any], *, data_path: str, force: bool) -> None:
         """InputError for a folder that is another run's, or is no run folder, before anything is written to it."""
@@ -97,6 +99,12 @@ class RunFolder:
         before = check_is_run_folder(self.storage, names)
         if not self.is_remote:
             check_no_links(self.location)
+        elif not before:
+            for manifest in self.staging.glob(f"{SAVING}/*/manifest.json"):
+                raise InputError(
+                    f"{self.location} is empty, and {manifest.parent} holds a save of its run that is not in S3: "
+                    f"docs/faults.md says how to upload it; to begin anew, remove {self.path}"
+                )
         if before and names & {"metrics.jsonl", "checkpoints"}:
             check_same_run(before, identity, source=self.location, force=force)
 
@@ -129,6 +137,7 @@ class RunFolder:
         self.previous = self.last_outcome()
         for name in (NAME, *self.folder.names("log/exit_rank_")):
             self.folder.remove(name)
+        (self.path / NAME).unlink(missing_ok=True)
         for name in MIRRORED if self.is_remote else ():
             self.download(name)
 
@@ -218,11 +227,16 @@ class RunFolder:
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
         """Write how the attempt ended; launchers go by it, and take a missing outcome for a kill. The outcome of the
         rank that failed first stays: the others failed because of it. With `is_of_all`, all ranks ended in order, and
-        an outcome that is there is another attempt's.
+        an outcome that is there is another attempt's. If S3 is away it is written on this machine.
         """
         if self.log.is_dir():
             with self.logging_failures():
-                write_outcome(self.folder, outcome, replaces_all=is_of_all)
+                try:
+                    write_outcome(self.folder, outcome, replaces_all=is_of_all)
+                except (InputError, Unreachable):
+                    if self.is_remote:
+                        write_outcome(LocalFolder(self.path), outcome, replaces_all=is_of_all)
+                    raise
                 if launched().rank == 0:
                     self.mirror()
 
@@ -237,8 +251,8 @@ class RunFolder:
             logger.error("the end of this attempt cannot be recorded in %s: %s", self.location, error)
 
     def last_outcome(self) -> dict[str, Any]:
-        """How the last attempt ended; empty if it left no outcome."""
-        return read_outcome(self.storage)
+        """How the last attempt ended; empty if it left no outcome, neither in S3 nor on this machine."""
+        return read_outcome(self.storage) or read_outcome(LocalFolder(self.path))
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:
