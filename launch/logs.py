@@ -27,8 +27,7 @@ from train.storage.folders import Folder, LocalFolder
 from train.storage.untrusted import is_path
 
 LINES = 100  # last ones of each file that are shown
-BLOCK_BYTES = 2**16  # read at once from the end of a file
-MOST_BYTES = 2**20  # read at once while following, and the longest line
+MOST_BYTES = 2**20  # read at once, from the end of a file at first; and the longest line
 POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at the files, and two questions to the scheduler
 LOGS = "logs/"
 OF_JOB = re.compile(r"[^/]+\.txt")
@@ -72,6 +71,14 @@ class Log:
             self.content = self.folder.read(self.name)
         return self.content[begin:end]
 
+    def begin_of_last(self, lines: int) -> int:
+        """Where its last lines begin, of those in its last MOST_BYTES."""
+        end = self.size()
+        block = self.part(max(0, end - MOST_BYTES), end)
+        whole = block.removesuffix(b"\n").split(b"\n") if block else []
+        kept = b"\n".join(whole[max(0, len(whole) - lines) :])
+        return end - len(kept) - block.endswith(b"\n") if lines and whole else end
+
 
 class Tail:
     """The lines of a log from some point on."""
@@ -79,7 +86,7 @@ class Tail:
     def __init__(self, log: Log, *, lines: int | None) -> None:
         """`lines`: how many of the last ones to begin with; None: all."""
         self.log = log
-        self.position = 0 if lines is None else begin_of_last(log, lines)
+        self.position = 0 if lines is None else log.begin_of_last(lines)
         self.rest = b""  # of a line that is not complete yet
 
     def take(self, *, is_last: bool = False) -> Iterator[str]:
@@ -100,24 +107,6 @@ class Tail:
         if is_last and self.rest:
             yield safe(self.rest)
             self.rest = b""
-
-
-def begin_of_last(log: Log, lines: int) -> int:
-    """Where the last lines of a log begin."""
-    if lines == 0:
-        return log.size()
-    position = log.size() - 1  # what ends the last line counts as no line
-    while position > 0:
-        begin = max(0, position - BLOCK_BYTES)
-        block = log.part(begin, position)
-        ends = block.count(b"\n")
-        if ends >= lines:
-            index = len(block)
-            for _ in range(lines):
-                index = block.rindex(b"\n", 0, index)
-            return begin + index + 1
-        lines, position = lines - ends, begin
-    return 0
 
 
 def safe(line: bytes) -> str:

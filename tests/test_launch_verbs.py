@@ -312,15 +312,13 @@ def test_control_characters_of_a_log_do_not_reach_the_terminal(run, capsys):
     st.lists(st.sampled_from([b"", b"a", b"long line", b"\r"]), max_size=8),
     st.booleans(),
     st.integers(0, 9),
-    st.integers(1, 5),
 )
-def test_the_last_lines_are_those_of_the_whole_file(tmp_path_factory, rows, has_end, count, block):
+def test_the_last_lines_are_those_of_the_whole_file(tmp_path_factory, rows, has_end, count):
     content = b"\n".join(rows) + (b"\n" if rows and has_end else b"")
     path = tmp_path_factory.mktemp("log") / "a.txt"
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logs, "BLOCK_BYTES", block)
-        patch.setattr(logs, "MOST_BYTES", 64)
+        patch.setattr(logs, "MOST_BYTES", 100)
         taken = list(logs.Tail(logs.Log("a", LocalFolder(path.parent), "a.txt"), lines=count).take(is_last=True))
     lines = content.split(b"\n")[:-1] if content.endswith(b"\n") else content.split(b"\n")
     expected = [logs.safe(line) for line in lines] if content else []
