@@ -11,7 +11,8 @@ from train.cli.saved import read_config
 from train.config import InputError, S3Config, TrainConfig, check
 from train.models.shapes import find_shape, knows_vocabulary, read_shape
 from train.storage.folders import Folder, open_folder
-from train.storage.untrusted import BadContent, of_type, read_object, shown
+from train.storage.untrusted import BadContent, of_type, shown
+from train.telemetry.lines import parse_lines
 
 MAX_RANKS, MAX_TOKENS = 2**20, 2**20
 MAX_METRICS_BYTES = 2**30
@@ -57,28 +58,19 @@ def read_calibration(location: str, s3: S3Config) -> Calibration:
         raise InputError(f"calibrate={location} is no run folder: it holds no metrics.jsonl") from error
     cfg = read_config(folder)
     try:
-        return measured(cfg, folder, read_lines(content))
+        return measured(cfg, folder, last_attempt(content))
     except BadContent as error:
         raise InputError(f"calibrate={location}: its metrics.jsonl tells no speed: {error}") from error
 
 
-def read_lines(content: bytes) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are of the attempt of the last summary, that summary last. A last line that was
-    cut off is left out. BadContent for another one that is damaged.
-    """
-    rows = [row for row in content.splitlines() if row.strip()]
-    lines = []
-    for number, row in enumerate(rows, start=1):
-        try:
-            lines.append(read_object(row))
-        except BadContent as error:
-            if number < len(rows):
-                raise BadContent(f"line {number}: {error}") from error
-    ends = [number for number, line in enumerate(lines) if line.get("kind") == "summary"]
+def last_attempt(content: bytes) -> list[dict[str, Any]]:
+    """The lines of the attempt of the last summary, that summary last. BadContent if there is none."""
+    lines = list(parse_lines(content))
+    ends = [number for number, line in enumerate(lines) if line["kind"] == "summary"]
     if not ends:
         raise BadContent("it has no summary: the run has not ended yet, or was killed")
     end = lines[ends[-1]]
-    return [line for line in lines[: ends[-1]] if line.get("attempt") == end.get("attempt")] + [end]
+    return [line for line in lines[: ends[-1]] if line["attempt"] == end["attempt"]] + [end]
 
 
 def measured(cfg: TrainConfig, folder: Folder, lines: list[dict[str, Any]]) -> Calibration:
