@@ -3,9 +3,9 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
-import pytest
 from running import train_overrides
 
 ROOT = Path(__file__).parent.parent
@@ -82,51 +82,52 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports(path):
     """Modules imported at run time, wherever the import stands."""
+    names = []
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):  # imports for types only do not count
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             node.body = [ast.Pass()]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+ROWS = {name: number for number, rooms in enumerate(ROOMS) for name in rooms}
 
 
 def room(module):
     """The room of a module, and its row in the list."""
-    rows = {name: number for number, rooms in enumerate(ROOMS) for name in rooms}
     name = module
-    while name and name not in rows:  # train.cli.compose is a room of its own, train.cli another
+    while name and name not in ROWS:  # train.cli.compose is a room of its own, train.cli another
         name = name.rpartition(".")[0]
-    return (name, rows[name]) if name else (None, None)
+    return (name, ROWS[name]) if name else (None, None)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_downwards(path):
-    here, row = room(name_of(path))
-    is_train = path.relative_to(ROOT).parts[0] == "train"
-    assert here or path.name == "__init__.py" or not is_train, f"{path} is in no room of the list"
-    for imported in imports(path):
-        there, lower = room(imported)
-        if here and there and there != here:
+def test_imports_go_downwards():
+    for path in FILES:
+        here, row = room(name_of(path))
+        is_train = path.relative_to(ROOT).parts[0] == "train"
+        assert here or path.name == "__init__.py" or not is_train, f"{path} is in no room of the list"
+        for imported in imports(path) if here else ():
+            there, lower = room(imported)
             late_export = (here, there) == ("train.loop", "train.publish")  # what a run does at its end
-            assert lower < row or late_export, f"{name_of(path)} imports {imported}"
-        if here:
+            assert not there or there == here or lower < row or late_export, f"{name_of(path)} imports {imported}"
             assert imported.split(".")[0] not in ("launch", "ami"), f"{name_of(path)} imports {imported}"
 
 
 TORCH_FREE = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("launch", "ami")]
 
 
-@pytest.mark.parametrize("path", TORCH_FREE, ids=str)
-def test_launch_and_ami_import_what_works_without_torch(path):
-    for imported in imports(path):
-        if imported.startswith("train."):
-            assert imported.startswith(FOR_LAUNCH), f"{path} imports {imported}"
+def test_launch_and_ami_import_what_works_without_torch():
+    for path in TORCH_FREE:
+        for imported in imports(path):
+            assert not imported.startswith("train.") or imported.startswith(FOR_LAUNCH), f"{path} imports {imported}"
 
 
 def test_launch_and_ami_need_no_torch():
@@ -180,14 +181,10 @@ def test_the_first_step_waits_for_no_library_that_it_does_not_need(tmp_path, pre
     assert not set(NOT_FOR_THE_FIRST_STEP) & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("library", ONLY_IN)
-def test_heavy_libraries_stay_in_their_files(library):
-    users = {
-        str(path.relative_to(ROOT))
-        for path in FILES
-        if any(name == library or name.startswith(f"{library}.") for name in imports(path))
-    }
-    assert users <= ONLY_IN[library]
+def test_heavy_libraries_stay_in_their_files():
+    for library, files in ONLY_IN.items():
+        users = {path for path in FILES if any(name.split(".")[0] == library for name in imports(path))}
+        assert {str(path.relative_to(ROOT)) for path in users} <= files
 
 
 def test_device_names_stay_in_the_backends():
