@@ -7,6 +7,7 @@ launch/verbs.py.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from launch.record import Record
 from launch.schedulers import SETTINGS, engine, scheduler
 from launch.supervise import CODES
 from train.cli import compose as cli
+from train.cli.command import guarded
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
 from train.storage.folders import open_folder
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in verbs.VERBS:
         return verbs.main(arguments)
+    if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
+        return guarded(lambda: reject_subcommand(arguments[0]))
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
     parser = cli.settings_parser(
         "launch",
@@ -63,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, of_run = arguments[:split], arguments[split + 1 :]
     settings = [each for each in own if not each.startswith("-")]
     return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
+
+
+def reject_subcommand(name: str) -> int:
+    raise InputError(f"there is no subcommand {name}; there are: {', '.join(verbs.VERBS)}. A plan takes key=value")
 
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from train.config import InstanceConfig, check, check_choice
 from train.config.checks import check_at_least, check_positive
 
-MOST_NODES, MOST_PARTS = 4096, 100_000
+MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: of one machine
 
 
 @dataclass(kw_only=True)
@@ -47,6 +47,8 @@ class LaunchConfig:
         check(1 <= self.nodes <= MOST_NODES, f"nodes={self.nodes} must be from 1 to {MOST_NODES:,}")
         check_at_least("", self, spares=0)
         check_positive("", self, "processes_per_node", "mfu", "parts", "parts_at_once")
+        ranks = self.processes_per_node or 1
+        check(ranks <= MOST_RANKS, f"processes_per_node={ranks} must be at most {MOST_RANKS:,}")
         check((self.parts or 1) <= MOST_PARTS, f"parts={self.parts} must be at most {MOST_PARTS:,}")
         check(self.prepare or self.parts is self.parts_at_once is None, "parts and parts_at_once are for prepare=true")
         check((self.mfu or 0) < 1, f"mfu={self.mfu} is a share of the peak: below 1, as 0.3")

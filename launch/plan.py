@@ -1,14 +1,15 @@
-"""From settings to a job: pure functions, which read no file and start nothing."""
+"""From settings to a job: functions that read no file and start nothing."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.code import Bundle
-from launch.config import LaunchConfig
+from launch.config import MOST_RANKS, LaunchConfig
 from launch.environment import environment
 from launch.job import Code, Job
 from train.cli.compose import quoted
@@ -18,6 +19,7 @@ from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.untrusted import FileName, Sha256
 
 FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/run_folder/folder.py
+RANKS_PER_CPU = 4  # more only wait for one another
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 
 
@@ -55,7 +57,7 @@ def make_job(request: Request, bundle: Bundle, *, python: str, folder: str) -> J
     cfg, run = request.launch, request.run
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
-        check_ranks(cfg)
+        check_ranks(cfg, uses_devices=run.backend.device != "cpu")
         check_backend(run.backend, cfg.instance)
     else:
         check(
@@ -85,10 +87,15 @@ def make_job(request: Request, bundle: Bundle, *, python: str, folder: str) -> J
     )
 
 
-def check_ranks(cfg: LaunchConfig) -> None:
+def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     """InputError for a number of ranks that an instance cannot run: see train.host.launched.check_launch."""
     counts = cfg.instance.rank_counts
     if counts is None:
+        most, has = most_ranks(cfg, uses_devices=uses_devices)
+        check(
+            cfg.ranks_per_node <= most,
+            f"processes_per_node={cfg.ranks_per_node}: {cfg.instance.name} has {has}, {most} ranks are the most",
+        )
         return
     valid = counts if cfg.nodes == 1 else [max(counts)]
     name = cfg.instance.name if cfg.nodes == 1 else f"each of several {cfg.instance.name}"
@@ -96,6 +103,16 @@ def check_ranks(cfg: LaunchConfig) -> None:
         cfg.ranks_per_node in valid,
         f"processes_per_node={cfg.ranks_per_node}: {name} runs {' or '.join(map(str, valid))}",
     )
+
+
+def most_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> tuple[int, str]:
+    """The most ranks of a machine, and what it has: one a device; without devices a few a CPU, to try things out."""
+    devices, cpus = cfg.instance.devices, cfg.instance.vcpus
+    if uses_devices and cfg.instance.device is not None and devices is not None:
+        return devices, f"{devices} device{'s' * (devices > 1)}"
+    if cpus is None and cfg.cluster.kind == "local":
+        cpus = os.cpu_count()
+    return (MOST_RANKS, "CPUs") if cpus is None else (RANKS_PER_CPU * cpus, f"{cpus} CPU{'s' * (cpus > 1)}")
 
 
 def safe_name(location: str) -> str:

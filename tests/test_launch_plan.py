@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from train.config import InputError, S3Config, TrainConfig
 from train.run_folder.ownership import IDENTITY_KEYS
 from train.storage.untrusted import FileName
 
+TOO_MANY = 4 * (os.cpu_count() or 1) + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
 
 
@@ -124,6 +126,11 @@ SLURM = ["cluster=slurm", "nodes=2"]
         (["calibrate=runs/nowhere"], OF_RUN, "calibrate=runs/nowhere is no run folder"),
         (["instance=trn1.32xlarge", "processes_per_node=16"], OF_RUN, "trn1.32xlarge runs 1 or 2 or 8 or 32"),
         ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each of several trn1.32xlarge runs 32"),
+        ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
+        (["processes_per_node=999999"], OF_RUN, "processes_per_node=999999 must be at most 1,024"),
+        (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "p5.48xlarge has 8 devices, 8 ranks are the most"),
+        ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "8 ranks are the most"),
+        (["zzz"], OF_RUN, "no subcommand zzz; there are: list, status"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=neuron"], "backend=neuron does not run on p5.48xlarge"),
         (["instance=trn1.2xlarge"], [*OF_RUN, "backend=ddp"], "backend=ddp does not run on trn1.2xlarge"),
