@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from forks import free_port, launch, run_forked, start_forked
+from forks import TORCHRUN, free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
 import train
@@ -475,6 +475,15 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
     spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
     assert len(spoken) == 1 or (spoken and script == LOST), result.stderr  # if it is lost, both may come to say so
     assert "not started again" not in result.stderr
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_the_last_line_under_torchrun_is_ours(restarts):
+    words = command(["stepz=1"], ranks=2)
+    words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" in done.stderr  # torchrun's
+    assert "stepz is not a setting" in done.stderr.splitlines()[-1]
 
 
 # ---- a console that fails --------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Sequence
 
 from train.attempt.preempt import StoppedEarly, StopRequest
-from train.attempt.refusal import inform_other_machines
+from train.attempt.refusal import inform_others
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
 from train.host import cluster
 from train.host.garbage import search_rarely
 from train.host.launched import Launched, launched
-from train.host.launcher import end_launcher, leave_it_to_the_first, leave_refusal
+from train.host.launcher import end_launcher, leave_it_to_the_first
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import Over, check_restart, is_restart, may_go_on
 from train.storage.folders import is_s3
@@ -51,11 +51,7 @@ def attempt(arguments: Sequence[str] | None = None) -> int:
         has_begun = True
         return train_once(cfg)
 
-    def refuse(refusal: str) -> None:
-        leave_refusal(refusal)
-        inform_other_machines(refusal)
-
-    code = cli.run(TrainConfig, begin, parser, arguments=arguments, after_refusal=refuse)
+    code = cli.run(TrainConfig, begin, parser, arguments=arguments, after_refusal=inform_others)
     if code == cli.REFUSED or (code == cli.FAILED and not has_begun):
         end_launcher()
     return code

@@ -1,4 +1,4 @@
-"""What a rank that is refused does for those of the other machines. No torch until then."""
+"""What a rank that is rejected does for those who do not see its exit code. No torch until then."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from contextlib import suppress
 
 from train.config import InputError
 from train.host.launched import launched
+from train.host.launcher import leave_refusal
 
 logger = logging.getLogger("train")
 INFORM_S = 60.0  # the first machine, if it is refused, stays for machines that come later by up to this
 
 
-def inform_other_machines(refusal: str) -> None:
-    """Let ranks elsewhere know that this one is refused; torchrun ends those of this machine."""
+def inform_others(refusal: str) -> None:
+    """Let who started torchrun, and ranks elsewhere, know that this one is rejected; torchrun ends those of this
+    machine.
+    """
+    leave_refusal(refusal)
     with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was refused
         launch = launched()
         if launch.is_one_machine:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.attempt.refusal import inform_other_machines
+from train.attempt.refusal import inform_others
 from train.cli.command import DONE, FAILED, REFUSED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
@@ -30,7 +30,7 @@ from train.host.launcher import leave_it_to_the_first
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # Without --collectives this process is no rank of a job, even where the environment is that of one.
-    after_refusal = inform_other_machines if "--collectives" in arguments else lambda _: None
+    after_refusal = inform_others if "--collectives" in arguments else lambda _: None
     return guarded(lambda: examine(read_arguments(arguments)), before_error=is_reported, after_refusal=after_refusal)
 
 

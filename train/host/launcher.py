@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -82,10 +83,25 @@ def leave_it_to_the_first(local_rank: int) -> bool:
 
 
 def leave_refusal(refusal: str) -> None:
-    """Leave what was refused in a file for what started torchrun, whose exit code is 1 for every failure."""
+    """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure. The first
+    rank of a machine that does so also has it printed below torchrun's report.
+    """
     error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    with suppress(IndexError, OSError):  # torchrun keeps no such files
-        (error_file.parents[1] / REFUSAL).write_text(refusal)
+    with suppress(IndexError, OSError):  # torchrun keeps no such files, or another rank was here first
+        with (error_file.parents[1] / REFUSAL).open("x") as file:
+            file.write(refusal)
+        print_after_launcher(f"rejected: {refusal}")
+
+
+def print_after_launcher(line: str) -> None:
+    """Print a line when torchrun has ended: its own traceback of 25 lines would hide the reason. Linux only."""
+    pid = find_launcher()
+    if pid is None or sys.platform != "linux":
+        return
+    ended = os.pidfd_open(pid)
+    wait = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2], file=sys.stderr)"
+    # A session of its own, since torchrun signals the rank's.
+    subprocess.Popen([sys.executable, "-ISc", wait, str(ended), line], pass_fds=[ended], start_new_session=True)
 
 
 def end_launcher() -> None:
