@@ -92,6 +92,17 @@ def test_where_and_how_long_it_runs_may_change(now: dict):
 SLURM = ["cluster=slurm", "nodes=2"]
 
 
+def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # as on a laptop
+    assert main([*SLURM, "--", *OF_RUN]) == DONE
+    assert "Not checked: partition" in capsys.readouterr().out
+    assert main([*SLURM, "submit=true", "--", *OF_RUN]) == REFUSED
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert len(said) == 1 and "scontrol is not on the PATH" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("own", "of_run", "message"),
     [

@@ -46,6 +46,10 @@ CURES = (  # what sbatch says -> what to do; the first that fits
 )
 
 
+class NoSlurm(InputError):
+    """This machine is none of a Slurm cluster."""
+
+
 @dataclass(frozen=True)
 class Slurm:
     """The cluster that SLURM_CONF, or this machine's configuration, leads to."""
@@ -187,7 +191,7 @@ class Slurm:
                 timeout=self.timeout_s,
             )
         except FileNotFoundError as error:
-            raise InputError(
+            raise NoSlurm(
                 f"{command[0]} is not on the PATH; start this on a login node of the cluster (`module load slurm`, "
                 "perhaps), or choose another way to launch"
             ) from error
@@ -271,10 +275,10 @@ def refusal(said: str) -> str:
 
 
 def check_configured(said: str) -> None:
-    """Raise InputError if a command says that it has no slurm.conf."""
+    """Raise NoSlurm if a command says that it has no slurm.conf."""
     if UNCONFIGURED.search(said):
         source = f"SLURM_CONF={os.environ['SLURM_CONF']}" if "SLURM_CONF" in os.environ else "no SLURM_CONF is set"
-        raise InputError(
+        raise NoSlurm(
             f"this machine has no configuration of Slurm ({printable(source)}); start this on a login node of the "
             "cluster"
         )

@@ -9,7 +9,7 @@ from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.slurm.commands import Slurm, check_request, job_name
+from launch.slurm.commands import NoSlurm, Slurm, check_request, job_name
 from launch.slurm.config import SlurmConfig, time_limit_s
 from launch.slurm.records import Job as SlurmJob
 from train.config import InputError, check
@@ -25,7 +25,12 @@ class Scheduler:
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         slurm, cluster = Slurm(), settings(job)
-        partition, others = slurm.partition(cluster.partition), slurm.partitions()
+        try:
+            partition, others = slurm.partition(cluster.partition), slurm.partitions()
+        except NoSlurm as error:
+            if cfg.submit:
+                raise
+            return f"Slurm was not asked: {error}. Not checked: partition, its limits, when the job would start"
         limit_s = partition.max_time_s if cluster.time_limit is None else time_limit_s(cluster.time_limit)
         check_request(partition, nodes=job.nodes + job.spares, time_limit_s=limit_s, others=others)
         return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
