@@ -265,6 +265,36 @@ def test_the_records_of_an_attempt_are_gone_while_the_next_one_runs(bucket, monk
     assert not records & set(bucket.keys())
 
 
+MAY_NOT_DELETE = Fault("status", match="^DELETE", code=403, error="AccessDenied")
+
+
+def test_an_outcome_that_may_not_be_deleted_does_not_pass_for_that_of_the_next_attempt(bucket):
+    ends = [Outcome("failed", kind, "x", None, None, goes_on=True) for kind in ("first", "second")]
+    opened(bucket).outcome(ends[0])
+    bucket.proxy.set(MAY_NOT_DELETE)
+    folder = opened(bucket)
+    assert folder.previous["kind"] == "first" and folder.last_outcome() == {}
+    for end in reversed(ends):
+        folder.outcome(end)
+    assert folder.last_outcome()["kind"] == "second"  # the first one of an attempt stays
+
+
+def test_a_role_that_may_not_delete_trains_on_and_is_told_once(bucket, prepared, capsys):
+    """Each start finds leases, records and marks of those before it, and the last one a STOP file."""
+    bucket.proxy.set(MAY_NOT_DELETE)
+    often = ["checkpoint.every=1", "checkpoint.keep=2", "checkpoint.max_failures=1"]
+    for steps in (3, 4, 5):
+        assert train(bucket, prepared, *often, f"max_steps={steps}") == ("done", steps)
+        assert capsys.readouterr().err.count("s3:DeleteObject") == 1
+    assert lines_of(bucket, "fault") == []
+    assert [key for key in bucket.keys("run/checkpoints/") if key.endswith("manifest.json")] == [
+        f"run/checkpoints/step_{step:08d}/manifest.json" for step in (1, 2, 3, 4, 5)
+    ]
+    bucket.put("run/STOP", b"")
+    _, step = train(bucket, prepared, "max_steps=100000", "preempt.poll_s=0.05")
+    assert 5 < step < 100000 and opened(bucket).previous["outcome"] == "stopped"
+
+
 def test_records_that_s3_does_not_take_hide_no_error(bucket, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
     folder = opened(bucket)

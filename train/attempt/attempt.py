@@ -17,7 +17,7 @@ from train.attempt.watchdog import Watchdog
 from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
-from train.config import Failure, InputError, Plan, TrainConfig, Unreachable
+from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig, Unreachable
 from train.host import machine
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
@@ -151,7 +151,8 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
         folder.mirror()
         folder.outcome(Outcome(ended, reason, asked, step, attempt.checkpoint, goes_on=goes_on), is_of_all=True)
         if attempt.has_stop_file():
-            folder.folder.remove(STOP_FILE)  # it was obeyed: the same command resumes the run
+            with suppress(NotPermitted):
+                folder.folder.remove(STOP_FILE)  # it was obeyed: the same command resumes the run
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:

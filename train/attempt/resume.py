@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from train.attempt import goodput
 from train.checkpoints.loader import Loaded, load
 from train.checkpoints.manifest import NoneValid
 from train.checkpoints.store import Store
-from train.config import flat
+from train.config import NotPermitted, flat
 
 if TYPE_CHECKING:
     from train.attempt.attempt import Attempt
@@ -50,5 +51,6 @@ def tidy(attempt: Attempt, store: Store) -> int | None:
     """
     newest = goodput.newest_saved(attempt.folder.metrics)
     if attempt.lease is not None:
-        store.collect_garbage(ended_below=attempt.lease.ended_below)
+        with suppress(NotPermitted):
+            store.collect_garbage(ended_below=attempt.lease.ended_below)
     return newest

@@ -6,6 +6,7 @@ from itertools import islice
 
 from train.checkpoints.manifest import Damaged, Manifest
 from train.checkpoints.store import Store
+from train.config import NotPermitted
 
 ALWAYS_VALID = 2
 
@@ -18,10 +19,13 @@ class Retention:
         self.verified: set[int] = set()
 
     def prune(self) -> list[int]:
-        """Remove the steps that need not stay, and return them."""
+        """Remove the steps that need not stay, and return them. Without the permission all stay from now on."""
         removed = [step for step, reason in self.reasons().items() if reason is None]
-        for step in removed:
-            self.store.remove(step)
+        try:
+            for step in removed:
+                self.store.remove(step)
+        except NotPermitted:
+            self.keep, removed = 0, []
         return removed
 
     def reasons(self) -> dict[int, str | None]:

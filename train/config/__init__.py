@@ -13,7 +13,7 @@ from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
 from train.config.checkpoints import CheckpointConfig, lower_is_better
 from train.config.checks import check, check_choice, check_values
 from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
-from train.config.errors import Failure, InputError, Unreachable, Unset
+from train.config.errors import Failure, InputError, NotPermitted, Unreachable, Unset
 from train.config.models import ModelConfig
 from train.config.optim import OptimConfig
 from train.config.parallel import (

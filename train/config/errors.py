@@ -11,6 +11,10 @@ class InputError(Exception):
     """
 
 
+class NotPermitted(InputError):
+    """The role or user lacks a permission."""
+
+
 class Unset(InputError):
     """A required setting that is missing."""
 

@@ -28,6 +28,7 @@ from omegaconf import OmegaConf
 
 from train.config import (
     InputError,
+    NotPermitted,
     Plan,
     RecordsConfig,
     S3Config,
@@ -135,8 +136,11 @@ class RunFolder:
         if launched().rank != 0:
             return
         self.previous = self.last_outcome()
-        for name in (NAME, *self.folder.names("log/exit_rank_")):
-            self.folder.remove(name)
+        try:
+            for name in (NAME, *self.folder.names("log/exit_rank_")):
+                self.folder.remove(name)
+        except NotPermitted:
+            self.folder.write(NAME, b"{}")  # this counts as none
         (self.path / NAME).unlink(missing_ok=True)
         for name in MIRRORED if self.is_remote else ():
             self.download(name)

@@ -22,10 +22,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check
+from train.config import InputError, NotPermitted, check
 from train.host.launched import launched
 from train.host.processes import is_alive, read_process
 from train.run_folder.ownership import MAX_NUMBER, LeaseLost, describe, name_of, newest, numbers, parse
@@ -77,9 +78,10 @@ class Lease:
                 self.number, self.beats, self.previous = number + 1, 0, parse(content)
                 self.folder.create(name_of(self.number), self.content())
         self.check_creates_once()
-        for number in numbers(self.folder):
-            if number < self.number - 1:
-                self.folder.remove(name_of(number))
+        with suppress(NotPermitted):
+            for number in numbers(self.folder):
+                if number < self.number - 1:
+                    self.folder.remove(name_of(number))
         self.lost, self.stop = None, threading.Event()
         self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
         self.thread.start()

@@ -47,8 +47,9 @@ def write_outcome(
         folder.write(NAME, canonical_json(asdict(outcome)))
     elif not folder.create(NAME, canonical_json(asdict(outcome))):
         first = read_outcome(folder)
-        if first and first["kind"] in replaces:
-            folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=first["checkpoint"]))))
+        if not first or first["kind"] in replaces:
+            checkpoint = first.get("checkpoint", outcome.checkpoint)
+            folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=checkpoint))))
 
 
 def read_outcome(folder: Folder) -> dict[str, Any]:

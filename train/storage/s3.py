@@ -37,7 +37,7 @@ from botocore.exceptions import (
 )
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
 
-from train.config import InputError, S3Config, Unreachable, check, check_endpoint
+from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
 from train.storage.s3_patience import ATTEMPTS, NotAnswered, Patience, is_temporary
 from train.storage.untrusted import is_path, shown
 
@@ -156,6 +156,7 @@ class S3Folder:
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
         self.has_warned = False  # about objects with impossible names
+        self.may_delete = True  # until S3 says no
         self.patience = Patience(s3.timeout_s)
         self.client = open_client(self.session, s3, self.patience)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
@@ -241,8 +242,18 @@ class S3Folder:
             return None
 
     def remove(self, name: str) -> None:
-        with self.explained("delete", name):
-            self.client.delete_object(**self.address(name))
+        """Remove a file if it is there. NotPermitted, with a warning the first time: a run goes on without it."""
+        try:
+            with self.explained("delete", name):
+                self.client.delete_object(**self.address(name))
+        except NotPermitted:
+            if self.may_delete:
+                self.may_delete = False
+                logger.warning(
+                    "%s: no permission to delete (s3:DeleteObject): old checkpoints and other files of a run stay",
+                    self.location,
+                )
+            raise
 
     def names(self, prefix: str = "") -> list[str]:
         # The console's "folders" are empty objects whose names end in a slash.
@@ -302,7 +313,7 @@ class S3Folder:
             return InputError(f"{url}: the bucket is in region {region}, not {here}; set s3.region")
         if code in ("AccessDenied", "AllAccessDisabled"):
             hint = " (or it is missing: S3 says so only to users that may list the bucket)" if verb == "read" else ""
-            return InputError(
+            return NotPermitted(
                 f"{url}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
                 "bucket's); aws sts get-caller-identity shows the user"
             )
