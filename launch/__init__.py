@@ -1,1 +1,3 @@
-"""Launching runs: local, Slurm, EC2. Nothing is built here yet; start runs with torchrun."""
+"""Launching runs: local, Slurm, EC2."""
+
+import train as train  # before all else: it reports what this Python lacks

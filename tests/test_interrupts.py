@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still being imported, which takes seconds, is one line as well."""
+"""What ends a command while it is still being imported: Ctrl-C, or a package that is missing, is one line."""
 
 import os
 import signal
@@ -35,9 +35,19 @@ def test_of_many_ranks_one_says_that_it_was_interrupted(run_with):
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_other_errors_keep_their_traceback(run_with):
-    done = run_with("train.report", "raise RuntimeError('no')")
-    assert done.returncode == 1 and "Traceback" in done.stderr and "RuntimeError: no" in done.stderr
+@pytest.mark.parametrize("content", ["raise RuntimeError('no')", "import train.none"])
+def test_other_errors_keep_their_traceback(run_with, content):
+    done = run_with("train.report", content)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "train.prepare", "train.doctor", "launch", "ami"])
+def test_python_without_the_environment_is_one_line(command):
+    words = [sys.executable, "-S", "-m", command]  # -S: without the packages of the environment
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "has no module " in line
+    assert ".venv/bin/python" in line and "source .venv/bin/activate" in line
 
 
 def test_importing_the_package_changes_nothing_for_others():

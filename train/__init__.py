@@ -10,12 +10,18 @@ __version__ = "0.1.0"
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report what ends the program. Ctrl-C is one line, also while torch is being imported, which takes seconds."""
-    if not issubclass(kind, KeyboardInterrupt):
+    """Report what ends the program. One line is enough for Ctrl-C, also while torch is being imported, which takes
+    seconds, and for a package that this Python lacks.
+    """
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if missing and missing.split(".")[0] not in ("train", "launch", "ami", "conf"):
+        how = "use .venv/bin/python, or first `source .venv/bin/activate` (make setup makes it)"
+        print(f"error: {sys.executable} has no module {missing}: {how}", file=sys.stderr)
+    elif not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr)
 
 
-if sys.argv[:1] == ["-m"]:  # `python -m train...` is about to begin: importing it elsewhere changes nothing
+if sys.argv[:1] == ["-m"]:  # a command is about to begin: importing the package elsewhere changes nothing
     sys.excepthook = show
