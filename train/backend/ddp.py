@@ -238,10 +238,10 @@ class DDPReducer(NoReducer):
         self.replica = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # constants (position ids) only
             gradient_as_bucket_view=True,  # gradients live in the buckets that are sent: no copy, less memory
             static_graph=accumulation == 1,  # true for every task here; torch does not support it with no_sync
         )
+        self.replica.broadcast_buffers = False  # constants (position ids) only; the argument is deprecated from 2.13 on
         self.module = self.replica
         if compresses:
             self.replica.register_comm_hook(None, bf16_compress_hook)

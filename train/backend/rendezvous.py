@@ -22,7 +22,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import train
 from train.cli.console import without_stdout
@@ -30,6 +29,7 @@ from train.config import Failure, InputError, check
 from train.host.launched import Launched, launched
 
 logger = logging.getLogger("train")
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public from PyTorch 2.14 on
 REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
@@ -61,7 +61,7 @@ def connect(
     with without_stdout():  # gloo prints how many ranks each has connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
     if connect_timeout_s < timeout_s:
-        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+        set_timeout(timedelta(seconds=timeout_s), group)
     return group
 
 

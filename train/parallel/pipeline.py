@@ -53,7 +53,9 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """No greeting between neighbours: PyTorch's sends 8 bytes into a tensor of 4, on which gloo aborts."""
+        """Send nothing at the start: what PyTorch 2.9 sends are 8 bytes into a tensor of 4, on which gloo aborts. Newer
+        ones have no such method.
+        """
         return []
 
 
@@ -151,7 +153,8 @@ class Pipeline:
         would run each part once, which draws random numbers.
         """
         num_parts, device = self.cfg.num_parts, self.backend.device
-        hidden = torch.empty(rows, seq_len, self.chain.network.config.hidden_size, device="meta")
+        shape = (rows, seq_len, self.chain.network.config.hidden_size)
+        hidden = torch.empty(shape, device="meta", requires_grad=True)  # newer schedules send no gradient back else
         stages = [
             Stage(
                 part,
