@@ -73,8 +73,8 @@ def check_base(answer: Mapping[str, Any], cfg: AmiConfig, versions: Versions) ->
     wanted = versions["neuron-sdk"].rpartition(".")[0]
     check(
         cfg.image != "neuron" or sdk is None or sdk[1] == wanted,
-        f"base image {image_id} ({name}) has Neuron SDK {sdk and sdk[1]}, ami/versions.yaml wants {wanted}, the last "
-        "with PyTorch/XLA for Trainium 1: give base=ubuntu, or base=ami-... of that SDK",
+        f"base image {image_id} ({name}) has Neuron SDK {sdk and sdk[1]}, ami/versions.yaml wants {wanted} "
+        "(neuron-sdk): give base=ubuntu, or base=ami-... of that SDK",
     )
 
 

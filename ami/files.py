@@ -55,9 +55,7 @@ def build_wheel(folder: Path) -> None:
 
 def neuron_constraints(versions: Versions) -> str:
     """The content of constraints-trn1.txt."""
-    head = (
-        f"# Neuron SDK {versions.sdk.name}, the last that ships PyTorch/XLA for Trainium 1; from Neuron's own index. "
-    )
+    head = f"# Neuron SDK {versions.sdk.name}, which ami/versions.yaml chooses (neuron-sdk); from Neuron's own index. "
     lines = [f"{name}=={version}" for name, version in sorted(versions.python_packages().items())]
     return "\n".join([f"{head}Not run on hardware.", *lines, ""])
 

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from running import ROOT
@@ -11,6 +11,7 @@ import train
 from ami.base import Base
 from ami.config import AmiConfig
 from ami.files import image_values, neuron_constraints, shell_values
+from ami.images import wanted_tags
 from ami.manifest import check_installed, installed
 from train.config import InputError, InstanceConfig
 from train.host.versions import read_versions
@@ -36,6 +37,27 @@ def test_every_pin_has_a_source_and_a_date():
             assert pin.version and pin.source and re.fullmatch(r"20\d\d-\d\d-\d\d", pin.date)
     assert all(re.fullmatch("[0-9A-F]{40}", key.version) for key in versions.keys.values())
     assert all(astuple(versions.sdk)) and versions.sdk.name == versions["neuron-sdk"]
+
+
+@pytest.mark.parametrize(
+    ("sdk", "torch_neuronx", "compiler", "system"),
+    [
+        ("2.29.1", "2.9.0.2.13.26312", "2.24.8799.0", ("2.27.4", "2.31.24", "2.31.24", "2.29.22")),
+        ("2.31.1", "2.9.0.2.15.32035", "2.26.6360.0", ("2.29.0", "2.33.10", "2.33.10", "2.31.15")),
+    ],
+)
+def test_one_setting_chooses_the_sdk_of_images_and_constraints(sdk, torch_neuronx, compiler, system):
+    versions = read_versions()
+    pin = replace(versions.pins["neuron-sdk"], version=sdk)
+    versions = replace(versions, pins={**versions.pins, "neuron-sdk": pin})
+    assert all(astuple(versions.sdk))
+    lines = neuron_constraints(versions).splitlines()
+    assert f"torch-neuronx=={torch_neuronx}" in lines and f"neuronx-cc=={compiler}" in lines
+    cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
+    values = image_values(cfg, Base("ami-0123456789abcdef0", "base", "", "/dev/sda1", 100), versions, "")
+    assert tuple(values[f"NEURON_{name}"] for name in ("DKMS", "RUNTIME", "COLLECTIVES", "TOOLS")) == system
+    check_installed(manifest("neuron", versions.system_packages(), **versions.python_packages()), versions)
+    assert wanted_tags("neuron", versions)["baretrain:neuron-sdk"] == sdk
 
 
 def test_the_shell_gets_values_and_nothing_else():

@@ -12,7 +12,6 @@ INDEX = f"--extra-index-url {NEURON_INDEX}"
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
 NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 have it, Amazon Linux 2023 does not
-NEURON_PYTHONS = ((3, 11), (3, 13))  # of the last SDKs that ship torch-neuronx for XLA
 
 
 def python(probe: Probe) -> Finding:
@@ -23,9 +22,10 @@ def python(probe: Probe) -> Finding:
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
     if not probe.is_trainium:
         return ok(text)
-    low, high = NEURON_PYTHONS
+    sdk = read_versions().sdk
+    low, high = (numbers(each, 2) for each in sdk.pythons.split("-"))
     if not low <= probe.python[:2] <= high:
-        text = f"{text}: Neuron SDK {read_versions().sdk.name} has wheels for 3.11 to 3.13"
+        text = f"{text}: Neuron SDK {sdk.name} has wheels for {sdk.pythons.replace('-', ' to ')}"
         return bad(text, cure="python3.12 -m venv .venv")
     if probe.glibc and numbers(probe.glibc, 2) < NEEDED_GLIBC:
         text = f"{text}: torch-neuronx 2.9 needs glibc 2.35, which Amazon Linux 2023 does not have"

@@ -24,6 +24,7 @@ class Sdk:
     dkms: str
     collectives: str = ""  # empty: not known
     tools: str = ""
+    pythons: str = ""  # oldest and newest, as 3.11-3.13
 
     @property
     def install(self) -> str:
@@ -51,7 +52,7 @@ class Versions:
 
     @property
     def sdk(self) -> Sdk:
-        """The SDK of our images: the last that ships torch-neuronx for XLA."""
+        """The SDK of our images, which the pin neuron-sdk chooses."""
         return next(sdk for sdk in self.sdks if sdk.name == self["neuron-sdk"])
 
     def python_packages(self) -> dict[str, str]:
