@@ -190,7 +190,7 @@ def test_prune_says_what_would_go_and_removes_nothing_unless_asked(many, capsys)
         "step_00000006  stays: one of the last 2 that are valid",
         "step_00000008  stays: one of the newest 2",
         "step_00000009  stays: one of the newest 2",
-        "nothing was removed: --yes does it",
+        "nothing was removed: --yes does it, once no job holds the run",
     ]
     assert content(many) == before
     code, output = called(capsys, many, "prune", "--keep", 2, "--yes")

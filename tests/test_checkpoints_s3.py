@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from services.fault_proxy import Fault, line_of
 
+from train.checkpoints import __main__ as command
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest
 from train.checkpoints.retention import Retention
@@ -347,6 +348,30 @@ def test_the_files_of_a_checkpoint_that_lost_its_manifest_stay(bucket, store, ca
     (line,) = {message for message in caplog.messages if "manifest.json" in message}
     names = ", ".join(f"step_{step:08d}" for step in missing)
     assert f"no manifest.json for the files of {names}: they do not count as checkpoints, and none is removed" in line
+
+
+def test_prune_removes_what_failed_saves_have_left_and_nothing_else(bucket, store, capsys, monkeypatch, tmp_path):
+    """All files of step 6 are there but no manifest, which no start removes; a user's file lies among them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save(store, 3)
+    with lease.Lease(store.folder, 600.0) as owner, pytest.raises(InputError, match="Stopped"):
+        bucket.proxy.set(Fault("status", match="^PUT .*/manifest.json", code=501, error="Stopped"))
+        save(store, 6, fence=owner.number)
+    bucket.proxy.set()
+    left = bucket.keys("run/checkpoints/step_00000006/")
+    folder = left[0].split("/")[3].removesuffix(".unfinished")
+    own = [f"{folder}/notes.txt", "notes.txt", "00000001-01234567/model.pt", "00000001-01234567.unfinished"]
+    for name in own:
+        bucket.put(f"run/checkpoints/step_00000006/{name}", b"mine")
+    before = set(bucket.keys())
+    store.collect_garbage(ended_below=9)
+    flags = ["--endpoint", bucket.service.endpoint, "--region", "us-east-1", "--path-style", "prune", "--keep", "2"]
+    assert command.main([bucket.location("run"), *flags]) == 0
+    assert f"step_00000006/{folder}  would go" in capsys.readouterr().out
+    assert set(bucket.keys()) == before
+    assert command.main([bucket.location("run"), *flags, "--yes"]) == 0
+    assert before - set(bucket.keys()) == set(left)
+    assert_loads(store, 3)
 
 
 def test_objects_of_the_user_stay(bucket, store):

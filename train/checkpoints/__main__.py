@@ -22,6 +22,7 @@ from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.host import machine
 from train.run_folder.lease import Lease, LeaseLost
+from train.run_folder.ownership import MAX_NUMBER
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
 REFUSED_TEXT = "arguments refused, or a job holds the run"
@@ -147,21 +148,25 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
         keep >= ALWAYS_VALID, f"--keep {keep} must be at least {ALWAYS_VALID}: the last {ALWAYS_VALID} valid ones stay"
     )
     if not removes:
-        show(Retention(store, keep).reasons(), "would go")
-        print("nothing was removed: --yes does it")
+        show(Retention(store, keep).reasons(), store.remove_uncommitted(range(MAX_NUMBER), dry=True), "would go")
+        print("nothing was removed: --yes does it, once no job holds the run")
         return cli.DONE
     with Lease(folder, LeaseConfig().ttl_s, on_wait=lambda text: print(text, file=sys.stderr)) as lease:
         reasons = Retention(store, keep).reasons()
         for step in [step for step, reason in reasons.items() if reason is None]:
             lease.check()
             store.remove(step)
-    show(reasons, "removed")
+        lease.check()
+        uncommitted = store.remove_uncommitted(range(lease.ended_below))
+    show(reasons, uncommitted, "removed")
     return cli.DONE
 
 
-def show(reasons: dict[int, str | None], verb: str) -> None:
+def show(reasons: dict[int, str | None], uncommitted: list[str], verb: str) -> None:
     for step, reason in reasons.items():
         print(f"{step_name(step)}  {verb if reason is None else f'stays: {reason}'}")
+    for name in uncommitted:
+        print(f"{name}  {verb}: no manifest names these files of a save")
 
 
 # ---- export and diff, which need torch -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from train.checkpoints.retention import Retention
 from train.checkpoints.staging import Staging, State
 from train.checkpoints.store import Store
 from train.checkpoints.writer import Writer
-from train.config import CheckpointConfig, Failure
+from train.config import CheckpointConfig, Failure, NotPermitted
 from train.host.threads import pool_beside_training
 from train.ranks import no_beat
 
@@ -201,6 +202,9 @@ class Saver:
         try:
             num_bytes = self.writer.publish(state, manifest, patience_s)
             self.after_commit()
+            if self.failures:
+                with suppress(NotPermitted):
+                    self.store.remove_uncommitted(range(self.facts.fence, self.facts.fence + 1))
             self.retention.prune()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"

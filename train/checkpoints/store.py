@@ -70,6 +70,11 @@ class Store(Protocol):
 
     def remove(self, step: int) -> None: ...
 
+    def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
+        """Remove the files of saves of these leases, all of which have ended, that were not committed. Returns the
+        names of their folders; with `dry` it removes nothing.
+        """
+
     def collect_garbage(self, *, ended_below: int) -> None:
         """Remove leftovers of killed saves of leases below this number. Only the run folder's owner calls it."""
 

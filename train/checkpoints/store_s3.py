@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
@@ -212,27 +213,37 @@ class S3Store:
 
     def collect_garbage(self, *, ended_below: int) -> None:
         """Remove files that a mark names and no manifest does, unless the save is complete. Marks of a lease that may
-        not have ended stay: its owner may be about to commit. Steps of which a manifest was put aside stay, because it
-        may be unreadable.
+        not have ended stay: its owner may be about to commit.
         """
         self.clear("fetched")
         objects = self.names()
         self.tidy_saving(max((step for step, name in objects if name == FILE), default=0))
         left = []
-        for step in sorted({step for step, _ in objects}):
-            names = [name for number, name in objects if number == step]
-            marks = [match for match in map(UNFINISHED.fullmatch, names) if match]
-            if not any(map(is_aside, names)):
-                for mark in marks:
-                    if int(mark[2]) < ended_below and not self.finish(step, mark[1], names):
-                        left.append(step_name(step))
-            if not marks and not any(name == FILE or is_aside(name) for name in names):
-                left += [step_name(step)] if any(map(WRITTEN.fullmatch, names)) else []
+        for found in self.leftovers(objects, range(ended_below)):
+            if found.is_whole:  # it may have been committed, and only its manifest be lost
+                left.append(found.step)
+            else:
+                self.remove_names(found.names)
+        for step, names in by_step(objects):
+            is_known = any(name == FILE or is_aside(name) or UNFINISHED.fullmatch(name) for name in names)
+            if not is_known and any(map(WRITTEN.fullmatch, names)):
+                left.append(step)
         if left:
+            named = ", ".join(map(step_name, sorted(set(left))[:MAX_NAMED])) + (" ..." if left[MAX_NAMED:] else "")
             logger.warning(
-                f"{self.location}: no {FILE} for the files of {', '.join(left[:MAX_NAMED])}"
-                f"{' ...' if left[MAX_NAMED:] else ''}: they do not count as checkpoints, and none is removed"
+                f"{self.location}: no {FILE} for the files of {named}: they do not count as checkpoints, and none is "
+                "removed; `prune` of train.checkpoints removes those that a save of this run has left"
             )
+
+    def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
+        found = list(self.leftovers(self.names(), leases))
+        for each in [] if dry else found:
+            self.remove_names(each.names)
+        return [f"{step_name(each.step)}/{each.folder}" for each in found if each.names[1:]]
+
+    def remove_names(self, names: list[str]) -> None:
+        for name in names:
+            self.folder.remove(name)
 
     def tidy_saving(self, newest: int) -> None:
         """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
@@ -246,24 +257,39 @@ class S3Store:
         with suppress(OSError):  # it is not empty, or absent
             (self.local / SAVING).rmdir()
 
-    def finish(self, step: int, folder: str, names: list[str]) -> bool:
-        """Remove the files that a mark names, unless a manifest names them too, and then the mark. False if they stay:
-        a save with all its files may have been committed, and only its manifest be lost.
+    def leftovers(self, objects: list[tuple[int, str]], leases: range) -> Iterator[Leftover]:
+        """What the marks of these leases name. Steps of which a manifest was put aside are left out, because it may be
+        unreadable, and marks that are not certainly of a save of ours.
         """
+        for step, names in by_step(objects):
+            for mark in filter(None, map(UNFINISHED.fullmatch, names)):
+                if int(mark[2]) in leases and not any(map(is_aside, names)):
+                    with suppress(Damaged, FileNotFoundError, BadContent):
+                        yield self.leftover(step, mark[1], names)
+
+    def leftover(self, step: int, folder: str, names: list[str]) -> Leftover:
         mark = self.key(step, f"{folder}.unfinished")
-        try:
-            if not (FILE in names and self.manifest(step).folder == folder):
-                content = read_object(self.folder.read(mark))
-                files = of_type(list[FileName], content.get("files"), "files")
-                is_whole = all(f"{folder}/{name}" in names for name in files)
-                if is_whole and FILE not in names and content.get("removes") is not True:
-                    return False
-                for name in files:
-                    self.folder.remove(self.key(step, f"{folder}/{name}"))
-        except (Damaged, FileNotFoundError, BadContent):
-            return True  # not certainly a save of ours
-        self.folder.remove(mark)
-        return True
+        if FILE in names and self.manifest(step).folder == folder:
+            return Leftover(step, folder, [mark], is_whole=False)
+        content = read_object(self.folder.read(mark))
+        files = of_type(list[FileName], content.get("files"), "files")
+        is_whole = FILE not in names and content.get("removes") is not True
+        is_whole = is_whole and all(f"{folder}/{name}" in names for name in files)
+        return Leftover(step, folder, [*(self.key(step, f"{folder}/{name}") for name in files), mark], is_whole)
+
+
+class Leftover(NamedTuple):
+    """What a save that was not committed, or a removal that was cut off, has left."""
+
+    step: int
+    folder: str
+    names: list[str]  # to be removed in this order; the mark is the last
+    is_whole: bool  # no file is missing but a manifest
+
+
+def by_step(objects: list[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    for step in sorted({step for step, _ in objects}):
+        yield step, [name for number, name in objects if number == step]
 
 
 def is_aside(name: str) -> bool:
