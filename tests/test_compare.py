@@ -178,6 +178,17 @@ def test_other_work_is_named(changes, names, tmp_path):
     assert names in by_batch(entries, tolerance=0.01, same_batch=True)[-1][-1]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"environment": {"identity": {"data": "other"}}}, {"config": {"eval_examples": 50}}],
+    ids=["data", "part"],
+)
+def test_runs_that_were_validated_on_different_data_are_never_of_equal_quality(changes, tmp_path):
+    entries, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
+    for text in (sentences[0], " ".join(by_batch(entries, tolerance=0.01, same_batch=True)[-1])):
+        assert "equal quality" not in text and "f1 80.4 against 80, on different data" in text
+
+
 def test_another_machine_is_named_and_xla_on_the_same_one_is_not(tmp_path):
     native = write_run(tmp_path / "native", environment={"device": "cpu"})
     there = compiled_run(tmp_path / "there", environment={"device": "NVIDIA A100", "world_size": 8})

@@ -136,12 +136,16 @@ def test_a_merge_that_was_killed_before_it_tidied_up_is_tidied_up(corpus, tmp_pa
 
 def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_gives_it(prepared, corpus):
     """Packed here again, in one go, from the same pieces. So equal documents are never on both sides."""
+    documents = corpus.read_text().split("\n\n")
+    ordered = sorted(documents, key=lambda text: text_uniform(text, 0))
+    sums = np.cumsum([len(text) for text in ordered])
+    held_out = set(ordered[: np.abs(sums - 0.2 * sums[-1]).argmin() + 1])
     manifest = read_manifest(prepared)
     info = manifest.tokenizer
     pieces = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
     for number, split in enumerate(("train", "validation")):
         assert [shard.file for shard in manifest.splits[split]] == [f"{split}-00000.safetensors"]
-        texts = [text for text in corpus.read_text().split("\n\n") if (text_uniform(text, 0)[0] < 0.2) == number]
+        texts = [text for text in documents if (text in held_out) == number]
         ids = [pieces.encode(text, add_special_tokens=False).ids for text in texts]
         packer = Packer(SEQ_LEN, info.cls_id, info.sep_id, starts_of(pieces), number, np.dtype(np.uint16))
         rows = packer.add(np.array(sum(ids, []), np.int32), np.array([len(text) for text in ids], np.int64))
@@ -149,6 +153,43 @@ def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_giv
         assert len(rows) > 20
         for name in ("tokens", "pivot", "same_document"):
             np.testing.assert_array_equal(getattr(result, name), getattr(rows, name))
+
+
+WORDS = "the old city and its river were quiet in those years because nobody came by there any more".split()
+
+
+def prose(num_words, start):
+    return " ".join(WORDS[(start + 7 * number) % len(WORDS)] + str(start % 97) for number in range(num_words))
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [prose(3000 if number % 40 == 0 else 5, number) for number in range(400)],  # chapters between many headings
+        [prose(5000, number) for number in range(4)],  # each longer than all that is held out
+        ["\n".join(prose(50, number) for number in range(500))],  # one
+    ],
+    ids=["uneven", "long", "one"],
+)
+def test_the_validation_part_is_a_share_of_the_tokens_whatever_the_documents(documents, prepared, tmp_path):
+    """It is the same text for any number of parts; a document is on both sides only if all are too long."""
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("\n\n".join(documents))
+    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
+    for seed in range(3):
+        given = (corpus, ready, "validation_fraction=0.05", f"seed={seed}")
+        manifest = prepare.prepare(prepare_config(tmp_path / f"whole{seed}", *given))
+        rows = {split: manifest.rows(split) for split in ("train", "validation")}
+        assert rows["validation"] / sum(rows.values()) == pytest.approx(0.05, rel=0.15)
+        in_parts = prepare.prepare(prepare_config(tmp_path / f"parts{seed}", *given, "processes=2"))
+        assert in_parts.rows("validation") == pytest.approx(rows["validation"], abs=1)
+
+
+@pytest.mark.parametrize(("fraction", "is_warned"), [(0.1, True), (0.2, False)])
+def test_few_validation_sequences_are_warned_of(fraction, is_warned, corpus, prepared, tmp_path, capsys):
+    ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
+    assert prepare.run(prepare_config(tmp_path / "out", corpus, ready, f"validation_fraction={fraction}")) == 0
+    assert ("warning: " in capsys.readouterr().err) == is_warned
 
 
 def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):
@@ -162,10 +203,11 @@ def test_of_a_large_corpus_the_tokenizer_reads_stretches_from_all_over(tmp_path)
     (tmp_path / "text.txt").write_text("\n\n".join(texts))
     cfg = prepare_config(tmp_path / "out", tmp_path / "text.txt", "tokenizer.train_bytes=60000")
     corpus = open_corpus(cfg.corpus)
-    result = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
+    held_out = preparation.HeldOut(0, 0.2)
+    result = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus, held_out)]
     assert 200 < len(result) < 600 and len(set(result)) == len(result)
     assert np.histogram(result, 10, (0, 5000))[0].min() >= 20
-    assert result == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus)]
+    assert result == [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus, held_out)]
 
 
 def test_a_pretrained_tokenizer_that_was_saved_with_truncation_and_padding_reads_whole_documents(

@@ -240,7 +240,7 @@ def test_other_settings_in_the_same_output_are_refused(parts, corpus, ready):
 
 def test_parts_with_too_little_text_for_a_split_leave_nothing_behind(ready, corpus, tmp_path):
     message = refused(tmp_path / "out", corpus, ready, "processes=2", "validation_fraction=0.001")
-    assert "the validation part has 0 tokens, less than one sequence of 32; raise validation_fraction" in message
+    assert "less than one sequence of 32; raise validation_fraction" in message
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 

@@ -164,6 +164,11 @@ def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path: Path) -> None:
     short = [train_line(10), eval_line(10), summary_line(10, 10, unigram_entropy=7.5)]
     rows = cards.side_by_side([made(tmp_path / "a", whole_run()), made(tmp_path / "b", short)])
     assert [row.best for row in rows if row.name == "Training time"] == [[False, False]]
+    for name in "xy":
+        folder = write_run(tmp_path / name, [train_line(10), eval_line(10, loss=2.0 if name == "x" else 4.0)])
+        (folder / "environment.json").write_text(json.dumps({"identity": {"data": f"data {name}"}}))
+    rows = cards.side_by_side([cards_of(tmp_path / name) for name in "xy"])
+    assert [row.best for row in rows if row.name == "Final quality"] == [[False, False]]
     tuned = cards_of(finished_run.write(tmp_path / "c"))
     rows = cards.side_by_side([made(tmp_path / "d", whole_run()), tuned])
     marked = {row.name: row.best for row in rows}

@@ -13,6 +13,7 @@ whole. Steps of one preparation:
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,12 +32,19 @@ from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.documents import WHOLE, Part
 from train.data.text.encoding import Vocabulary
 from train.data.text.merge import TooLittleText, merge, remove_states
-from train.data.text.preparation import STATE_NAMES, Report, prepare_part
+from train.data.text.preparation import (
+    STATE_NAMES,
+    HeldOut,
+    Report,
+    choose_held_out,
+    prepare_part,
+)
 from train.data.text.processes import PartStopped, prepare_in_processes
 from train.storage.folders import Folder, canonical_json, open_folder, sha256_json
 from train.storage.untrusted import BadContent, of_type, read_object
 
 SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
+FEW_SEQUENCES = 64  # for validation: with less, the loss of one evaluation says little
 
 
 USED: tuple[str, ...] = ("output", "corpus.path", "corpus.column", "corpus.separator", "corpus.encoding", "seq_len")
@@ -75,6 +83,14 @@ def run(cfg: PrepareConfig) -> int:
         f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
         f"unigram entropy {counts['unigram_entropy']:.3f} nats, id {manifest.id[:12]}"
     )
+    held_out = manifest.rows("validation")
+    if held_out < FEW_SEQUENCES:
+        wanted = min(0.5, cfg.validation_fraction * FEW_SEQUENCES / held_out)
+        hint = f"validation_fraction={math.ceil(100 * wanted) / 100:g} with another output holds out more"
+        print(
+            f"warning: {held_out} validation sequences are few, their loss is a matter of chance; {hint}",
+            file=sys.stderr,
+        )
     return cli.DONE
 
 
@@ -111,13 +127,15 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
 
 def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[Part], identity: str) -> None:
     """With the folder's tokenizer, here or in processes of their own."""
-    vocabulary = vocabulary_of(cfg, corpus, folder)
+    progress.begin(Stage("choosing the validation part"))
+    held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
+    vocabulary = vocabulary_of(cfg, corpus, folder, held_out)
     share = len(parts) / parts[0].count
     with shown(None if corpus.total_bytes is None else int(corpus.total_bytes * share)) as report:
         if len(parts) == 1:
-            prepare_part(cfg, folder, corpus, vocabulary, parts[0], identity, report)
+            prepare_part(cfg, folder, corpus, vocabulary, held_out, parts[0], identity, report)
         else:
-            prepare_in_processes(cfg, vocabulary, parts, identity, report)
+            prepare_in_processes(cfg, vocabulary, held_out, parts, identity, report)
 
 
 @contextmanager
@@ -217,7 +235,7 @@ def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
 # ---- the tokenizer -------------------------------------------------------------------------------------------------
 
 
-def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder) -> Vocabulary:
+def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder, held_out: HeldOut) -> Vocabulary:
     """The folder's tokenizer, made if it is missing. If several processes make one, all use the first."""
     from train.data.text import tokenizer as tokenizers  # brings transformers, which processes of a part do without
 
@@ -226,7 +244,7 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder) -> Vocabul
             made = tokenizers.load_tokenizer(cfg.tokenizer.pretrained)
         else:
             made = tokenizers.train_tokenizer(
-                training_texts(cfg, corpus),
+                training_texts(cfg, corpus, held_out),
                 vocab_size=cfg.tokenizer.vocab_size,
                 lowercase=cfg.tokenizer.lowercase,
                 train_bytes=cfg.tokenizer.train_bytes,
@@ -235,7 +253,7 @@ def vocabulary_of(cfg: PrepareConfig, corpus: Corpus, folder: Folder) -> Vocabul
     return tokenizers.published_vocabulary(folder)
 
 
-def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
+def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:
     """Training documents for the tokenizer.
 
     All of them, or for a corpus that is larger than what the tokenizer reads, SAMPLED_PARTS stretches. Without
@@ -253,10 +271,10 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus) -> Iterator[str]:
             num_documents += 1
             bar.update(document.source_bytes)
             progress.advance(document.source_bytes)
-            split_at, sample_at = text_uniform(document.text, cfg.seed)
-            if split_at >= cfg.validation_fraction and sample_at < share:
+            text = document.text[: round(len(document.text) * (1 - held_out.share_of(document.text)))]
+            if text and text_uniform(document.text, cfg.seed)[1] < share:
                 num_given += 1
-                yield document.text
+                yield text
     check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
     held = f"validation_fraction={cfg.validation_fraction} or a sample of tokenizer.train_bytes={wanted}"
     progress.begin(Stage("training the tokenizer"))

@@ -39,6 +39,7 @@ class Quality:
     value: float  # NaN: it was no number
     baseline: float
     tolerance: float
+    is_same_data: bool  # that both were validated on
 
     @property
     def apart(self) -> float:
@@ -53,6 +54,10 @@ class Quality:
     def __str__(self) -> str:
         if math.isnan(self.value + self.baseline):
             return f"quality: no number ({self.name} {self.value:.4g} against {self.baseline:.4g})"
+        if not self.is_same_data:
+            return (
+                f"quality not comparable ({self.name} {self.value:.4g} against {self.baseline:.4g}, on different data)"
+            )
         if self.is_equal:
             apart = f"{percent(self.apart)} apart" if self.apart else "the same"
             return f"equal quality ({self.name} {apart}, tolerance {percent(self.tolerance)})"
@@ -163,7 +168,7 @@ def quality(entry: Entry, baseline: Entry, tolerance: float) -> Quality | None:
             value, base = (
                 math.nan if score is None else score for score, _ in (here[metric]["last"], there[metric]["last"])
             )
-            return Quality(metric, value, base, tolerance)
+            return Quality(metric, value, base, tolerance, validated_on(entry) == validated_on(baseline))
     return None
 
 
@@ -184,8 +189,11 @@ def work_differences(entry: Entry, baseline: Entry, *, same_batch: bool) -> list
 def work(entry: Entry) -> dict[str, Any]:
     """The settings that decide what is learnt, and the data's id."""
     settings = {key: value for key, value in entry.run.config.items() if key.startswith(WORK)}
-    evaluated = entry.run.config.get("eval_examples")
-    return {**settings, "data": entry.facts["data"], "eval_examples": evaluated}
+    return {**settings, **validated_on(entry)}
+
+
+def validated_on(entry: Entry) -> dict[str, Any]:
+    return {"data": entry.facts["data"], "eval_examples": entry.run.config.get("eval_examples")}
 
 
 def machine_differences(entry: Entry, baseline: Entry) -> list[str]:

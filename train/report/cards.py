@@ -97,7 +97,7 @@ def quality(run: Run, summary: Summary, records: Records | None) -> Card:
         return Card(f"Validation {spoken(name)}", "no number", notes, tone="bad")
     sign = -1 if lower_is_better(name) else 1 if HIGHER_IS_BETTER.search(name) else None
     rank = None if sign is None else sign * value
-    return Card(f"Validation {spoken(name)}", figure(value), notes, rank, basis=lesson(summary))
+    return Card(f"Validation {spoken(name)}", figure(value), notes, rank, basis=lesson(run, summary))
 
 
 def against_entropy(loss: float, entropy: float | None) -> str:
@@ -121,9 +121,9 @@ def is_of_validation(metric: str, records: Records | None) -> bool:
     return not any(metric.startswith(f"{name}_") for name in (*others, "best"))
 
 
-def lesson(summary: Summary) -> str:
-    """The same for runs whose losses and metrics mean the same."""
-    return str((summary["task"], summary["unigram_entropy"]))
+def lesson(run: Run, summary: Summary) -> str:
+    """The same for runs whose losses and metrics mean the same: of one task, on the same data."""
+    return str((summary["task"], summary["unigram_entropy"], run.environment.get("identity.data")))
 
 
 def loss(run: Run, summary: Summary) -> Card | None:
@@ -137,7 +137,7 @@ def loss(run: Run, summary: Summary) -> Card | None:
         return Card(NAMES["loss"], "unknown", ["the last line holds no finite number", *notes], tone="bad")
     validated = summary["scores"].get("loss")
     notes += [f"validation {figure(validated['last'][0])}"] if validated else []
-    return Card(NAMES["loss"], figure(value), notes, -value, basis=lesson(summary))
+    return Card(NAMES["loss"], figure(value), notes, -value, basis=lesson(run, summary))
 
 
 def throughput(run: Run, summary: Summary) -> Card | None:

@@ -45,7 +45,7 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     done = {name: sum(state.done[name] for state in ready) for name in ready[0].done if name in names}
     for split in SPLITS:
         tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
-        check_size(split, sum(shard.rows for shard in splits[split]), tokens, done["documents"], seq_len)
+        check_size(split, sum(shard.rows for shard in splits[split]), tokens, seq_len)
     manifest = write_manifest(
         folder,
         seq_len=seq_len,
@@ -72,12 +72,10 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
 
 
-def check_size(split: str, num_rows: int, tokens: int, documents: int, seq_len: int) -> None:
+def check_size(split: str, num_rows: int, tokens: int, seq_len: int) -> None:
     if num_rows:
         return
     hint = "raise validation_fraction or lower seq_len" if split == "validation" else "give more text"
-    if documents < 10:
-        hint = f"the text is {documents} documents, which are not divided: set corpus.separator"
     raise TooLittleText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,7 +18,7 @@ from train.data.random_bits import text_uniform
 from train.data.shards.format import ROW_TENSORS, SPLITS, Rows, Shard, TokenizerInfo
 from train.data.shards.writer import Uploads, write_shard
 from train.data.text.corpus import Corpus
-from train.data.text.documents import Document, Part
+from train.data.text.documents import Part
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.packing import Packer
 from train.storage.folders import Folder
@@ -26,8 +27,50 @@ from train.storage.untrusted import read_object, record
 SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
 ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts
 STATE_NAMES = "part-"
+MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, and it is not read once more
 
 Report = Callable[[int, int], None]  # bytes of the corpus and tokens that have been dealt with since the last call
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What of a document is for validation, as a function of its text: all of it if its hash is low, else nothing; the
+    end of it if it is long.
+    """
+
+    seed: int
+    below: float  # the hash of documents that are held out
+    longest: float = math.inf  # characters, of documents that the hash decides on
+    tail: float = 0.0  # share of each longer one
+
+    def share_of(self, text: str) -> float:
+        return self.tail if len(text) > self.longest else float(text_uniform(text, self.seed)[0] < self.below)
+
+
+def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
+    """Hold out `fraction` of the characters: the documents with the lowest hashes, none of which is longer than all
+    that is held out. Where the text is in longer ones, the end of each of these.
+    """
+    by_hash = HeldOut(seed, fraction)
+    if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has longer characters
+        return by_hash
+    found: list[tuple[float, int]] = []
+    total = 0
+    for document in corpus.documents():
+        found.append((text_uniform(document.text, seed)[0], len(document.text)))
+        total += len(document.text)
+        if total > MOST_WEIGHED_CHARS:
+            return by_hash
+    if not found:
+        return by_hash
+    wanted = fraction * total
+    short = sorted(each for each in found if each[1] <= wanted)
+    sums = np.cumsum([size for _, size in short])
+    in_short = int(sums[-1]) if short else 0
+    if in_short < min(2 * wanted, total):
+        return HeldOut(seed, 0.0, wanted, wanted / (total - in_short))
+    count = int(np.abs(sums - wanted).argmin()) + 1
+    return HeldOut(seed, short[count][0] if count < len(short) else 1.0, wanted)
 
 
 def label(part: Part) -> str:
@@ -97,6 +140,7 @@ def prepare_part(
     folder: Folder,
     corpus: Corpus,
     vocabulary: Vocabulary,
+    held_out: HeldOut,
     part: Part,
     identity: str,
     report: Report,
@@ -105,11 +149,10 @@ def prepare_part(
     work = Preparation(
         folder,
         vocabulary,
+        held_out,
         part,
         identity=identity,
         seq_len=cfg.seq_len,
-        seed=cfg.seed,
-        validation_fraction=cfg.validation_fraction,
         rows_per_shard=cfg.rows_per_shard or rows_of_shard(cfg.seq_len, vocabulary.dtype),
     )
     finished = work.resume()
@@ -131,19 +174,18 @@ class Preparation:
         self,
         folder: Folder,
         vocabulary: Vocabulary,
+        held_out: HeldOut,
         part: Part,
         *,
         identity: str,
         seq_len: int,
-        seed: int,
-        validation_fraction: float,
         rows_per_shard: int,
     ) -> None:
         self.folder, self.vocabulary, self.part, self.identity = folder, vocabulary, part, identity
-        self.seed, self.validation_fraction, self.rows_per_shard = seed, validation_fraction, rows_per_shard
+        self.held_out, self.rows_per_shard = held_out, rows_per_shard
         starts, info, first = starts_of(vocabulary.open()), vocabulary.info, part.index * ROWS_APART
         self.packers = {
-            split: Packer(seq_len, info.cls_id, info.sep_id, starts, seed + number, vocabulary.dtype, first)
+            split: Packer(seq_len, info.cls_id, info.sep_id, starts, held_out.seed + number, vocabulary.dtype, first)
             for number, split in enumerate(SPLITS)
         }
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
@@ -155,11 +197,12 @@ class Preparation:
 
     def add(self, chunk: Encoded) -> None:
         """Pack a chunk; write each shard that is full."""
-        held_out = np.array([self.is_held_out(document) for document in chunk.documents])
-        of_token = np.repeat(held_out, chunk.lengths)
+        shares = np.array([self.held_out.share_of(document.text) for document in chunk.documents])
+        held_out = np.round(shares * chunk.lengths).astype(np.int64)  # tokens at the end of each document
+        of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
         for split, (tokens, lengths) in {
-            "train": (chunk.tokens[~of_token], chunk.lengths[~held_out]),
-            "validation": (chunk.tokens[of_token], chunk.lengths[held_out]),
+            "train": (chunk.tokens[~of_token], (chunk.lengths - held_out)[shares < 1]),
+            "validation": (chunk.tokens[of_token], held_out[shares > 0]),
         }.items():
             self.pending[split].append(self.packers[split].add(tokens, lengths))
             if split == "train":
@@ -171,9 +214,6 @@ class Preparation:
         self.done["tokens"] += len(chunk.tokens)
         if any(sum(map(len, rows)) >= self.rows_per_shard for rows in self.pending.values()):
             self.flush(finished=False)
-
-    def is_held_out(self, document: Document) -> bool:
-        return text_uniform(document.text, self.seed)[0] < self.validation_fraction
 
     def finish(self) -> None:
         """Write the remaining sequences, and a state that says the part is finished."""

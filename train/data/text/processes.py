@@ -16,7 +16,7 @@ from train.config import Failure, InputError, PrepareConfig
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import Part
 from train.data.text.encoding import Vocabulary
-from train.data.text.preparation import Report, prepare_part
+from train.data.text.preparation import HeldOut, Report, prepare_part
 from train.storage.folders import open_folder
 
 STOP_S = 10.0  # from the request to end to the order
@@ -28,7 +28,12 @@ class PartStopped(RuntimeError):
 
 
 def prepare_in_processes(
-    cfg: PrepareConfig, vocabulary: Vocabulary, parts: list[Part], identity: str, report: Report
+    cfg: PrepareConfig,
+    vocabulary: Vocabulary,
+    held_out: HeldOut,
+    parts: list[Part],
+    identity: str,
+    report: Report,
 ) -> None:
     """Prepare each part in a process of its own. An error of one is raised here, and the others stop."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
@@ -37,7 +42,9 @@ def prepare_in_processes(
         with threads_of_each(len(parts)):
             for part in parts:
                 here, there = context.Pipe(duplex=False)
-                process = context.Process(target=work, args=(cfg, vocabulary, part, identity, there), daemon=True)
+                process = context.Process(
+                    target=work, args=(cfg, vocabulary, held_out, part, identity, there), daemon=True
+                )
                 process.start()
                 there.close()  # so that the process's end is the pipe's
                 running[here] = part, process
@@ -59,13 +66,15 @@ def prepare_in_processes(
         stop([process for _, process in running.values()])
 
 
-def work(cfg: PrepareConfig, vocabulary: Vocabulary, part: Part, identity: str, sender: Connection) -> None:
+def work(
+    cfg: PrepareConfig, vocabulary: Vocabulary, held_out: HeldOut, part: Part, identity: str, sender: Connection
+) -> None:
     """Prepare a part in this process, which ends with the one that started it, as that breaks the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others
     logging.getLogger("train").setLevel(logging.ERROR)  # the first process has warned of the same
     try:
         folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
-        prepare_part(cfg, folder, corpus, vocabulary, part, identity, lambda *counts: sender.send(counts))
+        prepare_part(cfg, folder, corpus, vocabulary, held_out, part, identity, lambda *counts: sender.send(counts))
     except (InputError, Failure) as error:
         sender.send(error)
     except BrokenPipeError:
