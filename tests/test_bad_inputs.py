@@ -31,6 +31,7 @@ from train.cli import compose as cli
 from train.compare import __main__ as compare_command
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.doctor import __main__ as doctor
+from train.host import machine
 from train.report import __main__ as report_command
 
 MAINS = {
@@ -61,6 +62,8 @@ RECORDS = ["task=classify", "data=csv", "data.path=CSV", "model.tokenizer=DATA/t
 
 # What is typed after TRAIN, and what the one line holds.
 TYPED = [
+    ("run_dir=a\nb", "must be one line"),
+    ("max_st\neps=5", "must be one line"),
     # ---- not key=value
     ("=5", "=5 is not key=value"),
     ("=", "= is not key=value"),
@@ -167,6 +170,12 @@ VALUES = [
     (f"run_dir={'a/' * 2100}b", "too long for a path"),
     (f"data.path={LONG}", "too long for a path"),
     (f"model.init_from={LONG}", "too long for a path"),
+    ('run_dir="a\nb"', "run_dir='a\\nb' must be one line"),
+    ('run_dir="a\tb"', "run_dir='a\\tb' must be one line"),
+    ('data.path="a\x1b[31mb"', "data.path='a\\x1b[31mb'"),
+    ('data.cache_dir="a\u2028b"', "data.cache_dir='a\\u2028b'"),
+    ('hub.push_to="a/b\x07"', "hub.push_to='a/b\\x07'"),
+    ('model.init_from="a\x9fb"', "model.init_from='a\\x9fb'"),
     ("run_dir=http://x/y", "http://x/y"),
     ("data.path=nosuch", "nosuch"),
     ("data.path=EMPTY", "EMPTY"),
@@ -201,6 +210,11 @@ FLAGS = [
     ("records", "task=classify data=csv data.path=CSV model.tokenizer=/nosuch", "model.tokenizer=/nosuch"),
     ("report", "", "required"),
     ("report", "nosuch", "nosuch is not a folder"),
+    ("report", "'a\nb'", "must be one line"),
+    ("report", "'s3://b/a\tb'", "must be one line"),
+    ("report", "RUN --output 'a\nb'", "must be one line"),
+    ("checkpoints", "'a\nb'", "must be one line"),
+    ("shards", "ls 's3://b/a\nb'", "must be one line"),
     ("report", "TEXT", "is not a folder"),
     ("report", "EMPTY", "holds no metrics.jsonl"),
     ("report", "''", "a path is empty"),
@@ -303,6 +317,7 @@ FLAGS = [
     ("hub", "RUN --to jane", "--to jane"),
     ("hub", "RUN --to a/b/c", "--to a/b/c"),
     ("hub", "RUN --to 'a/ '", "--to a/"),
+    ("hub", "RUN --to 'a/b\nc'", "--to"),
     ("hub", "RUN --to a/b --public --private", "--private"),
     ("hub", "nosuch --to a/b", "nosuch is no run folder"),
     ("hub", "EMPTY --to a/b", "is no run folder"),
@@ -328,6 +343,8 @@ PREPARATIONS = [
     ("corpus=5", "corpus=5"),
     ("corpus=files_schema", "corpus=files_schema"),
     ("corpus.path=nosuch", "nosuch"),
+    ('corpus.path="a\nb"', "corpus.path='a\\nb'"),
+    ('output="a\tb"', "output='a\\tb'"),
     ("corpus.path=EMPTY", "EMPTY"),
     ("corpus.errors=ignore", "corpus.errors=ignore"),
     ("corpus.encoding=nosuch", "nosuch"),
@@ -366,6 +383,7 @@ TABLES = [
     ("data.more_validation={train: a.csv}", "data.more_validation"),
     ("data.label_map=negative", "data.label_map is a table"),
     ("data.train=nosuch.csv", "nosuch.csv"),
+    ("data.path=BROKEN", "BROKEN cannot be read as Parquet"),
     ("data.validation=nosuch.csv", "nosuch.csv"),
     ("data.max_bad_rows=-1", "data.max_bad_rows=-1"),
     ("data.validation_fraction=1", "data.validation_fraction=1"),
@@ -377,6 +395,14 @@ TABLES = [
     ("model.tokenizer=EMPTY", "there is nothing in that folder"),
     ("task=qa", "context"),
 ]
+
+
+def test_a_control_character_in_the_environment_is_refused_too(monkeypatch):
+    monkeypatch.setattr(machine, "instance_stores", list)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/a\nb")
+    with pytest.raises(InputError, match="XDG_CACHE_HOME='/tmp/a"):
+        machine.cache_root()
+
 
 # ---- values made from the settings themselves ----------------------------------------------------------------------
 
@@ -434,13 +460,14 @@ def places(prepared: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """What the capital words of the rows stand for. The current folder is an empty one."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
+    (tmp_path / "broken.parquet").write_text("PAR1garbagePAR1")
     finished_run.write(tmp_path / "run")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(loop, "open_backend", opened_a_device)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "cache"))
-    names = {"EMPTY": "empty", "CSV": "table.csv", "RUN": "run"}
+    names = {"EMPTY": "empty", "CSV": "table.csv", "BROKEN": "broken.parquet", "RUN": "run"}
     return {"DATA": str(prepared), "TEXT": str(corpus)} | {word: str(tmp_path / name) for word, name in names.items()}
 
 
@@ -449,7 +476,7 @@ def opened_a_device(*_: object, **__: object) -> None:
 
 
 def filled(text: str, places: dict[str, str]) -> str:
-    return re.sub(r"\b(DATA|TEXT|EMPTY|CSV|RUN)\b", lambda result: places[result[0]], text)
+    return re.sub(r"\b(DATA|TEXT|EMPTY|CSV|BROKEN|RUN)\b", lambda result: places[result[0]], text)
 
 
 def fault(command: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> str | None:

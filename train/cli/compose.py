@@ -152,6 +152,7 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
 
 def check_override(schema: type, override: str) -> None:
     """Raise InputError unless `override` is key=value with a known key and, for a group, a known option."""
+    check(not set(override) & set("\0\n\r"), f"{override!r} must be one line")
     check(not override.startswith("+"), f"{override}: settings cannot be added; write it without +")
     check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
     key, equals, value = override.partition("=")

@@ -11,7 +11,7 @@ without torch, so that launchers and reports can read a configuration on a machi
 from train.config.attempt import LeaseConfig, PreemptConfig, WatchdogConfig
 from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
 from train.config.checkpoints import CheckpointConfig, lower_is_better
-from train.config.checks import check, check_choice, check_values
+from train.config.checks import check, check_choice, check_printable, check_values
 from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
 from train.config.errors import Failure, InputError, NotPermitted, Unreachable, Unset
 from train.config.models import ModelConfig

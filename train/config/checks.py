@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from train.config.errors import InputError
 LARGEST_FLOAT = 1e100  # the product of two such numbers is still finite
 LARGEST = 2**63  # numbers must be below it: NumPy, torch and safetensors count in 64 bits
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take a little more, but not every float
+CONTROLS = ("Cc", "Zl", "Zp")  # Unicode's categories of control characters and line ends
+MARKS = ("delimiter", "quote", "escape", "separator")  # settings that may be a tab, or Hive's \x01
 
 
 def check(ok: bool, message: str) -> None:
@@ -22,7 +25,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     """Raise InputError for a value that no setting can have, whatever it means.
 
     These are numbers that are not finite or need more than 64 bits, times that no timer of the operating system takes,
-    empty texts (mostly a variable that is not set), and texts of several lines or with references (${...}).
+    empty texts (mostly a variable that is not set), and texts with control characters or references (${...}).
     """
     for key, value in leaves(settings):
         if isinstance(value, int | float):
@@ -33,8 +36,17 @@ def check_values(settings: Mapping[str, Any]) -> None:
             check(not key.endswith("_s") or value <= LONGEST_S, f"{key}={value:g} must be at most {LONGEST_S:g} s")
         elif isinstance(value, str):
             check(value != "", f"{key}= is empty (a variable that is not set?); give a value or leave it out")
-            check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
+            if key.startswith("data.label") or key.endswith(MARKS):
+                check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
+            else:
+                check_printable(value, f"{key}=")
             check("${" not in value, f"{key}={value!r} must be without ${{, by which settings refer to others")
+
+
+def check_printable(text: str, prefix: str = "") -> None:
+    """Raise InputError for a name, path or URL with a line break or another control character in it."""
+    ok = text.isprintable() or all(unicodedata.category(each) not in CONTROLS for each in text)
+    check(ok, f"{prefix}{text!r} must be one line without control characters")
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

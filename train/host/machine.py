@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, check
+from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
 from train.host.processes import read_process
 from train.host.versions import read_versions
@@ -341,4 +341,5 @@ def cache_root() -> Path:
     """Folder for large files of this machine that may be lost: on its NVMe disk, or in the user's cache."""
     stores = instance_stores()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    check_printable(home, "XDG_CACHE_HOME=")
     return (stores[0] if stores else Path(home).expanduser()) / "baretrain"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from train.config import InputError, S3Config
+from train.config import InputError, S3Config, check_printable
 from train.host.launched import is_first
 from train.storage.untrusted import RelativePath
 from train.storage.whole import create_atomic, is_temporary, write_atomic
@@ -75,6 +75,7 @@ def is_s3(location: str) -> bool:
 
 def open_folder(location: str, s3: S3Config) -> Folder:
     """The folder at a path, a file:// or an s3:// URL; it need not exist. InputError for another kind of URL."""
+    check_printable(location)
     if is_s3(location):
         from train.storage.s3 import S3Folder  # boto3 takes long to import
 
@@ -179,6 +180,7 @@ def disk_errors(verb: str, path: Path) -> Iterator[None]:
 
 def local_path(location: str) -> Path:
     """The path of a local folder given by the user, with "~" written out. InputError if it cannot be one."""
+    check_printable(location)
     if "://" in location and not location.startswith("file://"):
         raise InputError(f"{location}: only local folders are supported here; copy it to this machine first")
     if not location.removeprefix("file://"):

@@ -29,6 +29,7 @@ from train.data.records.sources import (
 from train.data.records.squad import SQUAD_START, squad_rows
 from train.storage.folders import is_s3, local_path, sha256_json
 
+PARQUET_START = b"PAR1"
 START_CHARS = 4096  # in which SQuAD differs from other JSON
 MAX_FIELD_CHARS = 2**20  # of CSV; an open quote swallows no more than this
 
@@ -81,7 +82,12 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
-    """One of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters."""
+    """One of FILE_FORMATS, by `data.format` or the file's name and, of .json, its first characters. Parquet is Parquet
+    whatever it is said to be: read as text it would hold no row.
+    """
+    with naming(f"{name} cannot be read", (OSError,)), path.open("rb") as file:
+        if file.read(len(PARQUET_START)) == PARQUET_START:
+            return "parquet"
     if cfg.format in FILE_FORMATS:
         return cfg.format
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
