@@ -42,6 +42,7 @@ from train.config import (
     Unset,
     XLAConfig,
     check,
+    check_printable,
     check_values,
 )
 from train.host.launched import launched
@@ -152,13 +153,13 @@ def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
 
 def check_override(schema: type, override: str) -> None:
     """Raise InputError unless `override` is key=value with a known key and, for a group, a known option."""
-    check(not set(override) & set("\0\n\r"), f"{override!r} must be one line")
     check(not override.startswith("+"), f"{override}: settings cannot be added; write it without +")
     check(not override.startswith("~"), f"{override}: settings cannot be removed; give the value you want")
     key, equals, value = override.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
+        check_printable(override)
         hint = f"""write '{key}="{value}"'""" if equals else "quote special characters, as in 'key=\"a (b)\"'"
         raise InputError(f"{override} is not key=value; {hint}") from error
     check(key != "" and parsed.package is None, f"{override} is not key=value: {key!r} is not a name")
