@@ -40,6 +40,10 @@ class Account:
         except ProfileNotFound as error:
             raise InputError(f"profile {profile} is not in ~/.aws; aws configure list-profiles shows them") from error
 
+    def has_credentials(self) -> bool:
+        with aws_errors("credentials"):
+            return self.session.get_credentials() is not None
+
     def region(self) -> str:
         """The one that the profile or the environment names."""
         region = self.session.region_name

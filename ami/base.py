@@ -18,19 +18,24 @@ from train.host.versions import Versions
 
 @dataclass(frozen=True)
 class Base:
-    id: str
+    id: str  # empty: AWS was not asked
     name: str
     parameter: str  # of SSM, which named it; empty: the user did
     root_device: str
     disk_gib: int
 
 
+def unresolved(cfg: AmiConfig, versions: Versions) -> Base:
+    """The base image as far as it is known without asking AWS."""
+    if cfg.base.startswith("ami-"):
+        return Base("", cfg.base, "", "", 0)
+    return Base("", "", versions.bases["ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"].version, "", 0)
+
+
 def resolve(account: Account, region: str, cfg: AmiConfig, versions: Versions) -> Base:
     """The base image of a build. InputError for one that ours cannot be built from."""
-    image_id, parameter = cfg.base, ""
-    if not cfg.base.startswith("ami-"):
-        parameter = versions.bases["ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"].version
-        image_id = read_parameter(account.ssm(region), region, parameter)
+    parameter = unresolved(cfg, versions).parameter
+    image_id = read_parameter(account.ssm(region), region, parameter) if parameter else cfg.base
     answer = describe(account.ec2(region), region, image_id)
     check_base(answer, cfg, versions)
     root = answer["RootDeviceName"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ami import packer, remains
 from ami.aws import Account, aws_errors
-from ami.base import Base, check_builder, resolve
+from ami.base import Base, check_builder, resolve, unresolved
 from ami.config import AmiConfig
 from ami.files import HERE, write_files
 from ami.images import MINUTES, PREFIX, TAG, Image, differences, faults, find_image, own_images, wanted_tags
@@ -24,6 +24,10 @@ from train.host.versions import Versions, read_versions
 from train.storage.folders import scratch_folder
 
 INDENT = 11  # columns
+NOT_ASKED = (
+    "not known: there are no AWS credentials, so that nobody was asked for the base image, the builder's type in the "
+    "region, and earlier images; a build needs them"
+)
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,19 @@ class Plan:
 
 
 def make_plan(account: Account, cfg: AmiConfig, now: datetime) -> Plan:
-    """Ask AWS for the base image and for what was built before. InputError for what could not be built."""
-    versions, regions = read_versions(), cfg.regions or [account.region()]
-    ec2, revision = account.ec2(regions[0]), commit() or "none"
-    base = resolve(account, regions[0], cfg, versions)
-    check_builder(ec2, regions[0], cfg)
-    before = [image for image in own_images(ec2, regions[0], cfg.image) if image.kind and image.state == "available"]
+    """Ask AWS for the base image and for what was built before. InputError for what could not be built.
+
+    Without credentials AWS is not asked, unless a build needs it.
+    """
+    versions, revision = read_versions(), commit() or "none"
+    base, regions, before = unresolved(cfg, versions), cfg.regions, list[Image]()
+    if cfg.build or account.has_credentials():
+        regions = regions or [account.region()]
+        ec2 = account.ec2(regions[0])
+        base = resolve(account, regions[0], cfg, versions)
+        check_builder(ec2, regions[0], cfg)
+        images = own_images(ec2, regions[0], cfg.image)
+        before = [image for image in images if image.kind and image.state == "available"]
     name = f"{PREFIX}{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}"
     deprecate_at = f"{now + timedelta(days=cfg.deprecate_days):%Y-%m-%dT%H:%M:00Z}"
     build = f"{now:%Y%m%d%H%M%S}-{secrets.token_hex(4)}"
@@ -92,12 +103,14 @@ def plan_lines(plan: Plan) -> list[str]:
         if last.tags.get(f"{TAG}base") != base.id:
             changed.append(f"base image {last.tags.get(f'{TAG}base', 'unknown')} -> {base.id}")
         changed.append(f"commit {last.tags.get(f'{TAG}commit', 'unknown')} -> {plan.commit}")
+    if not base.id:
+        changed = [NOT_ASKED]
     source = f", from {base.parameter}" if base.parameter else ""
     copies = f", copies in {', '.join(plan.regions[1:])}" if plan.regions[1:] else ""
     return [
         line("image", f"{plan.name}, {cfg.disk_gib} GiB, encrypted, until {plan.deprecate_at[:10]}"),
-        line("base", printable(f"{base.id} ({base.name}){source}")),
-        line("region", f"{plan.regions[0]}{copies}"),
+        line("base", printable(f"{base.id or 'not resolved'} ({base.name or 'name not known'}){source}")),
+        line("region", f"{plan.regions[0]}{copies}" if plan.regions else "none named: regions=[us-east-1]"),
         line("builder", f"{cfg.instance.name}, reached through SSM, without public address or inbound port"),
         line("cost", cost(plan)),
         *(line("versions" if not n else "", f"{name} {version}") for n, (name, version) in enumerate(pins.items())),

@@ -211,11 +211,15 @@ def test_settings_that_cannot_be_built_are_refused_in_one_line(aws, capfd, words
     assert machines(aws) == []
 
 
-def test_no_region_and_no_credentials(aws, capfd, monkeypatch):
+def test_a_plan_needs_no_credentials_and_a_build_does(aws, capfd, monkeypatch):
     code, _, err = run(capfd, "neuron")
     assert code == 2 and "no region is known: give regions=[us-east-1]" in err
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]")
+    for words in (["neuron"], ["neuron", f"regions=[{REGION}]", "base=ami-0123456789abcdef0"], ["cuda", "base=ubuntu"]):
+        code, out, err = run(capfd, *words)
+        assert code == 0 and err == "" and "there are no AWS credentials" in out and "not resolved (" in out
+        assert f" torch {read_versions()['torch']}\n" in out and "nothing was started" in out
+    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
     assert code == 2 and "there are no AWS credentials; give credentials" in err and err.count("\n") == 1
 
 
