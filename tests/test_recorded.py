@@ -1,5 +1,6 @@
-"""What commit b14c56c wrote (recorded/README.md says how): this version reads it and goes on from it. A file whose format
-is of a later version is rejected in one line.
+"""What commit b14c56c wrote (recorded/README.md says how): this version reads it and goes on from it.
+
+A file whose format is of a later version is rejected in one line.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from train.storage.folders import LocalFolder
 RECORDED = Path(__file__).parent / "recorded" / "b14c56c"
 WHOLE = json.loads((RECORDED / "whole.json").read_text())
 STEP = 2  # of 8, at which each run was stopped in its third attempt, before the evaluation that was due
-# Processors with other vector instructions add in another order: 1e-7 was seen between SSE, AVX2 and AVX-512. A run that
-# lost its random numbers differs by 4e-5 and more, one that lost its moments by 1e-3.
+# Processors with other vector instructions add in another order: 1e-7 was seen between SSE, AVX2 and AVX-512. A run
+# that lost its random numbers differs by 4e-5 and more, one that lost its moments by 1e-3.
 LOSS = 5e-6
 
 TINY = "model=albert_tiny model.max_positions=32 model.embedding_size=8 model.hidden_size=16 model.intermediate_size=16"
