@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from train.data.shards.format import read_manifest
 from train.report.__main__ import main as report
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
+from train.storage.manifest import sealed
 
 RECORDED = Path(__file__).parent / "recorded" / "b14c56c"
 WHOLE = json.loads((RECORDED / "whole.json").read_text())
@@ -175,7 +177,9 @@ def test_a_launch_on_slurm_is_shown(capsys):
     asked = []
     seen = status(record, asks=lambda name, handle: asked.append((name, handle)) or State(False, "not known any more"))
     assert asked == [("slurm", {"job_id": 2})]
-    assert (seen.state, seen.progress.step, seen.history.attempts[0].nodes) == ("stopped", 1, ["n1", "n2"])
+    (attempt,) = seen.history.attempts
+    assert (seen.state, seen.progress.step, attempt.nodes) == ("stopped", 1, ["n1", "n2"])
+    assert (attempt.outcome, attempt.exit_code, attempt.checkpoint) == ("stopped", 143, 1)
     assert record.job().nodes == 2 and cluster_of(record.job()).kind == "slurm"
 
 
@@ -200,18 +204,29 @@ def test_a_launch_is_resumed_with_the_code_of_then(on_its_host, there, monkeypat
 
 # ---- files of a later version --------------------------------------------------------------------------------------
 
+
+def future(content: str, key: str | None = None) -> str:
+    """The content with a format of tomorrow, and with its own checksum under `key`."""
+    values = {name: value for name, value in json.loads(content).items() if name != key} | {"format": 99}
+    return json.dumps(values if key is None else sealed(values, key))
+
+
+def unknown(content: str) -> str:
+    return content.replace("{", '{"future": 1,', 1) if content.startswith("{") else f"{content}future: 1\n"
+
+
+SEALED, ID = partial(future, key="sha256"), partial(future, key="id")
 PREPARE = "corpus=text corpus.path=rows.jsonl output=shards seq_len=32 tokenizer.vocab_size=100 validation_fraction=0.2"
 PREDICT = ["classify", "--input", "rows.jsonl"]
-FUTURE = r'"format": \d+', '"format": 99'
-NEWER: list[tuple[str, tuple[str, str], Callable[[list[str]], int], list[str], int, str]] = [
-    ("alone/checkpoints/step_00000002/manifest.json", FUTURE, checkpoints, ["alone", "verify"], FAILED, "format 99"),
-    ("fsdp/checkpoints/step_00000002/manifest.json", FUTURE, checkpoints, ["fsdp", "verify"], FAILED, "format 99"),
-    ("shards/manifest.json", FUTURE, shards.main, ["ls", "shards"], REFUSED, "shards/manifest.json"),
-    ("shards/source.json", FUTURE, prepare.main, PREPARE.split(), REFUSED, "format: 99"),
-    ("labelled/tables.json", FUTURE, records.main, CLASSIFY.split(), REFUSED, "labelled/tables.json"),
-    ("launched.launch/job.json", FUTURE, launch_main, ["status", "launched"], REFUSED, "format 99"),
-    ("classify/config.yaml", ("^seed: 0", "future: 1"), predict.main, PREDICT, REFUSED, "classify/config.yaml"),
-    ("done/samples.json", (r"^\{", '{"future": 1,'), report, ["done"], REFUSED, "'future' is not known"),
+NEWER: list[tuple[str, Callable[[str], str], Callable[[list[str]], int], list[str], int, str]] = [
+    ("alone/checkpoints/step_00000002/manifest.json", SEALED, checkpoints, ["alone", "verify"], FAILED, "format 99"),
+    ("fsdp/checkpoints/step_00000002/manifest.json", SEALED, checkpoints, ["fsdp", "verify"], FAILED, "format 99"),
+    ("shards/manifest.json", ID, shards.main, ["ls", "shards"], REFUSED, "format 99"),
+    ("shards/source.json", future, prepare.main, PREPARE.split(), REFUSED, "format: 99"),
+    ("labelled/tables.json", SEALED, records.main, CLASSIFY.split(), REFUSED, "another version"),
+    ("launched.launch/job.json", future, launch_main, ["status", "launched"], REFUSED, "format 99"),
+    ("classify/config.yaml", unknown, predict.main, PREDICT, REFUSED, "future"),
+    ("done/samples.json", unknown, report, ["done"], REFUSED, "'future' is not known"),
 ]
 
 
@@ -219,9 +234,7 @@ NEWER: list[tuple[str, tuple[str, str], Callable[[list[str]], int], list[str], i
     ("file", "change", "command", "arguments", "code", "said"), NEWER, ids=[row[0] for row in NEWER]
 )
 def test_a_file_of_a_later_version_is_rejected_in_one_line(file, change, command, arguments, code, said, capsys):
-    content, count = re.subn(*change, Path(file).read_text(), count=1, flags=re.MULTILINE)
-    assert count == 1
-    Path(file).write_text(content)
+    Path(file).write_text(change(Path(file).read_text()))
     assert command(arguments) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("...")]
     assert line.startswith("error: ") and said in line
@@ -229,7 +242,7 @@ def test_a_file_of_a_later_version_is_rejected_in_one_line(file, change, command
 
 def test_a_run_leaves_a_checkpoint_of_a_later_version_as_it_is(there):
     manifest = there / "alone/checkpoints/step_00000002/manifest.json"
-    manifest.write_text(re.sub(*FUTURE, manifest.read_text()))
+    manifest.write_text(SEALED(manifest.read_text()))
     before = manifest.read_bytes()
     with pytest.raises(OtherVersion, match="format 99"):
         train("alone", MLM)
