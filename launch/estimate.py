@@ -199,7 +199,7 @@ def calibrated(run: Calibration, instance: InstanceConfig, precision: str, peak:
 def notes_of_work(cfg: TrainConfig, work: Work, seq_len: int) -> list[str]:
     if work.flops is None:
         name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
-        return [f"unknown model size: no estimate of time for {name}"]
+        return [f"no formula for {name} and task={cfg.task.kind}: no estimate of time"]
     return [f"{work.flops / 1e9:,.4g} GFLOP to train on a sequence, each of {seq_len} tokens"]
 
 

@@ -17,6 +17,7 @@ from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
 from train.models.shapes import PUBLISHED
 from train.storage.folders import LocalFolder
+from train.tasks import TASKS, classify
 
 GIVEN = ["run_dir=x", "data.path=x"]
 BERT_LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]
@@ -84,7 +85,7 @@ def test_what_is_unknown_is_left_out_and_named():
     other = of(load(*BERT_LARGE, "model.pretrained=some/model", "instance=p5.48xlarge", "global_batch_size=64",
                     "max_steps=10"), 1, 8, 128)  # fmt: skip
     assert row(other, 1).step_s is None
-    assert "unknown model size: no estimate of time for some/model" in other.assumptions
+    assert "no formula for some/model and task=mlm: no estimate of time" in other.assumptions
     trn2 = of(load(*BERT_LARGE, "instance=trn2.48xlarge", "global_batch_size=64", "max_steps=10"), 1, 64, 128)
     assert row(trn2, 1).hours is not None and row(trn2, 1).usd_on_demand is None
     assert "the price on demand and on spot is unknown" in trn2.assumptions
@@ -132,6 +133,15 @@ def test_bytes_of_gradients_follow_the_precision_that_is_added_up():
         assert gradient_bytes(load(*BERT_LARGE, "global_batch_size=8", "max_steps=1", *half), shape) == plain / 2
     local = load(*BERT_LARGE, "global_batch_size=8", "max_steps=1", "parallel=local_sgd", "parallel.sync_every=4")
     assert gradient_bytes(local, shape) == plain / 4
+
+
+def test_the_arithmetic_of_a_head_without_a_formula_is_left_out(monkeypatch):
+    model = ["model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "micro_batch_size=8", "max_steps=10"]
+    cfg = load(*GIVEN, *model, "task=classify", "data=csv", "instance=p5.48xlarge")
+    assert row(of(cfg, 1, 1, 128, mfu=0.3), 1).step_s is not None
+    monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, head="TokenClassification"))
+    result = of(cfg, 1, 1, 128, mfu=0.3)
+    assert row(result, 1).step_s is None and "task=classify" in result.assumptions[0]
 
 
 def test_an_all_reduce_takes_the_time_of_its_rings():

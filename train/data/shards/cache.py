@@ -1,7 +1,7 @@
 """The cache of a node for shards from S3: where it is, what fits into it, and how readers wait for shards.
 
 `CACHE_DIR/ID/` has one data set's shards under the names of its manifest, each put there by a rename once its length
-and sha256 are right (fetcher.py). Nothing else is ever deleted. Runs that read the same data share the folder; a run
+and sha256 are right (download.py). Nothing else is ever deleted. Runs that read the same data share the folder; a run
 that has to delete, because not all of the data fits, needs it alone.
 
 `CACHE_DIR/ID/runs/NAME/` is one run's part of it: which shards its fetching process has compared with the manifest,
