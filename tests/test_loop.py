@@ -143,7 +143,7 @@ def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     shard.write_bytes(content)
     result = run(train_overrides(tmp_path / "run", data), ranks=2)
     assert result.returncode != 0
-    assert result.stderr.count("has sha256") == 1
+    assert result.stderr.count("error: ") == 1 and "has sha256" in result.stderr
     assert f'File "{ROOT / "train"}' not in result.stderr  # no stack trace of ours; torchrun prints its own
 
 
