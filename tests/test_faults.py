@@ -208,7 +208,7 @@ def test_what_was_stopped_on_request_is_not_started_again_by_torchrun(slow, tmp_
     (run_dir / "STOP").touch()
     output = process.communicate(timeout=PATIENCE_S)[0]
     ended = outcome(run_dir)
-    assert (ended["outcome"], ended["kind"]) == ("stopped", "the file STOP in the run folder"), output
+    assert (ended["outcome"], ended["kind"]) == ("stopped", "stop_file"), output
     assert output.count("torchrun reports exit code 75 as a failure; the run stopped as asked") == 1
     assert output.count("not started again: it stopped") == 1
     assert not (run_dir / "STOP").exists()  # obeyed
@@ -411,5 +411,5 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
 
 def test_max_run_s_ends_a_run_with_a_checkpoint(toy):
     reason, step = toy.train(max_steps=10**6, eval_every=None, max_run_s=0.5)
-    assert reason == "max_run_s=0.5 is over"
+    assert (reason, toy.outcome()["kind"]) == ("max_run_s=0.5 is over", "max_run_s")
     assert toy.outcome()["checkpoint"] == step

@@ -180,6 +180,7 @@ def test_a_rebalance_recommendation_can_end_the_run_or_be_ignored(imds, stop, mo
     with watching(stop, rebalance=mode):
         eventually(lambda: stop.reason) if ends else more_rounds(imds)
     assert stop.reason == ("EC2 rebalance recommendation of 2026-11-20T08:22:00Z" if ends else None)
+    assert stop.kind == ("rebalance" if ends else "")
     assert stop.saves_soon is None
 
 
@@ -197,7 +198,7 @@ def test_a_stop_for_good_ends_the_run_when_it_is_near(imds, stop, wall_clock, co
         assert stop.reason is None
         wall_clock.now = NOW + timedelta(minutes=7)
         eventually(lambda: stop.reason)
-    assert stop.reason == f"EC2 scheduled event: {code} at 2026-11-20T08:10:00Z"
+    assert (stop.reason, stop.kind) == (f"EC2 scheduled event: {code} at 2026-11-20T08:10:00Z", "scheduled_event")
 
 
 def test_reboots_and_cancelled_events_are_not_for_the_run(imds, stop, wall_clock, warnings):
@@ -398,6 +399,7 @@ def test_the_run_leaves_a_capacity_block_in_time(stop, wall_clock):
         wall_clock.now = NOW + timedelta(minutes=87)
         eventually(lambda: stop.reason)
     assert stop.reason == "the capacity block ends at 2026-11-20T10:00:00Z, its instances 30 minutes before"
+    assert stop.kind == "capacity_block"
 
 
 def test_a_block_that_has_no_time_left_is_refused(stop, wall_clock):
@@ -464,7 +466,7 @@ def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, p
     files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
     assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
     outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("stopped", notice, True)
+    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("stopped", "spot_notice", True)
     assert outcome["reason"] == f"{notice}, at rank 0 on {platform.node()}"
     assert outcome["checkpoint"] == outcome["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
     assert len(imds.seen(TOKEN, "PUT")) == 1  # one process of a machine asks

@@ -248,7 +248,8 @@ def train(t: Training) -> str:
 def who_asked(attempt: Attempt, votes: Votes) -> str:
     """Why the run stops, the same on all ranks; the log names the ranks that were asked."""
     asked = votes.reasons()
-    attempt.asked = "; ".join(f"{reason}, at rank {rank} on {host}" for rank, reason, host in asked[:MOST_NAMED])
+    attempt.asked = "; ".join(f"{reason}, at rank {rank} on {host}" for rank, reason, _, host in asked[:MOST_NAMED])
+    attempt.kind = asked[0][2]
     logger.info("stopping: %s", attempt.asked)
     return asked[0][1]
 

@@ -47,7 +47,7 @@ class Votes:
         if self.counted.failures:
             self.world.raise_failure(self.failure)
 
-    def reasons(self) -> list[tuple[int, str, str]]:
-        """Rank, reason and host of each rank that was asked to stop."""
-        answers = enumerate(self.world.share((self.stop.reason, platform.node())))
-        return [(rank, reason, host) for rank, (reason, host) in answers if reason is not None]
+    def reasons(self) -> list[tuple[int, str, str, str]]:
+        """Rank, reason, its kind and the host of each rank that was asked to stop."""
+        answers = enumerate(self.world.share((self.stop.reason, self.stop.kind, platform.node())))
+        return [(rank, reason, kind, host) for rank, (reason, kind, host) in answers if reason is not None]

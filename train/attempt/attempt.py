@@ -52,6 +52,7 @@ class Attempt:
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # the requests to stop, with their ranks
+    kind: str = ""  # of the first of them
     lease: Lease | None = None  # rank 0's
 
     def __post_init__(self) -> None:
@@ -149,7 +150,8 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
         ended = "done" if reason in ENDS else "stopped"
         asked, goes_on = attempt.asked or reason, ended == "stopped"
         folder.mirror()
-        folder.outcome(Outcome(ended, reason, asked, step, attempt.checkpoint, goes_on=goes_on), is_of_all=True)
+        outcome = Outcome(ended, attempt.kind or reason, asked, step, attempt.checkpoint, goes_on=goes_on)
+        folder.outcome(outcome, is_of_all=True)
         if attempt.has_stop_file():
             with suppress(NotPermitted):
                 folder.folder.remove(STOP_FILE)  # it was obeyed: the same command resumes the run

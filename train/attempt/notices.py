@@ -97,20 +97,22 @@ class Notices:
 
     def look_at_clock(self) -> None:
         if self.max_run_s is not None and time.monotonic() - self.began_s >= self.max_run_s - self.stop.save_s:
-            self.stop.ask(f"max_run_s={self.max_run_s:g} is over")
+            self.stop.ask(f"max_run_s={self.max_run_s:g} is over", kind="max_run_s")
         if self.block_end is not None and now() >= self.block_leave_at(self.block_end):
-            self.stop.ask(f"the capacity block ends at {as_text(self.block_end)}, its instances 30 minutes before")
+            ends = f"the capacity block ends at {as_text(self.block_end)}, its instances 30 minutes before"
+            self.stop.ask(ends, kind="capacity_block")
 
     def block_leave_at(self, end: datetime) -> datetime:
         return end - timedelta(seconds=BLOCK_LEAD_S + BLOCK_MARGIN_S + self.stop.save_s)
 
     def look_for_file(self) -> None:
         if self.has_stop_file():
-            self.stop.ask("the file STOP in the run folder")
+            self.stop.ask("the file STOP in the run folder", kind="stop_file")
 
     def look_at_metadata(self) -> None:
         if notice := self.metadata.get("spot/instance-action"):
-            self.stop.ask(f"EC2 spot notice: {field(notice, 'action')} at {field(notice, 'time')}")
+            asked = f"EC2 spot notice: {field(notice, 'action')} at {field(notice, 'time')}"
+            self.stop.ask(asked, kind="spot_notice")
         if self.cfg.rebalance != "ignore":
             self.look_at_rebalance(self.metadata.get("events/recommendations/rebalance"))
         events = self.metadata.get("events/maintenance/scheduled")
@@ -123,7 +125,7 @@ class Notices:
         asked = f"EC2 rebalance recommendation of {field(notice, 'noticeTime')}"
         self.rebalance = notice
         if self.cfg.rebalance == "leave":
-            self.stop.ask(asked)
+            self.stop.ask(asked, kind="rebalance")
         else:
             self.stop.ask_save(asked)
 
@@ -133,7 +135,8 @@ class Notices:
             return
         begins = parsedate_to_datetime(field(event, "NotBefore"))
         if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
-            self.stop.ask(f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}")
+            asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
+            self.stop.ask(asked, kind="scheduled_event")
 
 
 def watches_metadata(mode: str, environ: Mapping[str, str]) -> bool:

@@ -33,6 +33,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None  # leave at the next step, with a checkpoint
+        self.kind = ""  # of the reason, for programs: an identifier; empty: the reason is one
         self.saves_soon: str | None = None  # save at the next step and continue
         self.save_s = 0.0  # seconds that the last save took
         self.signal: str | None = None  # the first one's name
@@ -82,10 +83,11 @@ class StopRequest:
                         os._exit(128 + number[0])
                 first_s = first_s or now_s
 
-    def ask(self, reason: str) -> None:
+    def ask(self, reason: str, *, kind: str = "") -> None:
         """Have the run leave at the next step. The first reason stays. From any thread."""
         with self.lock:
-            self.reason = self.reason or reason
+            if self.reason is None:
+                self.reason, self.kind = reason, kind
 
     def ask_save(self, reason: str) -> None:
         """Have the run save at the next step and continue. The first reason stays until `saved`. From any thread."""

@@ -20,7 +20,7 @@ OUT_OF_MEMORY = ("out_of_device_memory", "out_of_host_memory")
 @dataclass(frozen=True)
 class Outcome:
     outcome: str  # done | stopped | failed | refused
-    kind: str  # of a failure: its short name; of a stop or an end: the reason
+    kind: str  # an identifier, for programs; earlier versions wrote the reason of a stop
     reason: str
     step: int | None  # reached
     checkpoint: int | None  # the newest step that is known to be committed; nothing up to there is lost
