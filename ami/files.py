@@ -29,8 +29,7 @@ def write_files(folder: Path, cfg: AmiConfig, base: Base, versions: Versions, co
     target = folder / FOLDER
     target.mkdir()
     (target / "image.env").write_text(shell_values(image_values(cfg, base, versions, commit)))
-    constraints = (ROOT / "constraints.txt").read_text() if cfg.image == "cuda" else neuron_constraints(versions)
-    (target / "constraints.txt").write_text(constraints)
+    (target / "constraints.txt").write_text(image_constraints(cfg.image, versions))
     if cfg.wheel is None:
         build_wheel(target)
     else:
@@ -51,6 +50,18 @@ def build_wheel(folder: Path) -> None:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise Failure(f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE")
+
+
+def image_constraints(image: str, versions: Versions) -> str:
+    """Every version that is tested, in an image for Trainium with Neuron's own in place of the same packages. numpy is
+    left to neuronx-cc there, which bounds it.
+    """
+    tested = (ROOT / "constraints.txt").read_text()
+    if image == "cuda":
+        return tested
+    own = {*versions.python_packages(), "numpy"}
+    rest = [line for line in tested.splitlines() if line.partition("==")[0] not in own and not line.startswith("#")]
+    return neuron_constraints(versions) + "\n".join([*rest, ""])
 
 
 def neuron_constraints(versions: Versions) -> str:
