@@ -139,6 +139,18 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("device", "rows"),
+    [("NVIDIA V100", {"device", "host"}), ("cpu", {"host"}), ("cpu through XLA", {"host"})],
+)
+def test_memory_of_cpus_is_that_of_the_host(tmp_path, device, rows):
+    line = {"kind": "train", "time_unix_s": BEGAN_S + 30, "step": 1, "loss": 4.0, "device_memory_bytes": 3e9}
+    end = {"kind": "summary", "time_unix_s": BEGAN_S + 60, "step": 1, "peak_host_bytes": 2e9}
+    entries, _ = compared(write_run(tmp_path / "run", environment={"device": device}, lines=[line, end]))
+    labels = [row[0] for row in statistics(entries) if "memory" in row[0]]
+    assert {label.split(" memory")[0].split()[-1] for label in labels} == rows
+
+
+@pytest.mark.parametrize(
     ("f1", "tolerance", "says"),
     [
         (80.0, 0.01, "equal quality (f1 the same, tolerance 1 %)"),

@@ -92,6 +92,7 @@ def measure(run: Run) -> dict[str, Any]:
         total([of_attempt(attempt, key) for attempt in run.attempts]) for key in ("compile_s", "graphs")
     )
     wall_s, train_s, examples = since_first_start(run, known["wall_s"]), known["train_s"], known["examples"]
+    is_cpu = device(environment) == "cpu"  # its lines have the ranks' memory of the host as that of the device
     has_sequences = len(run.attempts) == 1 and examples and train_s  # redone steps are not among them
     return {
         **known,
@@ -105,7 +106,7 @@ def measure(run: Run) -> dict[str, Any]:
         "wall_s": wall_s,
         "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (compile_s or 0.0)),
         "peak_device_bytes": highest(run.lines["summary"], "peak_device_bytes"),
-        "monitored_device_bytes": highest(run.lines["train"], "device_memory_bytes"),
+        "monitored_device_bytes": None if is_cpu else highest(run.lines["train"], "device_memory_bytes"),
         "peak_host_bytes": highest(run.lines["summary"], "peak_host_bytes"),
         "versions": versions(environment),
         "data": environment.get("identity.data"),
