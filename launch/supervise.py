@@ -27,7 +27,9 @@ Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 FIRST_FILE = "environment.json"  # of a run folder
-KILLED = "SIGTERM"  # why a run stopped whose torchrun or scheduler has signalled it, or whose torchrun was killed
+# Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away.
+KILLED = "SIGTERM"
+TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block")
 PATIENCE_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
@@ -90,26 +92,26 @@ def look(record: Record) -> Seen:
 def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict:
     """Decide what follows an attempt."""
     outcome = attempt.outcome
-    kind, reason = str(outcome.get("outcome", "")), str(outcome.get("reason", ""))
+    ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
     if not outcome:
-        kind, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
+        ended, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
         if attempt.refusal:
             return Verdict("end", "refused", f"refused: {attempt.refusal}")
-    if kind in ("done", "refused"):
-        return Verdict("end", kind, reason)
-    if kind == "failed" and outcome and not outcome["goes_on"]:
+    if ended in ("done", "refused"):
+        return Verdict("end", ended, reason)
+    if ended == "failed" and outcome and not outcome["goes_on"]:
         return Verdict("end", "failed", reason)
     if history.is_stop_asked:
         return Verdict("end", "stopped", "stopped as asked")
     limit = exhausted(history, cluster)
-    if kind == "stopped":
-        if attempt.asked is None and not is_taken_back(reason):
+    if ended == "stopped":
+        if attempt.asked is None and kind not in TAKEN_BACK:
             return Verdict("end", "stopped", reason)
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
         if limit:
             return Verdict("end", "failed", limit)
         # A signal to torchrun alone: only Slurm takes machines back by one.
-        is_here = cluster.kind != "slurm" and attempt.asked is None and reason.startswith(KILLED)
+        is_here = cluster.kind != "slurm" and attempt.asked is None and kind == KILLED
         return Verdict("again" if is_here else "requeue", "stopped", attempt.asked or reason)
     if limit:
         return Verdict("end", "failed", f"{limit}; the last one {reason}")
@@ -120,11 +122,6 @@ def prepared(code: int, what: str) -> Verdict:
     """What came of a preparation, or of a part of one, by the exit code of train.prepare."""
     outcome = {DONE: "done", REFUSED: "refused"}.get(code, "failed")
     return Verdict("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
-
-
-def is_taken_back(reason: str) -> bool:
-    """Whether a run stopped since its machine is taken away: by a scheduler's SIGTERM, or after EC2's notice."""
-    return reason.startswith((KILLED, "EC2 ", "the capacity block"))
 
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:

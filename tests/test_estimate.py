@@ -136,7 +136,12 @@ def test_bytes_of_gradients_follow_the_precision_that_is_added_up():
 
 
 def test_the_arithmetic_of_a_head_without_a_formula_is_left_out(monkeypatch):
-    model = ["model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "micro_batch_size=8", "max_steps=10"]
+    model = [
+        "model=pretrained",
+        "model.pretrained=google-bert/bert-large-uncased",
+        "micro_batch_size=8",
+        "max_steps=10",
+    ]
     cfg = load(*GIVEN, *model, "task=classify", "data=csv", "instance=p5.48xlarge")
     assert row(of(cfg, 1, 1, 128, mfu=0.3), 1).step_s is not None
     monkeypatch.setitem(TASKS, "classify", replace(classify.SPEC, head="TokenClassification"))
