@@ -415,6 +415,16 @@ def test_variants_are_run_once_and_one_that_fails_hides_no_other(questions, capf
     assert all((folder / "runs" / name / "metrics.jsonl").read_bytes() == content for name, content in runs.items())
 
 
+@pytest.mark.parametrize("missing", ["model.tokenizer=/nosuch", "data.train=nosuch.json"])
+def test_what_a_variant_lacks_is_found_before_the_first_one_starts(missing, questions, tmp_path, capfd):
+    settings = [each for each in questions[1] if each.partition("=")[0] not in (missing.partition("=")[0], "run_dir")]
+    settings += [f"run_dir={tmp_path}/runs", "compare.run=[good,bad]"]
+    settings += ["compare.variants={good: seed=0, bad: " + missing + "}"]
+    settings += [each for each in questions[1] if each.startswith(missing.partition("=")[0])]
+    assert main(settings) == REFUSED
+    assert "error: variant bad: " in capfd.readouterr().err and not (tmp_path / "runs").exists()
+
+
 def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepared):
     given = {each.partition("=")[0]: each for each in train_overrides(tmp_path / "runs", prepared, "max_steps=100000")}
     given |= {"checkpoint.every": "checkpoint.every=100000", "log_every": "log_every=20"}

@@ -138,12 +138,13 @@ def main_of_variants(arguments: Sequence[str]) -> int:
 
 def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
     """Run what has not ended yet, and write the page; returns the exit code."""
-    from train.compare.variants import Runner, make_variants
+    from train.compare.variants import Runner, check_tasks, make_variants
 
     check("LOCAL_RANK" not in os.environ, "compare starts the ranks itself, by compare.ranks; run it without torchrun")
     check_page(cfg.compare.output)
     variants = make_variants(cfg, given)
     check(len(variants) > 1, "there is one variant only: compare.run names two or more, the baseline first")
+    check_tasks(variants)
     with Runner(cfg.compare) as runner:
         endings = {variant.name: runner.run(variant) for variant in variants}
     if any(ending.outcome == "stopped" for ending in endings.values()):

@@ -9,8 +9,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from subprocess import Popen
 from types import FrameType, TracebackType
@@ -68,10 +68,8 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_
         own += [f"micro_batch_size={batch_size}", "global_batch_size=null"]
     keys = {override.partition("=")[0] for override in own}
     overrides = [*(override for override in common if override.partition("=")[0] not in keys), *own]
-    try:
+    with named(name):
         return Variant(folder, location, overrides, cli.load_config(TrainConfig, overrides))
-    except InputError as error:
-        raise InputError(f"variant {name}: {error}") from error
 
 
 def split(text: str) -> list[str]:
@@ -85,6 +83,26 @@ def split(text: str) -> list[str]:
 def settings(cfg: TrainConfig) -> bytes:
     """All settings but the run folder."""
     return canonical_json({**to_dict(cfg), "run_dir": None})
+
+
+def check_tasks(variants: Sequence[Variant]) -> None:
+    """InputError for a variant that is still to be run and whose tokenizer, model or data cannot be opened. Labelled
+    data is prepared here, once for all of them.
+    """
+    from train.tasks import build_task
+
+    for variant in variants:
+        if not is_done(variant):
+            with named(variant.name):
+                build_task(variant.cfg)
+
+
+@contextmanager
+def named(variant: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"variant {variant}: {error}") from error
 
 
 # ---- running it ----------------------------------------------------------------------------------------------------
@@ -116,12 +134,11 @@ class Runner:
         """Run a variant, or go on with it, unless it has ended."""
         if self.is_asked_to_stop:
             return Ending("stopped")
-        folder = open_folder(variant.location, variant.cfg.s3)
-        before = read_outcome(folder)
-        if before.get("outcome") == "done" and has_settings(variant):
+        if is_done(variant):
             print(f"{variant.name}: {variant.location} is done", flush=True)
             return Ending("done")
-        command = self.command(variant)
+        folder = open_folder(variant.location, variant.cfg.s3)
+        before, command = read_outcome(folder), self.command(variant)
         print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)
         self.process = children.start(command, env=os.environ)
         if self.is_asked_to_stop:  # before the process could be signalled
@@ -142,6 +159,11 @@ class Runner:
         ranks = self.compare.ranks
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         return [sys.executable, *torchrun, "-m", "train", *variant.overrides]
+
+
+def is_done(variant: Variant) -> bool:
+    folder = open_folder(variant.location, variant.cfg.s3)
+    return read_outcome(folder).get("outcome") == "done" and has_settings(variant)
 
 
 def has_settings(variant: Variant) -> bool:
