@@ -201,6 +201,29 @@ def test_a_report_leads_with_what_people_look_for(tmp_path: Path) -> None:
     assert "a [1] text \u2717 [1] good bad · 75.0 %" in shown(html)
 
 
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "says"),
+    [
+        (7.0, 0.1, "which pieces are frequent"),  # 0.5 nats better than frequencies
+        (4.0, 0.3, "common phrases"),
+        (1.0, 0.8, "puts the right piece first in 80%"),
+        (None, 0.8, None),
+    ],
+)
+def test_the_samples_of_a_language_model_come_with_what_it_can_do(tmp_path: Path, loss, accuracy, says) -> None:
+    lines = [
+        train_line(10),
+        eval_line(10, loss=loss, masked_accuracy=accuracy),
+        summary_line(10, 10, unigram_entropy=7.5),
+    ]
+    run = write_run(tmp_path / "run", lines)
+    (run / "samples.json").write_text(json.dumps({"step": 10, "samples": [SAMPLE]}))
+    words = shown(page.render([read_run(run)], tmp_path / "out").read_text())
+    assert ("their frequencies alone" in words) == (says is not None)
+    assert says is None or says in words
+    assert "most answers below are wrong" not in words or loss == 7.0
+
+
 def test_several_runs_lead_with_a_table_of_cards(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, whole_run()) for name in ("a", "b")]
     write_outcome(LocalFolder(runs[1]), Outcome("failed", "stuck", "rank 3 hangs", None, 20, goes_on=True))

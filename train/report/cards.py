@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,11 @@ from train.tasks import TASKS
 Summary = dict[str, Any]  # see train.report.run.summarise
 ENDS = ("done", "early_stop")
 MOST_CHARS = 300  # of a reason
+FREQUENCIES_NATS = (
+    1.0  # a masked language model that is no better than this against the unigram entropy uses little context
+)
+MOST_WRONG = 0.5  # share of right answers below which most are wrong
+MOST_NATS = 20.0  # so that what is not a loss prints no long number
 MOST_OTHERS = 3  # further metrics on the card of the headline
 NAMES = {  # of the cards, in their order, as rows of a comparison
     "outcome": "Outcome",
@@ -106,6 +112,32 @@ def against_entropy(loss: float, entropy: float | None) -> str:
     better = "better" if loss <= entropy else "worse"
     words = f"{abs(entropy - loss):.3f} nats {better} than guessing tokens by their frequency"
     return f"{words} (unigram entropy {entropy:.3f})"
+
+
+def ability(summary: Summary) -> str:
+    """What to expect of a masked language model that fills in blanks, by how much better than the frequencies of tokens
+    it predicts them; empty if that is not known.
+    """
+    scores, entropy = summary["scores"], summary["unigram_entropy"]
+    loss, right = (scores.get(name, {}).get("last", (None,))[0] for name in ("loss", "masked_accuracy"))
+    loss = scores["mlm_loss"]["last"][0] if "mlm_loss" in scores else loss
+    if loss is None or right is None or entropy is None or not 0 <= right <= 1:
+        return ""
+    choices, by_frequency = (math.exp(min(each, MOST_NATS)) for each in (loss, entropy))
+    said = (
+        f"It puts the right piece first in {right:.0%} of the blanks, and is as unsure as between {choices:,.0f} "
+        f"equally likely pieces; their frequencies alone leave {by_frequency:,.0f}."
+    )
+    if entropy - loss < FREQUENCIES_NATS:
+        said += (
+            " So it knows which pieces are frequent ('.', 'the', endings of words) and little of what goes with what: "
+        )
+        return (
+            said + "most answers below are wrong. It is a start for fine-tuning or more training, no source of answers."
+        )
+    if right < MOST_WRONG:
+        said += " So it knows word forms and common phrases; do not expect rare words or facts."
+    return said
 
 
 def against_majority(records: Records | None) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, check
-from train.report.cards import cards, duration, side_by_side
+from train.report.cards import ability, cards, duration, side_by_side
 from train.report.data import (
     Records,
     bad_rows,
@@ -209,6 +209,7 @@ def render(runs: list[Run], output: Path) -> Path:
         runs=described,
         rows=side_by_side([run["cards"] for run in described]),
         samples=learnt,
+        ability="" if learnt is None else ability(described[0]["summary"]),
         table=table([run["summary"] for run in described]),
         differences=config_differences(runs),
         figures=[(panel.title, base64.b64encode(png).decode()) for panel, png in figures],
