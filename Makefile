@@ -3,6 +3,7 @@
 # make demo-tweets TWEETS=tweets.csv    fine-tune what the demo pretrained, and the same model from scratch beside it
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
 # make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them
+# make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test    run the tests          make lint   style and types          make bench   the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +17,10 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 PEERS = $(VENV)/peers
 ENGINES = $(VENV)/engines
+NEWEST = $(VENV)/newest
+# Engines, loop, checkpoints, tasks and compilation.
+NEWEST_TESTS ?= pipeline fsdp slow_links engine equality ranks loop optim precision memory checkpoints \
+    sharded_checkpoints saver save_kills export masking models heads classify qa finetune new_task predict samples compiled
 # Columns text and labels, all fields quoted. The few made-up lines that come along only show that it works.
 TWEETS ?= tests/data/tweets.csv
 TWEETS_DIR ?= runs/tweets
@@ -23,7 +28,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm engines test lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm engines test test-newest lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -63,6 +68,16 @@ $(ENGINES)/.ready: $(VENV)/.ready
 
 test: setup
 	@$(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4 $(TEST_ARGS) # tests wait a lot
+
+# What is deprecated there is an error. To renew the environment: rm .venv/newest/.ready
+$(NEWEST)/.ready: $(VENV)/.ready
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade --upgrade-strategy eager -e '.[report,dev]'
+	@touch $@
+
+test-newest: $(NEWEST)/.ready
+	@$(NEWEST)/bin/python -m pip list | grep -E '^(torch|transformers|datasets) '
+	@PYTHONWARNINGS=error::FutureWarning $(NEWEST)/bin/python -m pytest --numprocesses=2 $(TEST_ARGS) $(NEWEST_TESTS:%=tests/test_%.py)
 
 lint: setup
 	@$(BIN)/ruff check .

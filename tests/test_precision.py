@@ -88,6 +88,7 @@ def cuda(monkeypatch):
     for name, answer in {
         "device_count": lambda: 1,
         "get_device_name": lambda _: "a GPU",
+        "is_available": lambda: True,  # else PyTorch scales losses only where torch_xla is installed
         "get_device_capability": lambda _: device.capability,
         "get_device_properties": lambda _: SimpleNamespace(),
         "set_device": lambda _: None,

@@ -291,6 +291,8 @@ def test_a_gradient_of_one_rank_that_is_no_number_is_skipped_by_all_ranks_of_loc
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_in_one_line(prepared, tmp_path, overrides, message):
+    if "backend=xla" in overrides:
+        pytest.importorskip("torch_xla")
     result = run(train_overrides(tmp_path / "run", prepared, *overrides))
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
     assert result.returncode == 2 and message in line
