@@ -7,7 +7,6 @@ from typing import Any
 from train.config import InstanceConfig, LocalSGDConfig, TrainConfig
 from train.models.flops import train_flops_per_sequence
 from train.models.shapes import Shape
-from train.tasks import spec_of
 
 LABELS = 2  # of a classifier, whose number the data decides; each more costs a classifier 6 x hidden size
 WITHOUT_BF16 = ("V100", "T4")
@@ -16,16 +15,16 @@ DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
 
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float | None:
-    """FLOPs to train on one sequence, as the run's own MFU counts them; None for a model or head without a formula."""
-    head = spec_of(cfg.task).head
-    if head == "MaskedLM":
+    """FLOPs to train on one sequence, as the run's own MFU counts them; None for a model or task without a formula."""
+    kind = cfg.task.kind
+    if kind == "mlm":
         task: Any = cfg.task  # its settings are a class of the task's own room
         predictions = task.max_predictions or max(1, round(seq_len * task.mask_rate))
         labels = 2 if task.sop else 0
         return train_flops_per_sequence(shape, seq_len=seq_len, predictions=predictions, labels=labels)
-    if head not in ("SequenceClassification", "QuestionAnswering"):
+    if kind not in ("classify", "qa"):
         return None
-    frozen, has_spans = cfg.model.freeze_layers, head == "QuestionAnswering"
+    frozen, has_spans = cfg.model.freeze_layers, kind == "qa"
     labels = 0 if has_spans else LABELS
     return train_flops_per_sequence(shape, seq_len=seq_len, labels=labels, has_spans=has_spans, frozen=frozen)
 
