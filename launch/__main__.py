@@ -1,15 +1,17 @@
 """`python -m launch key=value ... -- settings of the run`: the plan of a run on N machines; submit=true starts it.
 
-`python -m launch list | status | logs | stop | resume | cancel RUN`, and clean | watch | iam | quota for EC2: see
+`python -m launch list | status | logs | stop | resume | cancel RUN`, and clean | iam | quota for EC2: see
 launch/verbs.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from launch import code, estimate, logs, show, submit, verbs
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.ec2.config import Ec2Config
-from launch.engines import Engine
+from launch.engines import INSTANCE, Engine
 from launch.history import read_history
 from launch.plan import Request, make_job, run_overrides
 from launch.record import Record
@@ -67,16 +69,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
     )
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    own, of_run = arguments[:split], arguments[split + 1 :]
+    own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
     settings = [each for each in own if not each.startswith("-")]
-    return cli.run(LaunchConfig, lambda cfg: launch(cfg, settings, of_run), parser, arguments=own)
+    return cli.run(
+        LaunchConfig, lambda cfg: launch(cfg, settings, of_run, as_json="--json" in own), parser, arguments=own
+    )
 
 
 def reject_subcommand(name: str) -> int:
     raise InputError(f"there is no subcommand {name}; there are: {', '.join(verbs.VERBS)}. A plan takes key=value")
 
 
-def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) -> int:
+def with_unknown_type(own: list[str]) -> list[str]:
+    """The arguments, in which a type of EC2 that conf/instance does not have is a machine of which nothing is known."""
+    known = {file.name.removesuffix(".yaml") for file in (resources.files("conf") / "instance").iterdir()}
+    made = []
+    for each in own:
+        name = each.removeprefix("instance=")
+        is_new = each != name and name not in known and re.fullmatch(INSTANCE, name) is not None
+        made += ["instance=local", f"instance.name={name}"] if is_new else [each]
+    return made
+
+
+def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *, as_json: bool = False) -> int:
     check(bool(of_run), "settings of the run are missing: give them after --, as -- experiment=demo run_dir=runs/mine")
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
@@ -87,8 +103,14 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     record = Record(job.run_dir, run.s3)
     starts = engine(cfg, bundle) or scheduler(job.scheduler)
     command = starts.request(job, record)
-    print("\n".join(show.plan_lines(job, run, command, len(bundle.content))))
     expected = None if cfg.prepare else expect(cfg, run)
+    plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
+    if as_json:
+        check(not cfg.submit, "--json prints the plan: leave out submit=true")
+        shown = {**plan, "job": dataclasses.asdict(job), **starts.details(job, record, cfg)}
+        print(json.dumps(shown, sort_keys=True))
+        return cli.DONE
+    print("\n".join(show.plan_lines(job, run, command, len(bundle.content))))
     if expected is not None:
         print("", *show.columns(estimate.table(expected)), "", *show.notes(expected.assumptions), sep="\n")
     print("", *show.paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
@@ -98,10 +120,13 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str]) ->
     if not cfg.submit:
         print("nothing was started; submit=true does it")
         return cli.DONE
-    plan = {"request": command, "estimate": None if expected is None else dataclasses.asdict(expected)}
-    submit.submit(record, job, run, plan=plan, bundle=bundle.content)
-    print(f"submitted; python -m launch status {record.run_dir} shows how it goes")
-    return cli.DONE if cfg.detach or cfg.cluster.kind != "local" else wait_in_terminal(record)
+    for row in expected.rows if expected is not None else ():
+        check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
+    handle = submit.submit(record, job, run, plan=plan, bundle=bundle.content)
+    print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
+    if cfg.cluster.kind == "local" and not cfg.detach:
+        return wait_in_terminal(record)
+    return starts.attend(job, record, handle)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:

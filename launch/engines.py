@@ -117,6 +117,9 @@ class Engine(ABC):
         text = "".join(f"\n  {each}" for each in text_of(self.content(job)).splitlines())
         return f"none here; submit=true writes {self.path(self.file_name(job))} and starts nothing:{text}"
 
+    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
+        return {}
+
     def write(self, job: Job) -> list[str]:
         """Write the files, and say what comes next. InputError for a file that is there and differs."""
         files, folder = self.files(job), self.folder()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
@@ -17,7 +18,7 @@ from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
 from launch.supervise import CODES, StopRequest, Verdict, attempt_name, noting_its_end, patiently, prepared, supervise
-from train.cli.command import add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host import children
 from train.host.processes import is_alive, read_process
@@ -26,11 +27,16 @@ ORPHANS_S = 600.0  # for ranks to save and end after something has killed their 
 
 
 class Scheduler:
+    lingers_s = 0.0
+
     def request(self, job: Job, record: Record) -> list[str]:
         return supervisor(job, record)
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         return f"this machine, {platform.node()}: {os.cpu_count()} CPUs"
+
+    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
+        return {}
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"
@@ -45,6 +51,9 @@ class Scheduler:
                 start_new_session=True,  # Ctrl-C in the terminal is answered by the command that waits there
             )
         return handle_of(process.pid)
+
+    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+        return DONE  # the job goes on alone
 
     def find(self, job: Job, record: Record) -> Handle | None:
         command = supervisor(job, record)

@@ -38,14 +38,22 @@ class State:
 
 
 class Scheduler(Protocol):
+    lingers_s: float  # that a submission may still come after the process that asked for it was killed
+
     def request(self, job: Job, record: Record) -> list[str]:
         """The command that starts the job, for the plan. It asks nobody."""
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         """What the scheduler says to the job without starting it, in lines. InputError if it would refuse."""
 
+    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
+        """What the plan as JSON holds beside the command."""
+
     def submit(self, job: Job, record: Record) -> Handle:
         """Start the job. InputError if it is refused, Unreachable if nobody answers."""
+
+    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+        """Do what is left for the process that has submitted the job; the exit code."""
 
     def find(self, job: Job, record: Record) -> Handle | None:
         """The job of this record that waits or runs, if its submission was not answered; None if there is none."""

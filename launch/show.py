@@ -28,7 +28,7 @@ def plan_lines(job: Job, run: TrainConfig | PrepareConfig, request: Sequence[str
         line("cluster", ", ".join(f"{key}={shown(value)}" for key, value in chosen.items())),
         line("code", f"{job.code.file}, {bundle_bytes / 1e3:.0f} kB, git {job.code.revision or 'none'}"),
         *(line("variables" if not index else "", each) for index, each in enumerate(variables(job.environment))),
-        line("command", shlex.join(request)),
+        *([line("command", shlex.join(request))] if request else []),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from launch.schedulers import Handle, last_submission, scheduler
 from launch.supervise import FIRST_FILE
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
+from train.host.processes import is_alive, read_process
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import check_is_run_folder, check_location
 from train.storage.folders import is_s3, open_folder
@@ -102,9 +104,13 @@ def answer_lost_submission(record: Record) -> None:
         return
     asked = events[-1]
     age_s = time.time() - asked.time_unix_s
+    host, _, pid = asked.host.rpartition(":")
+    process = read_process(int(pid)) if pid.isdecimal() else None
+    is_gone = host == platform.node() and is_alive(int(pid), process.started if process else None) is False
+    wait_s = scheduler(str(asked.details.get("scheduler"))).lingers_s if is_gone else SUBMITTING_S
     check(
-        age_s > SUBMITTING_S,
-        f"{record.run_dir} is being launched by {asked.host} for {age_s:.0f} s: try again in {SUBMITTING_S:.0f} s",
+        age_s >= wait_s,
+        f"{record.run_dir} is being launched by {asked.host} for {age_s:.0f} s: try again in {wait_s:.0f} s",
     )
     job = record.job() if record.exists() else None  # without one it was ended before it had written the job
     handle = scheduler(job.scheduler).find(job, record) if job is not None else None

@@ -175,9 +175,10 @@ def expected(seen: Status) -> str:
 
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
-    submit.resume(record)
+    handle = submit.resume(record)
     print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
-    return DONE
+    job = record.job()
+    return scheduler(job.scheduler).attend(job, record, handle)
 
 
 def cancel_flags(parser: Parser) -> None:
@@ -254,12 +255,6 @@ TABLE = {
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,
-    ),
-    "watch": Verb(
-        "Watch the machines of a run on EC2 from here, if what watched them is gone.",
-        ("s3://bucket/runs/mine",),
-        ec2.watch_flags,
-        ec2.watch,
     ),
     "iam": Verb(
         "Print the least that must be allowed to you and to the machines on EC2, as policies.",

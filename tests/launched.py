@@ -29,6 +29,10 @@ class FakeScheduler:
     states: list[State | Exception] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
     cancelled: list[Mapping[str, Any]] = field(default_factory=list)
     there: Mapping[str, Any] | None = None  # the job of a submission that was not answered
+    lingers_s: float = 0.0
+
+    def attend(self, job: Job, record: Record, handle: Mapping[str, Any]) -> int:
+        return 0
 
     def state(self, handle: Mapping[str, Any]) -> State:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]

@@ -18,7 +18,7 @@ from launch.job import Code, Job
 from launch.record import Record
 from train.config import InputError, S3Config
 
-GOLDEN = Path(__file__).parent / "golden" / "ec2_user_data.txt"
+GOLDEN = Path(__file__).parent / "golden/launch/ec2_user_data.txt"
 NASTY = [
     "'",
     '"',
@@ -60,7 +60,7 @@ def job(run_dir: str, python: str = "/opt/baretrain/venv/bin/python") -> Job:
 
 
 def made(run_dir: str, s3: S3Config, python: str = "/opt/baretrain/venv/bin/python") -> bytes:
-    return user_data(job(run_dir, python), Record(run_dir, s3))
+    return user_data(job(run_dir, python), Record(run_dir, s3), request=3, max_run_s=86400)
 
 
 def test_user_data_is_what_it_was(tmp_path, monkeypatch):
@@ -95,7 +95,7 @@ def test_no_name_comes_into_a_shell(name: str, is_python: bool):
     code = f'source "$1"; read_given "{line.split()[1]}"'
     done = subprocess.run(["bash", "-c", code, "bash", str(SCRIPT)], check=True, capture_output=True)
     s3 = ["--endpoint=http://10.0.0.1:9000", "--path-style"]
-    assert done.stdout.decode().split("\n") == [python, "86400", "1800", run_dir, *s3, ""]
+    assert done.stdout.decode().split("\n") == [python, "88200", "1800", "3", "86400", run_dir, *s3, ""]
 
 
 def test_a_run_must_be_in_s3(tmp_path):

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
-from contextlib import suppress
 
 import boto3
 import pytest
-from ec2_watching import OWN, RUN, world
+from ec2_launching import OWN, RUN, world
 from services.fake_ec2 import AMAZON_LINUX, ARM, UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
 from launch.__main__ import main
 from launch.ec2.api import Api
+from launch.ec2.clean import Clock
 from launch.ec2.groups import allow_itself
 from launch.ec2.images import default_parameter
-from launch.ec2.intents import Intents
 from launch.ec2.resolve import resolve
-from launch.ec2.watchers import read_watcher
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.host.versions import read_versions
@@ -36,9 +31,17 @@ def ec2(monkeypatch, tmp_path, prepared):
         yield fake
 
 
-def resolved(ec2: FakeEc2, tmp_path, *own: str):
-    run = world(ec2, tmp_path / "mine", *own)
-    return resolve(run.job, run.cluster, run.record, Api())
+@pytest.fixture
+def resolved(ec2, monkeypatch, tmp_path):
+    """What settings come to, in private subnets of each zone unless others are named."""
+
+    def make(*own: str):
+        subnets = [f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
+        given = {each.partition("=")[0]: each for each in ("instance=trn1.32xlarge", "nodes=4", *subnets, *own)}
+        run = world(ec2, monkeypatch, tmp_path / "mine", *given.values())
+        return resolve(run.job, run.cluster, run.record, Api())
+
+    return make
 
 
 def put(name: str, value: str) -> None:
@@ -48,29 +51,31 @@ def put(name: str, value: str) -> None:
 # ---- what settings come to -------------------------------------------------------------------------------------------
 
 
-def test_subnets_are_those_whose_zone_has_the_type(ec2, tmp_path):
-    sites = resolved(ec2, tmp_path).sites
+def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
+    sites = resolved().sites
     offers = ec2.client().describe_instance_type_offerings(
         LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": ["trn1.32xlarge"]}]
     )
     zones = sorted(each["Location"] for each in offers["InstanceTypeOfferings"])
     assert [site.zone for site in sites] == zones and len(zones) < len(ec2.subnets())
-    named = [ec2.subnets()[zone] for zone in reversed(zones)]
-    again = resolved(ec2, tmp_path, f"cluster.subnets=[{','.join(named)}]")
+    named = [site.subnet for site in reversed(sites)]
+    again = resolved(f"cluster.subnets=[{','.join(named)}]")
     assert [site.subnet for site in again.sites] == named
 
 
-def test_spot_goes_where_it_is_cheapest(ec2, tmp_path, monkeypatch):
-    zones = [site.zone for site in resolved(ec2, tmp_path).sites]
+def test_spot_goes_where_it_is_cheapest(ec2, resolved):
+    own = ["instance=trn1.2xlarge", "cluster.subnets=[]"]
+    zones = [site.zone for site in resolved(*own).sites]
     prices = [{"AvailabilityZone": zone, "SpotPrice": str(len(zones) - index)} for index, zone in enumerate(zones)]
     ec2.spot_prices = prices
-    assert [site.zone for site in resolved(ec2, tmp_path, "cluster.market=spot").sites] == zones[::-1]
+    assert [site.zone for site in resolved(*own, "cluster.market=spot").sites] == zones[::-1]
 
 
-def test_the_image_is_the_projects_own_and_stays_when_the_job_goes_on(ec2, tmp_path):
+def test_the_image_is_the_projects_own_and_stays_when_the_job_goes_on(ec2, monkeypatch, tmp_path):
     put(default_parameter("neuron"), UBUNTU)
-    run = world(ec2, tmp_path / "mine", "cluster.image=null")
-    before = resolve(run.job, run.cluster, run.record, run.api)
+    run = world(ec2, monkeypatch, tmp_path / "mine", "cluster.image=null")
+    run.submit()
+    before = run.launcher().resolved
     assert before.images["us-east-1"].id == UBUNTU and before.images["us-east-1"].root_device == "/dev/sda1"
     boto3.client("ssm").put_parameter(Name=default_parameter("neuron"), Value="ami-f4cf1d8d", Overwrite=True)
     assert resolve(run.job, run.cluster, run.record, run.api).images == before.images
@@ -83,24 +88,24 @@ def test_the_image_is_the_projects_own_and_stays_when_the_job_goes_on(ec2, tmp_p
         ("neuron-sdk", "2.20.0", "has Neuron SDK 2.20.0, this version of baretrain works with"),
     ],
 )
-def test_an_image_of_another_kind_is_refused(ec2, tmp_path, tag, value, line):
+def test_an_image_of_another_kind_is_rejected(ec2, resolved, tag, value, line):
     names = wanted_tags("neuron", read_versions())  # as python -m ami writes them
     assert f"baretrain:{tag}" in names
     ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": key, "Value": names[key]} for key in names])
-    resolved(ec2, tmp_path)
+    resolved()
     ec2.client().create_tags(Resources=[UBUNTU], Tags=[{"Key": f"baretrain:{tag}", "Value": value}])
     with pytest.raises(InputError, match=line):
-        resolved(ec2, tmp_path)
+        resolved()
 
 
-def test_a_reservation_decides_the_zone(ec2, tmp_path):
-    zone = resolved(ec2, tmp_path).sites[-1].zone
+def test_a_reservation_decides_the_zone(ec2, resolved):
+    zone = resolved().sites[-1].zone
     ec2.reservations = [{"CapacityReservationId": RESERVATION, "State": "active", "AvailabilityZone": zone}]
     own = f"cluster.capacity_reservation={RESERVATION}"
-    assert {site.zone for site in resolved(ec2, tmp_path, own).sites} == {zone}
+    assert {site.zone for site in resolved(own).sites} == {zone}
     ec2.reservations[0]["State"] = "expired"
     with pytest.raises(InputError, match="is expired, not active"):
-        resolved(ec2, tmp_path, own)
+        resolved(own)
 
 
 @pytest.mark.parametrize(
@@ -114,31 +119,36 @@ def test_a_reservation_decides_the_zone(ec2, tmp_path):
         (["cluster.regions=[us-east-1,us-west-2]"], "is of one region, there are 2"),
         (["cluster.public_address=true"], "one network interface, trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
-        (["cluster.regions=[eu-north-1]"], "eu-north-1 has no trn1.32xlarge|is in no zone of eu-north-1"),
+        (
+            ["cluster.regions=[eu-north-1]", "cluster.subnets=[]"],
+            "eu-north-1 has no trn1.32xlarge|is in no zone of eu-north-1",
+        ),
         ([f"cluster.capacity_reservation={RESERVATION}"], f"there is no cluster.capacity_reservation={RESERVATION}"),
+        (["cluster.subnets=[]"], "of a default VPC: name private subnets"),
+        (["cluster.placement_group=close"], "us-east-1 has no placement group close"),
         (["nodes=4096"], "machines need 4096 addresses in one subnet"),
         (["nodes=600", "cluster.secondary_interfaces=efa"], "secondary_interfaces=efa-only"),
     ],
 )
-def test_what_would_fail_later_is_refused_with_the_cure(ec2, tmp_path, own, line):
+def test_what_would_fail_later_is_rejected_with_the_cure(resolved, own, line):
     with pytest.raises(InputError, match=line):
-        resolved(ec2, tmp_path, *own)
+        resolved(*own)
 
 
-def test_a_given_security_group_must_allow_itself(ec2, tmp_path):
-    client, vpc = ec2.client(), resolved(ec2, tmp_path).sites[0].vpc
+def test_a_given_security_group_must_allow_itself(ec2, resolved):
+    client, vpc = ec2.client(), resolved().sites[0].vpc
     group = client.create_security_group(GroupName="given", Description="given", VpcId=vpc)["GroupId"]
     own = f"cluster.security_group={group}"
     with pytest.raises(InputError) as refusal:
-        resolved(ec2, tmp_path, own)
+        resolved(own)
     cures = [f"aws ec2 authorize-security-group-{way} --group-id {group}" for way in ("ingress", "egress")]
     assert all(cure in str(refusal.value) for cure in cures)
     allow_itself(Api(), "us-east-1", group)
-    assert resolved(ec2, tmp_path, own).sites
+    assert resolved(own).sites
     other = client.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
     elsewhere = client.create_security_group(GroupName="given", Description="given", VpcId=other)["GroupId"]
     with pytest.raises(InputError, match=f"is in {other}"):
-        resolved(ec2, tmp_path, f"cluster.security_group={elsewhere}")
+        resolved(f"cluster.security_group={elsewhere}")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -149,25 +159,29 @@ def settings(ec2: FakeEc2, *own: str) -> list[str]:
     client.create_bucket(Bucket="bucket")
     client.put_object(Bucket="bucket", Key="albert/manifest.json", Body=ec2.manifest)
     s3 = [f"s3.endpoint={ec2.endpoint}", "s3.path_style=true"]
-    first = [each for each in OWN if not each.startswith(("instance=", "nodes="))]
-    return [*first, "instance=trn1.2xlarge", "nodes=2", *own, "--", *RUN, *s3]
+    return [*OWN, *own, "--", *RUN, *s3, "global_batch_size=64"]
 
 
 def flags(ec2: FakeEc2) -> list[str]:
     return ["--endpoint", ec2.endpoint, "--region", "us-east-1", "--path-style"]
 
 
-def test_a_plan_asks_ec2_nothing_and_shows_everything(ec2, capsys, monkeypatch):
-    arguments = settings(ec2, "cluster.market=spot")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_plan_asks_ec2_nothing_and_shows_the_request(ec2, capsys, monkeypatch, as_json):
+    arguments = settings(ec2, "cluster.market=spot", *(["--json"] if as_json else []))
     monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", "http://127.0.0.1:9")  # nobody answers there
     assert main(arguments) == 0
     shown = capsys.readouterr().out
+    if as_json:
+        plan = json.loads(shown)
+        assert plan["run_instances"]["MinCount"] == plan["run_instances"]["MaxCount"] == 2
+        assert plan["run_instances"]["UserData"].startswith("#!/bin/bash") and plan["estimate"]["rows"]
+        return
     for text in (
-        "EC2 was not asked; check=true does it",
-        f"image: {UBUNTU}",
-        "market: spot",
-        "tags: Name=baretrain-",
-        "user data: ",
+        "EC2 was not asked",
+        f'"ImageId": "{UBUNTU}"',
+        '"MarketType": "spot"',
+        '"Key": "baretrain:run"',
         "undo: python -m launch cancel s3://bucket/runs/mine --yes",
         "the price is not known (instance.usd_per_hour_spot)",
         "nothing was started; submit=true does it",
@@ -176,7 +190,8 @@ def test_a_plan_asks_ec2_nothing_and_shows_everything(ec2, capsys, monkeypatch):
 
 
 def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, capsys):
-    arguments = settings(ec2, "instance=trn1.32xlarge", "check=true")
+    own = ["check=true", f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
+    arguments = [each.replace("trn1.2xlarge", "trn1.32xlarge") for each in settings(ec2, *own)]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "network: card 1 to 7: device 0, efa-only" in shown and "EC2 would do it" in shown
@@ -187,81 +202,127 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, capsys):
     assert "python -m launch iam prints one that is enough" in capsys.readouterr().err
 
 
-def wait_until(fact, limit_s: float = 300.0) -> None:
-    until_s = time.monotonic() + limit_s
-    while not fact():
-        assert time.monotonic() < until_s
-        time.sleep(0.2)
+@pytest.fixture
+def waits(ec2, monkeypatch):
+    """What happens in each pause of a launch, whose time passes at once."""
+    acts = []
+
+    def sleep(seconds: float) -> None:
+        ec2.passed_s += seconds
+        for act in acts:
+            act()
+
+    monkeypatch.setattr("launch.ec2.clean.CLOCK", Clock(ec2.now, sleep))
+    monkeypatch.setattr("launch.record.time.time", ec2.now)
+    monkeypatch.setattr("launch.ec2.scheduler.time.time", ec2.now)
+    return acts
 
 
-def watches(record: Record) -> bool:
-    seen = read_watcher(record)
-    return seen is not None and seen.is_there(now_unix_s=time.time())
+def record_of(ec2: FakeEc2) -> Record:
+    return Record("s3://bucket/runs/mine", S3Config(endpoint=ec2.endpoint, region="us-east-1", path_style=True))
 
 
-def kill_watcher(record: Record) -> None:
-    seen = read_watcher(record)
-    if seen is not None and watches(record):
-        with suppress(ProcessLookupError):
-            os.kill(seen.pid, signal.SIGKILL)
-        wait_until(lambda: not watches(record))
+def status_of(run: list[str], capsys) -> dict:
+    capsys.readouterr()
+    assert main(["status", *run, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
-def test_started_watched_killed_watched_again_cancelled_and_cleaned(ec2, capsys):
-    """The watcher is a process of its own, which a signal kills in the middle."""
+def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, capsys, waits):
+    record, seen = record_of(ec2), []
+
+    def end() -> None:
+        if ec2.machines() and not seen:
+            seen.append(status_of([record.run_dir, *flags(ec2)], capsys))
+            record.note("ended", outcome="done", reason="the last step")
+
+    waits.append(end)
+    assert main(settings(ec2, "submit=true")) == 0
+    assert seen[0]["answer"]["is_active"] and "2 machines in us-east-1" in seen[0]["answer"]["text"]
+    assert "nothing of the run is left on EC2" in capsys.readouterr().out and ec2.anything() == []
+    run = [record.run_dir, *flags(ec2)]
+    assert status_of(run, capsys)["state"] == "done"
+    assert main(["clean", *run, "--yes"]) == 0 and main(["clean", *run]) == 0
+
+
+@pytest.mark.parametrize("verb", ["cancel", "clean"])
+def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, capsys, waits, monkeypatch, verb):
+    def kill() -> None:
+        if ec2.machines():
+            waits.clear()
+            raise KeyboardInterrupt
+
+    waits.append(kill)
+    record, arguments = record_of(ec2), settings(ec2, "submit=true")
+    run = [record.run_dir, *flags(ec2)]
+    assert main(arguments) == 130 and "end by themselves" in capsys.readouterr().out
+    assert len(ec2.machines()) == 2 and status_of(run, capsys)["answer"]["is_active"]
+    assert main(arguments) == 2 and "has a job" in capsys.readouterr().err
+    assert main(["clean", *run]) == 1 and len(ec2.machines()) == 2
+    began_s = ec2.passed_s
+    assert main([verb, *run, "--yes"]) == 0
+    assert ec2.machines() == [] and ec2.passed_s - began_s < 100
+    if verb == "cancel":  # the groups are left
+        assert main(["clean", *run, "--yes"]) == 0
+    assert ec2.anything() == [] and status_of(run, capsys)["state"] == "cancelled"
+
+
+def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, capsys, waits):
+    record, seen = record_of(ec2), []
+    ec2.without = dict.fromkeys(ec2.subnets().values(), "InsufficientInstanceCapacity")
+
+    def cancel() -> None:
+        if not seen:
+            run = [record.run_dir, *flags(ec2)]
+            seen.append(status_of(run, capsys))
+            assert main(["cancel", *run, "--yes"]) == 0
+
+    waits.append(cancel)
+    assert main(settings(ec2, "submit=true")) == 1
+    assert seen[0]["state"] == "waiting" and "InsufficientInstanceCapacity" in seen[0]["answer"]["text"]
+    asked = [each["NetworkInterfaces"][0]["SubnetId"] for each in ec2.requests]
+    assert len(set(asked)) == len(asked) > 1 and ec2.anything() == []  # nothing more after the first round
+
+
+def test_a_launch_that_was_killed_before_anything_was_made_is_followed_at_once(ec2, capsys, monkeypatch, waits):
+    monkeypatch.setattr("launch.ec2.scheduler.Scheduler.submit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     arguments = settings(ec2, "submit=true")
-    assert main(arguments) == 0
-    record = Record("s3://bucket/runs/mine", S3Config(endpoint=ec2.endpoint, region="us-east-1", path_style=True))
-    wait_until(lambda: len(ec2.machines()) == 2)
-    try:
-        run = [record.run_dir, *flags(ec2)]
-        wait_until(lambda: bool([event for event in record.events() if event.kind == "machines"]))
-        assert main(["status", *run, "--json"]) == 0
-        seen = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-        assert seen["answer"]["is_active"] and "2 machines in us-east-1" in seen["answer"]["text"]
-        assert main(arguments) == 2 and "has a job" in capsys.readouterr().err
-        assert main(["clean", *run, "--yes"]) == 2 and "is watched by process" in capsys.readouterr().err
-
-        kill_watcher(record)
-        assert main(["status", *run]) == 0
-        assert "its watcher is gone: python -m launch watch" in capsys.readouterr().out
-        assert main(["clean", *run]) == 1
-        assert "there is: instance i-" in capsys.readouterr().out and len(ec2.machines()) == 2
-
-        assert main(["watch", *run]) == 0
-        wait_until(lambda: watches(record))
-        assert main(["cancel", *run, "--yes"]) == 0
-        wait_until(lambda: ec2.anything() == [])
-        wait_until(lambda: not watches(record))
-        assert main(["clean", *run, "--yes"]) == 0 and "looked twice" in capsys.readouterr().out
-        assert main(["status", *run, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["state"] == "cancelled"
-        assert sum(intent.operation == "run_instances" for intent in Intents(record).all) == 1
-    finally:
-        kill_watcher(record)
+    run = [record_of(ec2).run_dir, *flags(ec2), "--yes"]
+    assert main(arguments) != 0
+    assert main(["cancel", *run]) == 2 and "is being launched by" in capsys.readouterr().err  # by this very process
+    monkeypatch.setattr("launch.submit.is_alive", lambda *_: False)
+    assert main(["cancel", *run]) == 0
 
 
-def test_without_a_watcher_cancel_removes_everything_itself(ec2, capsys):
-    arguments = settings(ec2, "submit=true")
-    assert main(arguments) == 0
-    record = Record("s3://bucket/runs/mine", S3Config(endpoint=ec2.endpoint, region="us-east-1", path_style=True))
-    wait_until(lambda: len(ec2.machines()) == 2)
-    kill_watcher(record)
-    assert main(["cancel", record.run_dir, "--yes", *flags(ec2)]) == 0
-    assert ec2.anything() == []
+def test_machines_that_no_record_knows_are_not_doubled(ec2, capsys, waits):
+    def kill() -> None:
+        if ec2.machines():
+            waits.clear()
+            raise KeyboardInterrupt
 
-
-def test_machines_that_no_record_knows_are_not_doubled(ec2, capsys):
-    arguments = settings(ec2, "submit=true")
-    assert main(arguments) == 0
-    record = Record("s3://bucket/runs/mine", S3Config(endpoint=ec2.endpoint, region="us-east-1", path_style=True))
-    wait_until(lambda: len(ec2.machines()) == 2)
-    kill_watcher(record)
+    waits.append(kill)
+    record, arguments = record_of(ec2), settings(ec2, "submit=true")
+    assert main(arguments) == 130
     for name in record.folder.names():
         record.folder.remove(name)
     assert main(arguments) == 2
     assert "EC2 has machines of this run already" in capsys.readouterr().err
     assert main(["clean", record.run_dir, "--yes", *flags(ec2)]) == 0 and ec2.anything() == []
+
+
+def test_a_type_that_is_not_in_the_catalogue_is_launched(ec2, capsys, waits):
+    waits.append(lambda: record_of(ec2).note("ended", outcome="done", reason="the last step"))
+    own = settings(ec2, "submit=true", "processes_per_node=1", "nodes=1")
+    types = {"instance=trn1.2xlarge": "instance=g4dn.xlarge"}
+    arguments = [types.get(each, each) for each in own if each != "nodes=2"]
+    assert main(arguments) == 0
+    assert ec2.requests[0]["InstanceType"] == "g4dn.xlarge" and "price is not known" in capsys.readouterr().out
+
+
+def test_a_batch_that_does_not_divide_is_not_submitted(ec2, capsys):
+    arguments = settings(ec2, "submit=true")
+    assert main([*arguments[:-1], "global_batch_size=33"]) == 2
+    assert "global_batch_size=33" in capsys.readouterr().err and ec2.requests == []
 
 
 @pytest.mark.parametrize(("vcpus", "code"), [(0.0, 1), (512.0, 0)])

@@ -10,11 +10,12 @@ from importlib import resources
 import botocore.session
 import pytest
 from botocore.validate import ParamValidator
-from ec2_watching import OWN, RUN, USER_DATA
+from ec2_launching import OWN, RUN, USER_DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import plan
 from running import ROOT
+from test_launch_golden import check_golden
 
 from launch.__main__ import main
 from launch.ec2.config import Ec2Config
@@ -28,6 +29,7 @@ from launch.schedulers import cluster_of
 from train.config import InputError
 
 TYPES = json.loads(gzip.decompress((resources.files("moto") / "ec2/resources/instance_types.json.gz").read_bytes()))
+LARGE = ["instance=trn1.32xlarge", "nodes=4"]
 SITE = Site("us-east-1", "subnet-0123456789abcdef0", "us-east-1b", "vpc-1")
 IMAGE = Image("ami-0123456789abcdef0", "/dev/sda1", "ubuntu")
 APART = ["card 0: device 0, interface", "card 0: device 1, efa-only"]
@@ -60,7 +62,7 @@ def test_secondary_interfaces_may_have_addresses():
 
 
 def test_efa_is_never_left_out_without_a_word():
-    cluster = cluster_of(plan(OWN, RUN)[1])
+    cluster = cluster_of(plan([*OWN, *LARGE], RUN)[1])
     known = TYPES["trn1.32xlarge"]
     # As botocore before 1.43.90 passes EC2's answer on.
     network = copy.deepcopy(known["NetworkInfo"])
@@ -96,7 +98,7 @@ def test_as_many_efa_interfaces_as_fit_and_a_first_one_with_an_address(made, num
 
 
 def request(*own: str, instance: str = "trn1.32xlarge", group: str | None = "sg-1", placement: str | None = "p"):
-    _, job = plan([*OWN, *own], RUN)
+    _, job = plan([*OWN, f"instance={instance}", "nodes=4", *own], RUN)
     cluster = cluster_of(job)
     assert isinstance(cluster, Ec2Config)
     chosen = interfaces(TYPES[instance]["NetworkInfo"], uses_efa=job.nodes > 1, secondary=cluster.secondary_interfaces)
@@ -107,13 +109,25 @@ def request(*own: str, instance: str = "trn1.32xlarge", group: str | None = "sg-
         cluster,
         resolved,
         SITE,
-        count=4,
         number=7,
         record=record,
         user_data=USER_DATA,
         group=group,
         placement=placement,
     )
+
+
+def errors_of(made: dict) -> str:
+    """What botocore's model of RunInstances has against a request."""
+    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    return str(ParamValidator().validate(made, shape).generate_report())
+
+
+@pytest.mark.parametrize("instance", ["trn1.32xlarge", "p5.48xlarge", "p4d.24xlarge", "g6e.48xlarge"])
+def test_the_request_for_a_type(instance):
+    made = request(instance=instance)
+    assert errors_of(made) == ""
+    check_golden(f"ec2_{instance}.json", json.dumps(made, indent=1, sort_keys=True) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +145,7 @@ def request(*own: str, instance: str = "trn1.32xlarge", group: str | None = "sg-
 )
 def test_every_market_is_a_request_that_botocore_accepts(own, market, reservation):
     made = request(*own)
-    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
-    assert not ParamValidator().validate(made, shape).has_errors()
+    assert errors_of(made) == ""
     assert made.get("InstanceMarketOptions", {}).get("MarketType") == market
     target = made.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {})
     assert target.get("CapacityReservationId") == reservation
@@ -188,6 +201,8 @@ def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged():
         (["cluster.regions=[mars]"], [], "is no region"),
         (["cluster.market=capacity-block"], [], "needs the block's id"),
         (["cluster=local", "nodes=1", "check=true"], [], "check=true is for cluster=ec2"),
+        (["spares=1"], [], "cluster=parallelcluster with Slurm"),
+        (["cluster.placement_group='a\"b'"], [], "must be true, false or the name of a group"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_asked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,28 +25,30 @@ from train.config import InputError, S3Config, Unreachable
 from train.storage.s3 import one_line, open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
-SUBNET, REGION = "subnet", "region"  # where else the same request may succeed
+LATER, SUBNET, REGION = "later", "subnet", "region"  # when or where else the same request may succeed
 
-# Each of these ends the use of a subnet, or of a whole region, for now.
+# The first ones pass; each of the others ends the use of a subnet, or of a whole region.
 NO_CAPACITY = {
-    "InsufficientInstanceCapacity": SUBNET,
-    "InsufficientHostCapacity": SUBNET,
-    "InsufficientReservedInstanceCapacity": SUBNET,
-    "InsufficientCapacity": SUBNET,
-    "InsufficientAddressCapacity": SUBNET,
-    "UnfulfillableCapacity": SUBNET,
-    "SpotMaxPriceTooLow": SUBNET,
-    "ReservationCapacityExceeded": SUBNET,
+    "InsufficientInstanceCapacity": LATER,
+    "InsufficientHostCapacity": LATER,
+    "InsufficientReservedInstanceCapacity": LATER,
+    "InsufficientCapacity": LATER,
+    "InsufficientAddressCapacity": LATER,
+    "UnfulfillableCapacity": LATER,
+    "ReservationCapacityExceeded": LATER,
+    "InsufficientVolumeCapacity": LATER,
     "InsufficientFreeAddressesInSubnet": SUBNET,
     "Unsupported": SUBNET,
-    "InsufficientVolumeCapacity": SUBNET,
     "InstanceLimitExceeded": REGION,
     "VcpuLimitExceeded": REGION,
     "MaxSpotInstanceCountExceeded": REGION,
-    "MaxSpotFleetRequestCountExceeded": REGION,
     "VolumeLimitExceeded": REGION,
 }
 RENEW = "renew them (aws sso login, or aws configure)"
+NONE = (
+    "no AWS credentials on this machine: aws configure sso (or aws configure) makes a profile, AWS_PROFILE=... chooses "
+    "it, and aws sts get-caller-identity shows whether it works"
+)
 UNKNOWN = "AWS does not know these credentials: aws sts get-caller-identity shows whose they are"
 CREDENTIALS = {
     "ExpiredToken": f"the credentials have expired: {RENEW}",
@@ -95,11 +97,11 @@ class Refused(InputError):
 
 
 class NoCapacity(Refused):
-    """There are no such machines in a subnet, or in a region (`scope`), now or for this account."""
+    """There are no such machines in a subnet now, or never for this account in a subnet or a region."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message, code)
-        self.scope = NO_CAPACITY[code]
+        self.scope = NO_CAPACITY[code]  # LATER | SUBNET | REGION
 
 
 class BadCredentials(InputError):
@@ -111,23 +113,34 @@ class Api:
         """`region`: the default one, if neither settings nor the profile name one."""
         self.session = open_session(S3Config(profile=profile))
         self.default_region = region or self.session.region_name
-        self.clients: dict[tuple[str, str], Any] = {}
+        self.clients: dict[tuple[str, str, int], Any] = {}
+        self.before_create: Callable[[], None] = lambda: None  # raises if nothing is to be made any more
 
-    def client(self, region: str, service: str = "ec2") -> Any:
-        if (service, region) not in self.clients:
-            config = Config(
-                connect_timeout=CONNECT_S,
-                read_timeout=READ_S,
-                retries={"mode": "standard", "total_max_attempts": TRIES},
-            )
-            self.clients[service, region] = self.session.client(service, region_name=region, config=config)
-        return self.clients[service, region]
+    def client(self, region: str, service: str = "ec2", *, tries: int = TRIES) -> Any:
+        if (service, region, tries) not in self.clients:
+            retries = {"mode": "standard", "total_max_attempts": tries}
+            config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries)
+            self.clients[service, region, tries] = self.session.client(service, region_name=region, config=config)
+        return self.clients[service, region, tries]
 
     def ask(self, region: str, operation: str, *, service: str = "ec2", **parameters: Any) -> dict[str, Any]:
         """Call an operation, named as boto3 does. Refused, BadCredentials or Unreachable instead of boto3's errors."""
         with explained(region, operation):
             answer: dict[str, Any] = getattr(self.client(region, service), operation)(**parameters)
         return answer
+
+    def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
+        """The same for what makes something: sent once, since lacking capacity too is an error of 500; and only if
+        `before_create` does not raise once the request has been signed, from when on EC2 takes it for minutes only.
+        """
+        client = self.client(region, tries=1)
+        client.meta.events.register("before-send.ec2", self.look_before, unique_id="before-create")
+        with explained(region, operation):
+            answer: dict[str, Any] = getattr(client, operation)(**parameters)
+        return answer
+
+    def look_before(self, **_: Any) -> None:
+        self.before_create()
 
     def pages(self, region: str, operation: str, key: str, *, service: str = "ec2", **parameters: Any) -> list[Any]:
         """All items of an operation that answers page by page."""
@@ -144,6 +157,13 @@ class Api:
                 raise
 
 
+def growing(first_s: float, most_s: float) -> Iterator[float]:
+    """Pauses without end, each twice as long as the one before."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, most_s)
+
+
 @contextmanager
 def explained(region: str, operation: str) -> Iterator[None]:
     """Raise errors of boto3 as one line each."""
@@ -153,9 +173,7 @@ def explained(region: str, operation: str) -> Iterator[None]:
     except ClientError as error:
         raise explain(error, where) from error
     except (NoCredentialsError, PartialCredentialsError) as error:
-        raise BadCredentials(
-            f"{where}: no AWS credentials on this machine: aws configure, or set AWS_PROFILE"
-        ) from error
+        raise BadCredentials(f"{where}: {NONE}") from error
     except (CredentialRetrievalError, SSOError, TokenRetrievalError) as error:
         raise BadCredentials(
             f"{where}: the credentials cannot be renewed ({one_line(error)}): aws sso login"

@@ -7,21 +7,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from launch.ec2.config import Ec2Config
 from launch.job import Job
 from launch.record import Record
-from launch.schedulers import cluster_of
 from train.config import check
 
 SCRIPT = Path(__file__).with_name("boot.sh")
-DEAD_S = 1800  # without an answer of S3, after which a machine ends itself
+DEAD_S = 1800  # that the node program may be silent, or without an answer of S3, before its machine ends itself
+SPARE_S = 1800  # after max_run_s, to save and to upload logs
 MOST_BYTES = 16 * 1024  # of user data (EC2 user guide)
 
 
-def user_data(job: Job, record: Record, *, dead_s: int = DEAD_S) -> bytes:
-    """What EC2 gives to each machine of the job, before it is encoded. It holds no secret, and is the same for all."""
-    cluster = cluster_of(job)
-    assert isinstance(cluster, Ec2Config)
+def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
+    """What EC2 passes to each machine of a request, before it is encoded: the same for all, and no secret."""
     check(record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://...): machines of EC2 share no other folder")
     flags = replace(record.s3, profile=None).flags()  # a machine has its role
     for name, text in {"run_dir": record.run_dir, "cluster.python": job.python, "s3": "".join(flags)}.items():
@@ -32,10 +29,15 @@ def user_data(job: Job, record: Record, *, dead_s: int = DEAD_S) -> bytes:
         "python": job.python,
         "bundle": job.code.file,
         "bundle_sha256": job.code.sha256,
-        "max_run_s": cluster.max_run_s,
+        "request": request,
+        "max_run_s": max_run_s,
+        "end_s": max_run_s + SPARE_S,
         "dead_s": dead_s,
     }
     line = base64.b64encode(json.dumps(given, sort_keys=True).encode())
     content = SCRIPT.read_bytes() + b"main " + line + b"\n"
-    check(len(content) <= MOST_BYTES, f"the user data has {len(content):,} bytes, EC2 takes {MOST_BYTES:,}")
+    check(
+        len(content) <= MOST_BYTES,
+        f"the user data has {len(content):,} bytes, EC2 takes {MOST_BYTES:,}: choose a shorter run_dir",
+    )
     return content

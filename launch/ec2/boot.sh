@@ -2,37 +2,33 @@
 # What a machine of EC2 runs first, as its user data: fixed text, to which launch/ec2/boot.py adds one line that calls
 # main with base64 of JSON. No other text of the user comes into a shell.
 #
-# However this ends, the machine ends, and EC2 terminates it (InstanceInitiatedShutdownBehavior): when the agent has
-# ended or cannot be started, when it has been silent for dead_s, and some time after max_run_s. After a reboot it is run
-# again.
+# However this ends, the machine ends, and EC2 terminates it (InstanceInitiatedShutdownBehavior): when the node program
+# has ended or cannot be started, when it has been silent for dead_s, at end_s, and when it was rebooted.
 set -euo pipefail
 
 state=/run/baretrain # of this boot
 log=$state/machine.txt
-spare_s=1800 # after max_run_s: to save, and to upload logs
-step_s=5     # between two looks at the agent
+step_s=5 # between two looks at the node program
 given="" instance="" python="" # empty until they are known
 
 main() {
-    local again values max_run_s dead_s run code
+    local values end_s dead_s run request max_run_s code
     given=$1
     if ! instance=$(</var/lib/cloud/data/instance-id); then shutdown -P now; fi
-    again=/var/lib/cloud/scripts/per-boot/baretrain-$instance.sh
-    if [[ $0 == */per-boot/* && $0 != "$again" ]]; then return; fi # of a machine whose disk this image was made of
     mkdir -p "$state"
     exec 3>&1 >>"$log" 2>&1
     trap 'finish $?' EXIT
 
     mapfile -t values < <(read_given "$given")
-    if ((${#values[@]} < 4)); then
+    if ((${#values[@]} < 6)); then
         echo "the user data cannot be read"
         return 1
     fi
-    python=${values[0]} max_run_s=${values[1]} dead_s=${values[2]} run=${values[3]}
-    end_at_deadline "/var/lib/baretrain/$instance" "$max_run_s"
+    python=${values[0]} end_s=${values[1]} dead_s=${values[2]} request=${values[3]} max_run_s=${values[4]} run=${values[5]}
+    shutdown -P "+$((end_s / 60))"
     touch "$state/alive"
     end_when_silent "$dead_s" &
-    if [[ $0 != "$again" ]]; then install -D -m 700 "$0" "$again"; fi
+    end_after_reboot
 
     export HOME=${HOME:-/root} LC_ALL=C.UTF-8
     export PATH=$PATH:${python%/*}:/opt/aws/neuron/bin:/opt/amazon/efa/bin # of compilers and tools that are called by name
@@ -42,7 +38,8 @@ main() {
     "$python" -c "$PROGRAM" fetch "$given" >"$code/bundle"
     tar --extract --gzip --no-same-owner --file="$code/bundle" --directory="$code"
     cd /
-    "$python" "$code/start.py" launch.ec2.agent "$run" "--state=$state" "${values[@]:4}"
+    "$python" "$code/start.py" launch.ec2.machine "$run" "--request=$request" "--max-run-s=$max_run_s" "--state=$state" \
+        "${values[@]:6}"
 }
 
 # Print what the JSON holds, a line each. The system's own Python is there: cloud-init is written in it.
@@ -50,22 +47,11 @@ read_given() {
     python3 -c '
 import base64, json, sys
 given = json.loads(base64.b64decode(sys.argv[1]))
-counts = int(given["max_run_s"]), int(given["dead_s"])
+counts = [int(given[name]) for name in ("end_s", "dead_s", "request", "max_run_s")]
 print(given["python"], *counts, given["run"], *given["s3"], sep="\n")' "$1"
 }
 
-# End the machine some time after max_run_s, counted from its first boot, whatever happens to the agent.
-end_at_deadline() {
-    local file=$1 left_s
-    if [[ ! -s $file ]]; then
-        mkdir -p "${file%/*}"
-        echo $(($(date +%s) + $2 + spare_s)) >"$file"
-    fi
-    left_s=$(($(<"$file") - $(date +%s)))
-    shutdown -P "+$((left_s > 0 ? left_s / 60 : 0))"
-}
-
-# End the machine when the agent has been silent for some time. It makes the file whenever it has reached S3.
+# End the machine when the node program has been silent for some time. It makes the file whenever it has reached S3.
 end_when_silent() {
     local silent_s=0
     while ((silent_s < $1)); do
@@ -73,15 +59,26 @@ end_when_silent() {
         silent_s=$((silent_s + step_s)) # counted, since the clock may be set meanwhile
         if rm "$state/alive" 2>/dev/null; then silent_s=0; fi
     done
-    echo "the agent has been silent for $1 s" >&3
+    echo "the node program has been silent for $1 s" >&3
     shutdown -P now
 }
 
-# Mount the machine's own NVMe disks, joined, at /mnt/local, unless the image's service has done so. Theirs is what
-# reboots leave on them.
+# End the machine when it boots again: its timers are gone, and its part in the run is lost. A machine whose disk was
+# made of an image of this one has another id.
+end_after_reboot() {
+    local script=/var/lib/cloud/scripts/per-boot/baretrain.sh
+    mkdir -p "${script%/*}"
+    cat >"$script" <<END
+#!/bin/bash
+if [[ \$(</var/lib/cloud/data/instance-id) == "$instance" ]]; then shutdown -P now; fi
+END
+    chmod 700 "$script"
+}
+
+# Mount the machine's own NVMe disks, joined, at /mnt/local, unless the image's service has done so.
 set_up_nvme() {
     local disks=() model disk
-    if [[ -e $state/nvme ]] || mountpoint -q /mnt/local; then return; fi
+    if mountpoint -q /mnt/local; then return; fi
     for model in /sys/block/nvme*/device/model; do
         if [[ -e $model ]] && grep -q "Amazon EC2 NVMe Instance Storage" "$model"; then
             disk=${model#/sys/block/}
@@ -89,25 +86,21 @@ set_up_nvme() {
         fi
     done
     if ((${#disks[@]} == 0)); then return; fi
+    if lsblk --noheadings --output=MOUNTPOINT "${disks[@]}" | grep -q .; then return; fi # the image has its own way
     mkdir -p /mnt/local
-    mdadm --assemble --scan || true # an array of before a reboot
-    if ! mount -L baretrain /mnt/local; then
-        if lsblk --noheadings --output=MOUNTPOINT "${disks[@]}" | grep -q .; then return; fi # the image has its own way
-        disk=${disks[0]}
-        if ((${#disks[@]} > 1)); then
-            disk=/dev/md0
-            mdadm --create "$disk" --run --level=0 --raid-devices="${#disks[@]}" "${disks[@]}"
-        fi
-        mkfs.ext4 -q -L baretrain "$disk"
-        mount "$disk" /mnt/local
+    disk=${disks[0]}
+    if ((${#disks[@]} > 1)); then
+        disk=/dev/md0
+        mdadm --create "$disk" --run --level=0 --raid-devices="${#disks[@]}" "${disks[@]}"
     fi
-    touch "$state/nvme"
+    mkfs.ext4 -q "$disk"
+    mount "$disk" /mnt/local
 }
 
 # Say why the machine ends, on the console and in the record, and end it.
 finish() {
     local code=$1
-    if ((code == 143)); then return; fi # SIGTERM to the agent: the system goes down already, perhaps for a reboot
+    if ((code == 143)); then return; fi # SIGTERM to the node program: the system goes down already
     if ((code != 0)); then
         tail -n 20 "$log" >&3 || true
         if [[ -n $python ]]; then tail -n 1 "$log" | "$python" -c "$PROGRAM" report "$given" "$instance" || true; fi

@@ -1,117 +1,152 @@
-"""Removal of all that a run has on EC2, and proof that nothing is left: by tag, in every region, looked at twice."""
+"""Removal of all that a run has on EC2, and proof that nothing is left: by tag, in every region, and by the record,
+which knows what EC2 may not list yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.ec2.api import Api, Refused
-from launch.ec2.clock import Clock
+from launch.ec2.api import Api, Refused, growing
 from launch.ec2.groups import find_placement_groups
+from launch.ec2.intents import LISTS_S, PLACEMENT, RUN, Intents
 from launch.ec2.machines import ALIVE, GONE, by_run, look
+from launch.ec2.request import run_id
+from launch.record import Record
+from launch.values import count, shown_moment
 
-SECOND_LOOK_S = 6.0  # EC2 may show what was made just now only some seconds later
-POLL_S, LIMIT_S = 5.0, 1200.0  # machines with many network interfaces take minutes to end
+FIRST_S, MOST_S = 5.0, 60.0  # between two looks
+LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
 # What a call says of something that is gone already, or that goes as soon as the machines are gone.
 PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
-KINDS = ("instance", "spot-instances-request", "volume", "network-interface", "placement-group", "security-group")
+UNLISTED, UNANSWERED = "not listed yet", "may exist"
+TAGGED = {  # what describes it: operation, key of the answer, key of the id
+    "spot-instances-request": (
+        "describe_spot_instance_requests",
+        "SpotInstanceRequests",
+        "SpotInstanceRequestId",
+    ),
+    "volume": ("describe_volumes", "Volumes", "VolumeId"),
+    "network-interface": ("describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId"),
+    "security-group": ("describe_security_groups", "SecurityGroups", "GroupId"),
+}
+KINDS = {RUN: "instance", PLACEMENT: "placement-group"}  # of what intents make; else a security group
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time, which tests replace."""
+
+    now: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+CLOCK = Clock()
 
 
 @dataclass(frozen=True)
 class Left:
-    """Something of the run that is still there."""
+    """Something of the run that is there, or that may be."""
 
     region: str
-    kind: str  # see KINDS
+    kind: str
     id: str
     state: str
+    until_unix_s: float = 0.0  # when EC2 will have listed it, if it exists
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.id} ({self.state}, {self.region})"
+        until = f" until {shown_moment(self.until_unix_s)}" if 0 < self.until_unix_s < math.inf else ""
+        return f"{self.kind} {self.id} ({self.state}{until}, {self.region})"
 
 
-def left_over(api: Api, regions: Iterable[str], run_id: str) -> list[Left]:
-    """All that EC2 shows of a run. Terminated machines are no longer anything."""
-    left = []
+def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str], now_unix_s: float) -> list[Left]:
+    """All that a run has, and all that it may have. Terminated machines are no longer anything. Ids that EC2 has listed
+    are in `seen`, to which this adds.
+    """
+    left, ident = [], run_id(record)
     for region in regions:
-        machines = [each for each in look(api, [region], run_id) if each.state not in GONE]
-        left += [Left(region, "instance", each.id, each.state) for each in machines]
-        filters = by_run(run_id)
-        for kind, operation, key, ident in (
-            (
-                "spot-instances-request",
-                "describe_spot_instance_requests",
-                "SpotInstanceRequests",
-                "SpotInstanceRequestId",
-            ),
-            ("volume", "describe_volumes", "Volumes", "VolumeId"),
-            ("network-interface", "describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId"),
-            ("security-group", "describe_security_groups", "SecurityGroups", "GroupId"),
-        ):
+        machines, filters = look(api, [region], ident), by_run(ident)
+        seen.update(each.id for each in machines)
+        left += [Left(region, "instance", each.id, each.state) for each in machines if each.state not in GONE]
+        for kind, (operation, key, name) in TAGGED.items():
             for each in api.pages(region, operation, key, Filters=filters):
                 state = str(each.get("State") or each.get("Status") or "there")
                 if kind != "spot-instances-request" or state in ("open", "active"):
-                    left.append(Left(region, kind, str(each[ident]), state))
+                    left.append(Left(region, kind, str(each[name]), state))
         for each in find_placement_groups(api, region, filters):
             left.append(Left(region, "placement-group", str(each["GroupName"]), str(each["State"])))
-    return sorted(left, key=lambda each: KINDS.index(each.kind))
+    seen.update(each.id for each in left)
+    return left + unlisted(record, seen, now_unix_s)
+
+
+def unlisted(record: Record, seen: set[str], now_unix_s: float) -> list[Left]:
+    """What was asked of EC2 since the last proof that nothing was left, as long as it may come to be listed."""
+    intents, events, left = Intents(record), record.events(), list[Left]()
+    proven = max((count(each.details, "intents") or 0 for each in events if each.kind == "cleaned"), default=0)
+    for intent in intents.all[:]:
+        kind, answer = KINDS.get(intent.operation, "security-group"), intents.answers.get(intent.number)
+        if intent.number <= proven:
+            continue
+        if answer is None:
+            until_s = intents.open_until(intent, events)
+            if now_unix_s < until_s:
+                left.append(Left(intent.region, kind, f"of request {intent.number}", UNANSWERED, until_s))
+        elif now_unix_s < (until_s := answer.time_unix_s + LISTS_S):
+            hidden = [each for each in answer.made if each not in seen]
+            left += [Left(intent.region, kind, each, UNLISTED, until_s) for each in hidden]
+    return left
 
 
 def remove(
     api: Api,
-    regions: Iterable[str],
-    run_id: str,
+    record: Record,
+    regions: Sequence[str],
     clock: Clock,
     *,
     say: Callable[[str], None] = lambda _: None,
-    meanwhile: Callable[[], None] = lambda: None,
+    only: Sequence[str] = (),
 ) -> list[Left]:
-    """End and delete all of it, again and again until two looks have seen nothing; what is left after LIMIT_S."""
-    regions, until_s = list(regions), clock.now() + LIMIT_S
-    said: set[str] = set()
-    while True:
-        left = left_over(api, regions, run_id)
-        if not left:
-            clock.sleep(SECOND_LOOK_S)
-            left = left_over(api, regions, run_id)
-        if not left or clock.now() > until_s:
-            return left
-        for each in left:
-            if str(each) not in said:
-                said.add(str(each))
-                say(f"to be removed: {each}")
+    """End and delete all of it, or the kinds `only`, until nothing is there and nothing more can come to be listed.
+    Returns what is left after LIMIT_S. The record must say by now that the run makes nothing more.
+    """
+    until_s, seen, said = clock.now() + LIMIT_S, set[str](), set[str]()
+    for pause_s in growing(FIRST_S, MOST_S):
+        now_s = clock.now()
+        left = left_over(api, record, regions, seen, now_s)
+        left = [each for each in left if not only or each.kind in only]
+        if not left or now_s > max([until_s, *(each.until_unix_s for each in left if each.until_unix_s < math.inf)]):
+            break
+        for line in [str(each) for each in left if str(each) not in said]:
+            said.add(line)
+            say(f"to be removed: {line}")
         end(api, left)
-        meanwhile()
-        clock.sleep(POLL_S)
+        clock.sleep(pause_s)
+    if not left and not only and record.event_names():
+        record.note("cleaned", regions=[*regions], intents=Intents(record).next - 1)
+    return left
 
 
-def end(api: Api, left: list[Left]) -> None:
-    """One round: machines first, the rest once they are gone."""
+def end(api: Api, left: Sequence[Left]) -> None:
+    """One round: spot requests before they start a machine, machines, and the rest once the machines are gone."""
     for region in dict.fromkeys(each.region for each in left):
-        here = [each for each in left if each.region == region]
+        here = [each for each in left if each.region == region and each.state != UNANSWERED]
+        spot = [each.id for each in here if each.kind == "spot-instances-request"]
         machines = [each for each in here if each.kind == "instance"]
         alive = [each.id for each in machines if each.state in (*ALIVE, "stopping", "stopped")]
-        requests = [each.id for each in here if each.kind == "spot-instances-request"]
-        if requests:  # first, or one may start another machine
-            call(api, region, "cancel_spot_instance_requests", {"SpotInstanceRequestIds": requests})
-        if alive:
-            call(api, region, "terminate_instances", {"InstanceIds": alive})
-        if machines:
-            continue
-        for each in here:
-            if each.kind in DELETES and each.state not in ("in-use", "deleting", "attaching", "detaching"):
-                operation, parameter = DELETES[each.kind]
-                call(api, region, operation, {parameter: each.id})
-
-
-DELETES = {
-    "volume": ("delete_volume", "VolumeId"),
-    "network-interface": ("delete_network_interface", "NetworkInterfaceId"),
-    "placement-group": ("delete_placement_group", "GroupName"),
-    "security-group": ("delete_security_group", "GroupId"),
-}
+        if spot:
+            call(api, region, "cancel_spot_instance_requests", {"SpotInstanceRequestIds": spot})
+        for ids in (alive, *([each.id] for each in machines if each.state == UNLISTED)):
+            if ids:  # EC2 ends none of several machines if it does not know one of them yet
+                call(api, region, "terminate_instances", {"InstanceIds": ids})
+        for each in here if not machines else ():
+            if each.kind == "placement-group":
+                call(api, region, "delete_placement_group", {"GroupName": each.id})
+            elif each.id not in spot and each.state not in ("in-use", "deleting", "attaching", "detaching"):
+                call(api, region, f"delete_{each.kind.replace('-', '_')}", {TAGGED[each.kind][2]: each.id})
 
 
 def call(api: Api, region: str, operation: str, parameters: Mapping[str, Any]) -> None:
@@ -119,5 +154,5 @@ def call(api: Api, region: str, operation: str, parameters: Mapping[str, Any]) -
     try:
         api.ask(region, operation, **parameters)
     except Refused as error:
-        if error.code not in PASSING and not error.code.endswith(".NotFound"):
+        if error.code not in PASSING and not error.code.endswith((".NotFound", ".Malformed")):
             raise

@@ -28,19 +28,23 @@ class Ec2Config(ClusterConfig):
     market: str = "on-demand"  # on-demand | spot | capacity-block
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
     secondary_interfaces: str = "efa-only"  # EFA of several cards: efa-only (one address a machine) | efa (one a card)
-    placement_group: bool = True  # machines close to one another; those of a reservation are where it is
+    placement_group: str = "true"  # true: one is made, machines close to one another; false; or the name of one
     public_address: bool = False  # only for machines with one network card
     disk_gib: int = 200  # root volume
-    boot_s: int = 900  # after which a machine that has not said anything is replaced
-    lost_s: int = 300  # without a sign, after which a machine is replaced
-    max_wait_s: int = 3600  # for capacity, at the start and after the loss of a machine
-    max_run_s: int = 86400  # after which every machine ends itself, whatever happens
+    boot_s: int = 900  # that machines wait for one another
+    max_wait_s: int = 3600  # for capacity, and for an AWS that does not answer
+    max_run_s: int = 86400  # after which the run is asked to stop; every machine ends itself half an hour later
+    again: bool = False  # after an interruption ask for all machines again, until max_run_s is over
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("cluster.market", self.market, MARKETS)
         check_choice("cluster.secondary_interfaces", self.secondary_interfaces, ("efa-only", "efa"))
-        check_positive("cluster.", self, "disk_gib", "boot_s", "lost_s", "max_wait_s", "max_run_s")
+        check_positive("cluster.", self, "disk_gib", "boot_s", "max_wait_s", "max_run_s")
+        if self.placement_group in ("True", "False"):  # as Hydra reads true and false
+            self.placement_group = self.placement_group.lower()
+        ok = re.fullmatch(r"[\w .:/()#,@\[\]+=&;{}!$*-]{1,255}", self.placement_group, re.ASCII) is not None
+        check(ok, f"cluster.placement_group={self.placement_group!r} must be true, false or the name of a group")
         for region in self.regions:
             ok = re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region) is not None
             check(ok, f"cluster.regions holds {region!r}, which is no region, as us-east-1")
@@ -57,3 +61,13 @@ class Ec2Config(ClusterConfig):
             self.market != "spot" or self.capacity_reservation is None,
             "cluster.market=spot takes no reservation: leave out cluster.capacity_reservation",
         )
+
+    def group_name(self, made: str, machines: int) -> str | None:
+        """The placement group of a request: `made` is the name of the one that a launch makes; None: without.
+
+        Machines of a reservation are where they are: a block takes no group, a reservation none but its own.
+        """
+        if self.placement_group not in ("true", "false"):
+            return self.placement_group
+        wanted = self.placement_group == "true" and self.capacity_reservation is None and machines > 1
+        return made if wanted else None

@@ -17,7 +17,6 @@ CURE = (
     "aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions "
     "'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'"
 )
-Specifications = list[dict[str, Any]]
 
 
 def is_unknown(error: BaseException) -> bool:
@@ -68,19 +67,6 @@ def is_self_rule(rule: Mapping[str, Any], group: str) -> bool:
     return rule.get("IpProtocol") == "-1" and any(pair.get("GroupId") == group for pair in pairs)
 
 
-def make_security_group(api: Api, region: str, name: str, vpc: str, specifications: Specifications) -> None:
-    made_once(
-        lambda: api.ask(
-            region,
-            "create_security_group",
-            GroupName=name,
-            Description="Machines of one baretrain run: all traffic among themselves, none from outside",
-            VpcId=vpc,
-            TagSpecifications=specifications,
-        )
-    )
-
-
 def allow_itself(api: Api, region: str, group: str) -> None:
     """Add the rules that a group lacks, and read them again: EC2 counts, not what was asked."""
     permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
@@ -109,15 +95,3 @@ def find_placement_groups(api: Api, region: str, filters: Sequence[Mapping[str, 
     """Those that are there: a deleted one is shown for a while."""
     seen = api.ask(region, "describe_placement_groups", Filters=list(filters))["PlacementGroups"]
     return [each for each in seen if each.get("State") in ("pending", "available")]
-
-
-def make_placement_group(api: Api, region: str, name: str, specifications: Specifications) -> None:
-    made_once(
-        lambda: api.ask(
-            region,
-            "create_placement_group",
-            GroupName=name,
-            Strategy="cluster",
-            TagSpecifications=specifications,
-        )
-    )

@@ -1,24 +1,43 @@
-"""What is about to be made on EC2, written into the record before the call; and what came of it.
+"""What a launch asks EC2 to make, in the record before the call is sent; and the answer.
 
-RUN.launch/ec2/intents/0001.json   the call, without the user's secrets: what, where, and the checksum of the request
-              /answers/0001.json   the ids of the machines, or EC2's error; missing if nobody heard the answer
+RUN.launch/ec2/intents/0001.json   the call: what, where, and who makes it
+              /answers/0001.json   the ids of what was made, or EC2's error; missing if nobody heard the answer
+
+Before a call is sent, and after it was signed, the launch reads the record again (`Intents.check`): one that was
+cancelled sends nothing more. So a call without an answer was signed before the cancellation, and since EC2 rejects
+signatures that are older than SIGNED_S, what it makes exists, and is listed, at a time that is known.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import re
-import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from launch.record import Record
+from launch.record import Event, Record
+from launch.values import count, table
 from train.config import Failure, InputError
+from train.host.processes import is_alive, read_process
 from train.storage.folders import canonical_json
-from train.storage.untrusted import BadContent, FileName, Sha256, read_object, record
+from train.storage.untrusted import BadContent, FileName, read_object, record
 
 INTENTS, ANSWERS = "ec2/intents/", "ec2/answers/"
-Kind = TypeVar("Kind")
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
+STOPS = ("ended", "cancelling", "cancelled", "cleaning")  # events after which nothing is made
+SIGNED_S = 900.0  # that EC2 accepts a signed request for (EC2 API reference, RequestExpired)
+LISTS_S = 300.0  # after which EC2 lists what it has made (EC2 API reference, "Eventual consistency")
+Kind = TypeVar("Kind")
+
+
+class Cancelled(Failure):
+    """The record says that this launch is to make nothing more."""
+
+
+class Superseded(Failure):
+    """Another launch of the run has begun, to which everything belongs that it has."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +46,8 @@ class Intent:
     operation: str
     region: str
     target: str  # the subnet of machines, the VPC of a security group, the name of a placement group
-    count: int  # machines
     submission: FileName  # see launch.ec2.resolved
-    sha256: Sha256  # of the request
+    process: dict[str, Any]  # that makes the call, see own_process
     time_unix_s: float
 
     @property
@@ -40,12 +58,12 @@ class Intent:
 @dataclass(frozen=True)
 class Answer:
     time_unix_s: float
-    instances: list[FileName] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)  # ids of machines, of a security group; name of a placement group
     error: str = ""  # EC2's code
 
 
 class Intents:
-    """All intents of a run, those of earlier submissions too. One process at a time adds to them."""
+    """All intents of a run, those of earlier submissions too."""
 
     def __init__(self, run: Record) -> None:
         self.run = run
@@ -61,25 +79,55 @@ class Intents:
     def regions(self) -> list[str]:
         return list(dict.fromkeys(each.region for each in self.all))
 
-    def begin(self, intent: Intent) -> Intent:
+    def begin(self, operation: str, region: str, target: str, *, submission: str, now_unix_s: float) -> Intent:
         """Write an intent. Failure if another process has written one of this number: then that one goes on."""
+        at = round(now_unix_s, 3)
+        intent = Intent(self.next, operation, region, target, FileName(submission), own_process(), at)
         if not self.run.folder.create(f"{INTENTS}{intent.file}", canonical_json(asdict(intent))):
-            raise Failure(f"another watcher has this run: {self.run.location}/{INTENTS}{intent.file} is not this one's")
+            raise Superseded(f"another launch of {self.run.run_dir} goes on; this one ends")
         self.all.append(intent)
         return intent
 
-    def end(self, intent: Intent, *, instances: list[str] | None = None, error: str = "") -> None:
-        answer = Answer(round(time.time(), 3), [FileName(each) for each in instances or []], error)
+    def end(self, intent: Intent, *, now_unix_s: float, made: Iterable[str] = (), error: str = "") -> None:
+        answer = Answer(round(now_unix_s, 3), [*made], error)
         self.run.folder.write(f"{ANSWERS}{intent.file}", canonical_json(asdict(answer)))
         self.answers[intent.number] = answer
 
-    def open(self, operation: str, submission: str) -> list[Intent]:
-        """The intents of a submission whose answer nobody heard."""
-        return [
-            each
-            for each in self.all
-            if each.operation == operation and each.submission == submission and each.number not in self.answers
-        ]
+    def open_until(self, intent: Intent, events: Iterable[Event]) -> float:
+        """When EC2 lists whatever an open intent has made; infinity while its launch may still send it."""
+        stops = list[float]()
+        for event in events:
+            if event.kind == "submitted":
+                stops = []
+            elif event.kind in STOPS:
+                stops.append(event.time_unix_s)
+        if not stops:
+            return float("inf")
+        # Clocks differ: what a launch notes after the stop it does not send.
+        return max(stops[0], intent.time_unix_s) + LISTS_S + (0.0 if is_running(intent.process) is False else SIGNED_S)
+
+
+def own_process() -> dict[str, Any]:
+    process = read_process(os.getpid())
+    return {"host": platform.node(), "pid": os.getpid(), "started": process.started if process else 0}
+
+
+def is_running(process: Mapping[str, Any]) -> bool | None:
+    """Whether the process of `own_process` runs; None: it is of another computer."""
+    pid, started = count(process, "pid"), count(process, "started")
+    if process.get("host") != platform.node() or pid is None:
+        return None
+    return is_alive(pid, started)
+
+
+def check(run: Record, submission: str) -> None:
+    """Superseded unless the last submission is this one, Cancelled if something has stopped it."""
+    last = next((each for each in reversed(run.events()) if each.kind in ("submitting", "submitted", *STOPS)), None)
+    if last is not None and last.kind in STOPS:
+        raise Cancelled(f"{run.run_dir}: nothing more is made, since the record says {last.kind}")
+    handle = {} if last is None else table(last.details, "handle")
+    if handle.get("submission") != submission:
+        raise Superseded(f"another launch of {run.run_dir} has begun, or its record is gone; this one ends")
 
 
 def names(run: Record, prefix: str) -> list[str]:

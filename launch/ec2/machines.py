@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launch.ec2.api import Api, Refused
+from launch.ec2.api import Api
 from launch.ec2.request import INTENT_TAG, RUN_TAG
 
 ALIVE = ("pending", "running")
@@ -58,18 +58,3 @@ def machine(region: str, seen: Mapping[str, Any]) -> Machine:
         launched_unix_s=seen["LaunchTime"].timestamp(),
         reason=str(seen.get("StateReason", {}).get("Message", "") or seen.get("StateTransitionReason", "")),
     )
-
-
-def terminate(api: Api, machines: Sequence[Machine]) -> None:
-    """End machines; those that have ended already are no error."""
-    for region in dict.fromkeys(each.region for each in machines):
-        here = [each.id for each in machines if each.region == region and each.state not in GONE]
-        try:
-            if here:
-                api.ask(region, "terminate_instances", InstanceIds=here)
-        except Refused as error:
-            if error.code != "InvalidInstanceID.NotFound":
-                raise
-            if len(here) > 1:  # EC2 has ended none of them
-                for each in machines:
-                    terminate(api, [each] if each.id in here else [])

@@ -10,11 +10,9 @@ from launch.ec2.network import specifications
 from launch.ec2.resolved import Resolved, Site
 from launch.job import Job
 from launch.record import Record
-from train.config import check
 from train.storage.folders import sha256_bytes, sha256_json
 
 RUN_TAG, DIR_TAG, INTENT_TAG = "baretrain:run", "baretrain:run-dir", "baretrain:intent"
-MOST_USER_DATA_BYTES = 16 * 1024
 MOST_TAG_CHARS = 256
 
 
@@ -55,18 +53,13 @@ def body(
     resolved: Resolved,
     site: Site,
     *,
-    count: int,
     number: int,
     record: Record,
     user_data: bytes,
     group: str | None,
     placement: str | None,
 ) -> dict[str, Any]:
-    """The request for `count` machines in one subnet, all or none. `group` and `placement`: None before they exist."""
-    check(
-        len(user_data) <= MOST_USER_DATA_BYTES,
-        f"the user data has {len(user_data):,} bytes, EC2 takes {MOST_USER_DATA_BYTES:,}: choose a shorter run_dir",
-    )
+    """The request for all machines in one subnet, all or none. `group` and `placement`: None before they exist."""
     image = resolved.images[site.region]
     disk = {"VolumeSize": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     kinds = ["instance", "volume", "network-interface"]
@@ -74,8 +67,8 @@ def body(
     return {
         "ImageId": image.id,
         "InstanceType": job.instance,
-        "MinCount": count,
-        "MaxCount": count,
+        "MinCount": job.nodes,
+        "MaxCount": job.nodes,
         "ClientToken": token(resolved, number, site.subnet),
         "NetworkInterfaces": specifications(
             resolved.interfaces, subnet=site.subnet, group=group, public_address=cluster.public_address
@@ -103,8 +96,3 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
         target = {"CapacityReservationId": cluster.capacity_reservation}
         made["CapacityReservationSpecification"] = {"CapacityReservationTarget": target}
     return made
-
-
-def has_placement_group(cluster: Ec2Config, machines: int) -> bool:
-    """A reservation's machines are where they are: a capacity block takes no group, others none but their own."""
-    return cluster.placement_group and cluster.capacity_reservation is None and machines > 1

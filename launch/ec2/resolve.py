@@ -10,7 +10,7 @@ import botocore
 
 from launch.ec2.api import Api, Refused
 from launch.ec2.config import Ec2Config
-from launch.ec2.groups import check_rules, read_security_group
+from launch.ec2.groups import check_rules, find_placement_groups, read_security_group
 from launch.ec2.images import image_id, read_image
 from launch.ec2.network import INTERFACE, Interface, interfaces
 from launch.ec2.resolved import Image, Resolved, Site, read_resolved
@@ -37,7 +37,7 @@ def resolve(job: Job, cluster: Ec2Config, record: Record, api: Api) -> Resolved:
         f"cluster.image={cluster.image} is of one region, there are {len(regions)}: name an SSM parameter instead",
     )
     known = before.images if before is not None and is_pinned(before, job, cluster) else {}
-    machines = job.nodes + job.spares
+    machines = job.nodes
     sites, images, chosen = list[Site](), dict[str, Image](), list[Interface]()
     for region in regions:
         info = type_info(api, region, job.instance)
@@ -48,8 +48,9 @@ def resolve(job: Job, cluster: Ec2Config, record: Record, api: Api) -> Resolved:
         images[region] = read_image(api, region, ident, cluster=cluster, accelerators=accelerators, type_info=info)
         chosen = layout(info, cluster, machines)
         addresses = sum(each.has_address for each in chosen)
-        sites += subnets(api, region, cluster, job.instance, machines, addresses=addresses)
+        sites += subnets(api, region, cluster, job.instance, machines, addresses=addresses, cards=len(chosen))
     check_reservation(api, cluster, sites)
+    check_placement_group(api, cluster, sites)
     check_security_group(api, cluster, sites, machines)
     if cluster.market == "spot" and not cluster.subnets:
         sites = by_price(api, job.instance, sites)
@@ -97,7 +98,9 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
     return chosen
 
 
-def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, machines: int, *, addresses: int) -> list[Site]:
+def subnets(
+    api: Api, region: str, cluster: Ec2Config, instance: str, machines: int, *, addresses: int, cards: int
+) -> list[Site]:
     """The subnets of a region in which the machines can be: in a zone that has the type, with enough addresses."""
     filters = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
     listed = [{"Name": name, "Values": values} for name, values in filters.items()]
@@ -120,6 +123,13 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, machines: 
             f"{instance} is in {', '.join(sorted(zones)) or 'no zone'} of {region}, your subnets are in "
             f"{', '.join(sorted({each['AvailabilityZone'] for each in seen}))}: name others (cluster.subnets)"
         )
+    public = [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")] if cards > 1 else []
+    check(
+        not public,
+        f"a machine of {cards} network interfaces gets no public address, and without one it reaches nothing from "
+        f"{', '.join(public)}, which are of a default VPC: name private subnets with a NAT gateway, or endpoints for "
+        "S3 and SSM (cluster.subnets)",
+    )
     wanted = machines * addresses
     roomy = [each for each in offered if int(each["AvailableIpAddressCount"]) >= wanted]
     if not roomy:
@@ -155,6 +165,16 @@ def check_reservation(api: Api, cluster: Ec2Config, sites: list[Site]) -> None:
     check(
         bool(sites), f"the reservation {ident} is in {zone}, where none of the subnets is: name one (cluster.subnets)"
     )
+
+
+def check_placement_group(api: Api, cluster: Ec2Config, sites: Sequence[Site]) -> None:
+    """InputError for a placement group that was named and is not there."""
+    if cluster.placement_group in ("true", "false"):
+        return
+    filters = [{"Name": "group-name", "Values": [cluster.placement_group]}]
+    for region in dict.fromkeys(site.region for site in sites):
+        there = find_placement_groups(api, region, filters)
+        check(bool(there), f"{region} has no placement group {cluster.placement_group}: create it, or leave it out")
 
 
 def check_security_group(api: Api, cluster: Ec2Config, sites: Sequence[Site], machines: int) -> None:

@@ -1,26 +1,23 @@
-"""Machines of EC2 as a scheduler: a launch resolves what its settings mean, and starts the watcher."""
+"""Machines of EC2 as a scheduler: a launch resolves what its settings mean, and then stays until the run has ended."""
 
 from __future__ import annotations
 
-import platform
 import re
-import subprocess
-import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.config import LaunchConfig
-from launch.ec2 import watchers
 from launch.ec2.config import Ec2Config
+from launch.ec2.intents import LISTS_S, RUN, STOPS, Intents, is_running, own_process
 from launch.ec2.request import run_id
 from launch.ec2.resolved import read_resolved
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import Handle, State, cluster_of
-from launch.values import texts
+from launch.values import shown_duration, table, texts
+from train.cli.command import INTERRUPTED, printable
 from train.config import InputError, S3Config, check
-from train.host.processes import is_alive, read_process
 from train.storage.untrusted import record as checked
 
 if TYPE_CHECKING:
@@ -28,21 +25,28 @@ if TYPE_CHECKING:
     from launch.ec2.machines import Machine
 
 TYPE = re.compile(r"[a-z][a-z0-9-]*\.[a-z0-9-]+")
-LOG = "watch.txt"
 
 
 class Scheduler:
+    lingers_s = 0.0
+
     def request(self, job: Job, record: Record) -> list[str]:
         check_job(job, settings(job), record)
-        return watcher(record)
+        return []
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         from launch.ec2.preview import lines
 
         return "\n".join(lines(job, settings(job), record, cfg))
 
+    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
+        from launch.ec2.preview import planned
+
+        return {"run_instances": planned(job, settings(job), record, cfg)[1]}
+
     def submit(self, job: Job, record: Record) -> Handle:
-        from launch.ec2.machines import look
+        """Find out what the settings come to. It makes nothing: `attend` does."""
+        from launch.ec2.clean import left_over
         from launch.ec2.quota import check_quotas
         from launch.ec2.resolve import resolve
 
@@ -51,59 +55,66 @@ class Scheduler:
         api = open_api(record)
         resolved = resolve(job, cluster, record, api)
         if cluster.capacity_reservation is None:
-            check_quotas(api, resolved.regions, job.instance, job.nodes + job.spares, cluster.market)
-        there = [each.id for each in look(api, resolved.regions, run_id(record)) if each.is_alive]
+            check_quotas(api, resolved.regions, job.instance, job.nodes, cluster.market)
+        regions = list(dict.fromkeys([*resolved.regions, *Intents(record).regions]))
+        left = left_over(api, record, regions, set(), time.time())
+        there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
-            f"EC2 has machines of this run already ({', '.join(there)}): python -m launch clean {record.run_dir} --yes",
+            f"EC2 has machines of this run already, or may have: {', '.join(there)}; python -m launch clean "
+            f"{record.run_dir} --yes",
         )
         resolved.write(record)
-        return start_watcher(record, resolved.regions)
+        return handle_of(record, resolved.regions, str(resolved.id))
+
+    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+        """Have the machines made, and wait for the end of the run; its exit code."""
+        from launch.ec2.launcher import Launcher, undo
+
+        resolved = read_resolved(record)
+        check(resolved is not None and resolved.id == handle.get("submission"), "another launch of the run has begun")
+        assert resolved is not None
+        try:
+            return Launcher(record, job, settings(job), resolved, open_api(record)).run()
+        except KeyboardInterrupt:
+            print(printable(f"this launch ends; machines that are made go on, and end by themselves. {undo(record)}"))
+            return INTERRUPTED
 
     def find(self, job: Job, record: Record) -> Handle | None:
-        resolved = read_resolved(record)
-        if resolved is None:
-            return None
-        seen = watchers.read_watcher(record)
-        process = (seen.host, seen.pid, seen.started) if seen is not None else ("", 0, 0)
-        handle = handle_of(record, resolved.regions, *process)
-        return handle if self.state(handle).is_active else None
+        """None: a submission that is not in the record has made nothing."""
+        return None
 
     def state(self, handle: Handle) -> State:
-        record, regions = of_handle(handle)
-        api, now_s = open_api(record), time.time()
+        from launch.ec2.clean import unlisted
         from launch.ec2.machines import look
 
-        alive = [each for each in look(api, regions, run_id(record)) if each.is_alive]
-        seen = watchers.read_watcher(record)
-        has_begun = seen is not None and seen.is_there(now_unix_s=now_s)
-        is_watched = has_begun or is_starting(handle)
-        return State(
-            is_active=bool(alive) or is_watched,
-            text=f"{text_of(alive)}; {watcher_text(seen, is_watched, record)}",
-            nodes=[each.host or each.id for each in alive],
-        )
+        record, regions = of_handle(handle)
+        seen = look(open_api(record), regions, run_id(record))
+        alive = [each for each in seen if each.is_alive]
+        may_be = unlisted(record, {each.id for each in seen}, time.time())
+        asks = asks_text(record, handle)
+        parts = [text_of(alive), *(str(each) for each in may_be if each.kind == "instance"), *([asks] if asks else [])]
+        hosts = [each.host or each.id for each in alive]
+        return State(is_active=bool(alive or len(parts) > 1), text="; ".join(parts), nodes=hosts)
 
     def cancel(self, handle: Handle) -> None:
-        """End the machines now. The watcher removes the rest; without one it is done here."""
-        from launch.ec2 import clean
-        from launch.ec2.clock import Clock
-        from launch.ec2.machines import look, terminate
+        """End the machines now. The record says so first, so that the launch makes nothing more."""
+        from launch.ec2.clean import end, left_over
 
         record, regions = of_handle(handle)
         api = open_api(record)
-        record.note("cancelling")  # first, or the watcher would replace what ends here
-        seen = watchers.read_watcher(record)
-        if seen is not None and seen.is_there(now_unix_s=time.time()):
-            terminate(api, look(api, regions, run_id(record)))
-            return
-        if left := clean.remove(api, regions, run_id(record), Clock()):
-            raise InputError(f"left on EC2: {', '.join(map(str, left))}: python -m launch clean {record.run_dir} --yes")
+        record.note("cancelling")
+        end(api, left_over(api, record, regions, set(), time.time()))
+        print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     """InputError for what no account could change."""
     check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
+    check(
+        job.spares == 0,
+        f"spares={job.spares}: cluster=ec2 replaces no single machine; cluster=parallelcluster with Slurm does",
+    )
     check(
         record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://bucket/runs/mine): machines share nothing else"
     )
@@ -125,10 +136,6 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
         "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket; "
         "python -m launch iam prints what it needs",
     )
-    check(
-        "preempt.rebalance=leave" not in job.overrides,
-        "preempt.rebalance=leave: nobody replaces a machine that still lives; leave it out with cluster=ec2",
-    )
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(not local, f"{' '.join(local)}: machines of EC2 do not see this machine's folders; copy it to S3")
 
@@ -145,60 +152,32 @@ def open_api(record: Record) -> Api:
     return Api(record.s3.profile, record.s3.region)
 
 
-# ---- watcher ---------------------------------------------------------------------------------------------------------
-
-
-def watcher(record: Record) -> list[str]:
-    return [sys.executable, "-m", "launch.ec2.watch", record.run_dir, *record.s3.flags()]
-
-
-def start_watcher(record: Record, regions: list[str]) -> Handle:
-    """Start the watcher in the background, where it survives this terminal."""
-    logs = record.local_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / LOG).open("ab") as output:
-        process = subprocess.Popen(
-            watcher(record),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    started = read_process(process.pid)
-    return handle_of(record, regions, platform.node(), process.pid, started.started if started else 0)
-
-
-def handle_of(record: Record, regions: list[str], host: str, pid: int, started: int) -> Handle:
-    return {
-        "host": host,
-        "pid": pid,
-        "started": started,
-        "regions": regions,
-        "run_dir": record.run_dir,
-        "s3": asdict(record.s3),
-    }
-
-
-def is_starting(handle: Handle) -> bool:
-    """Whether the process that the launch has started runs, which may not have said anything yet."""
-    pid, started = handle.get("pid"), handle.get("started")
-    is_here = handle.get("host") == platform.node() and isinstance(pid, int) and pid > 1
-    return is_here and is_alive(int(pid or 0), started if isinstance(started, int) else None) is not False
-
-
-def watcher_text(seen: watchers.Watcher | None, is_watched: bool, record: Record) -> str:
-    if not is_watched:
-        again = f"python -m launch watch {record.run_dir} starts it again"
-        return "its watcher has ended" if seen and seen.doing.startswith("done") else f"its watcher is gone: {again}"
-    return "its watcher starts" if seen is None else f"its watcher on {seen.host}: {seen.doing}"
+def handle_of(record: Record, regions: list[str], submission: str) -> Handle:
+    where = {"regions": regions, "run_dir": record.run_dir, "s3": asdict(record.s3)}
+    return {**where, "submission": submission, "process": own_process()}
 
 
 def of_handle(handle: Handle) -> tuple[Record, list[str]]:
-    """The record and the regions that a handle names. BadContent for one that names none."""
+    """The record and the regions that a handle names. InputError for one that names none."""
     run_dir, s3 = handle.get("run_dir"), handle.get("s3")
     if not isinstance(run_dir, str):
         raise InputError(f"the record names no run: {run_dir!r}")
     return Record(run_dir, checked(S3Config, s3, "s3")), texts(handle, "regions")
+
+
+def asks_text(record: Record, handle: Handle) -> str:
+    """What the launch does while it has no machines: empty if it has ended, as far as the record shows."""
+    kinds = ("submitted", "requeued", "machines", *STOPS)
+    last = next((each for each in reversed(record.events()) if each.kind in kinds), None)
+    if last is None or last.kind not in ("submitted", "requeued"):
+        return ""
+    intents, runs = Intents(record), is_running(table(handle, "process"))
+    asked = [each for each in intents.all if each.operation == RUN and each.submission == handle.get("submission")]
+    age_s = time.time() - max(last.time_unix_s, asked[-1].time_unix_s if asked else 0.0)
+    if runs or (runs is None and age_s < 2 * LISTS_S):
+        error = intents.answers[asked[-1].number].error if asked and asked[-1].number in intents.answers else ""
+        return f"its launch asks for machines ({error or 'no answer yet'}, {shown_duration(max(0.0, age_s))} ago)"
+    return ""
 
 
 def text_of(alive: list[Machine]) -> str:

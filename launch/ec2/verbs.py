@@ -1,19 +1,17 @@
-"""`python -m launch clean | watch | iam | quota`: what only machines of EC2 need."""
+"""`python -m launch clean | iam | quota`: what only machines of EC2 need."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import time
 
-from launch.ec2 import watchers
 from launch.ec2.config import MARKETS, Ec2Config
-from launch.ec2.request import run_id
+from launch.history import read_history
 from launch.record import Record
 from launch.schedulers import cluster_of
 from train.cli.command import DONE, FAILED, Parser, printable
-from train.config import InputError, S3Config, check
+from train.config import S3Config, check
 
 RUN = "run_dir of a run that was launched: s3://bucket/prefix"
 
@@ -37,37 +35,34 @@ def clean_flags(parser: Parser) -> None:
 
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
-    """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, while anything is left."""
+    """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, until nothing is there or may come."""
     from launch.ec2 import clean as cleaning
     from launch.ec2.api import Api
-    from launch.ec2.clock import Clock
 
-    record = Record(options.run, s3)
+    record, clock = Record(options.run, s3), cleaning.CLOCK
     api = Api(s3.profile, s3.region)
     regions = regions_of(record, [*options.regions, *([api.default_region] if api.default_region else [])])
     check(bool(regions), f"{record.location} names no region: give --regions us-east-1,...")
-    where, ident = ", ".join(regions), run_id(record)
+    where = ", ".join(regions)
     if not options.yes:
-        left = cleaning.left_over(api, regions, ident)
+        left = cleaning.left_over(api, record, regions, set(), clock.now())
         print(
-            "\n".join(printable(f"there is: {each}") for each in left) or f"nothing of {record.run_dir} is in {where}"
+            "\n".join(printable(f"there is: {each}") for each in left) or f"{where} lists nothing of {record.run_dir}"
         )
-        print("nothing was removed; --yes does it" if left else "one look is no proof: --yes looks twice")
+        print("nothing was removed; --yes does it" if left else "--yes proves it")
         return FAILED if left else DONE
-    watcher = watchers.read_watcher(record) if record.exists() else None
-    if watcher is not None and watcher.is_there(now_unix_s=time.time()):
-        raise InputError(
-            f"{record.run_dir} is watched by process {watcher.pid} on {watcher.host}, which would make machines again: "
-            f"python -m launch cancel {record.run_dir} --yes first"
-        )
-    left = cleaning.left_over(api, regions, ident)
-    if left and record.exists():
+    is_known, has_ended = bool(record.event_names()), read_history(record.events()).has_end
+    if is_known:
+        record.note("cleaning")  # first: a launch that still runs makes nothing from here on
+    left = cleaning.remove(api, record, regions, clock, say=lambda text: print(printable(text), flush=True))
+    if is_known and not has_ended:
         record.note("cancelled", reason="launch clean")
-    left = cleaning.remove(api, regions, ident, Clock(), say=lambda text: print(printable(text), flush=True))
     if left:
         print("\n".join(printable(f"still there: {each}") for each in left))
         return FAILED
-    print(printable(f"nothing of {record.run_dir} is left in {where}: looked twice"))
+    if not is_known:
+        print(f"{record.location} is gone: what was asked for in the last minutes may still come to be listed")
+    print(printable(f"nothing of {record.run_dir} is left in {where}"))
     return DONE
 
 
@@ -82,31 +77,6 @@ def regions_of(record: Record, more: list[str]) -> list[str]:
         cluster = cluster_of(record.job())
         regions += cluster.regions if isinstance(cluster, Ec2Config) else []
     return list(dict.fromkeys([*regions, *more]))
-
-
-# ---- watch -----------------------------------------------------------------------------------------------------------
-
-
-def watch_flags(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help=RUN)
-
-
-def watch(options: argparse.Namespace, s3: S3Config) -> int:
-    """Start the watcher of a run again, here and in the background."""
-    from launch.ec2.resolved import read_resolved
-    from launch.ec2.scheduler import start_watcher
-
-    record = Record(options.run, s3)
-    job, resolved = record.job(), read_resolved(record)
-    check(resolved is not None, f"{record.run_dir} was not launched on EC2 (cluster={job.scheduler})")
-    assert resolved is not None
-    seen = watchers.read_watcher(record)
-    if seen is not None and seen.is_there(now_unix_s=time.time()):
-        print(printable(f"{record.run_dir} is watched by process {seen.pid} on {seen.host}: {seen.doing}"))
-        return DONE
-    handle = start_watcher(record, resolved.regions)
-    print(printable(f"{record.run_dir} is watched by process {handle['pid']} of this machine"))
-    return DONE
 
 
 # ---- iam -------------------------------------------------------------------------------------------------------------
@@ -141,7 +111,7 @@ def iam(options: argparse.Namespace, s3: S3Config) -> int:
 
 def quota_flags(parser: Parser) -> None:
     parser.add_argument("instance", metavar="TYPE", help="as trn1.32xlarge")
-    parser.add_argument("--nodes", type=int, default=1, help="machines, spares included (1)")
+    parser.add_argument("--nodes", type=int, default=1, help="machines (1)")
     parser.add_argument("--market", choices=MARKETS[:2], default=MARKETS[0], help="a capacity block needs no quota")
     parser.add_argument("--regions", metavar="A,B", type=region_list, default=[])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.config import LaunchConfig
 from launch.job import Job
@@ -12,6 +13,7 @@ from launch.schedulers import Handle, State, cluster_of
 from launch.slurm.commands import NoSlurm, Slurm, check_request, job_name
 from launch.slurm.config import SlurmConfig, time_limit_s
 from launch.slurm.records import Job as SlurmJob
+from train.cli.command import DONE
 from train.config import InputError, check
 
 SCRIPT = Path(__file__).with_name("job.sh")
@@ -20,6 +22,8 @@ AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", 
 
 
 class Scheduler:
+    lingers_s = 120.0  # sbatch goes on
+
     def request(self, job: Job, record: Record) -> list[str]:
         return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
 
@@ -34,6 +38,9 @@ class Scheduler:
         limit_s = partition.max_time_s if cluster.time_limit is None else time_limit_s(cluster.time_limit)
         check_request(partition, nodes=job.nodes + job.spares, time_limit_s=limit_s, others=others)
         return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
+
+    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
+        return {}
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm = Slurm()
@@ -50,6 +57,9 @@ class Scheduler:
         except BaseException:
             slurm.cancel(number)  # or the parts would run with nobody to know of them
             raise
+
+    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+        return DONE  # the job goes on alone
 
     def find(self, job: Job, record: Record) -> Handle | None:
         there = Slurm().job_ids(job_name(record.run_dir))

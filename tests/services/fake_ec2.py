@@ -1,8 +1,8 @@
 """EC2 for tests: moto's server, and what it lacks.
 
-moto has no placement groups, capacity reservations and quotas, starts machines twice for the same ClientToken, shows
-machines at once, and always has capacity. The operations below stand in for that, in the server, so that a watcher in
-another process meets them too. What a request says of network cards is dropped by moto, so that tests look at requests.
+moto has no placement groups, capacity reservations and quotas, starts machines twice for the same ClientToken, lists
+what it made at once, and always has capacity. The operations below stand in for that. What a request says of network
+cards is dropped by moto, so that tests look at requests.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from moto.servicequotas.responses import ServiceQuotasResponse
 
 REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
+BEGAN_S = time.time()
 UBUNTU, AMAZON_LINUX, ARM = "ami-785db401", "ami-999844e0", "ami-0e9271c829888680e"  # images that moto has
 # What botocore reads of each service, a third of a second for EC2, is read once for all sessions of a process.
 shared_loader = functools.cache(botocore.session.create_loader)
@@ -35,18 +37,21 @@ shared_loader = functools.cache(botocore.session.create_loader)
 class FakeEc2:
     endpoint: str
     without: dict[str, str] = field(default_factory=dict)  # subnet: the error that it answers to RunInstances
-    hides: int = 0  # answers of DescribeInstances in which a new machine is missing
+    hides_s: float = 0.0  # after which a new machine is listed
+    passed_s: float = 0.0  # of a time that does not wait, see `now`
     groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # placement groups, by region and name
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
     spot_prices: list[dict[str, Any]] | None = None  # None: moto's
     refuses_dry_run: str = ""  # an error
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
-    hidden: dict[str, int] = field(default_factory=dict)  # machine: answers that still lack it
-    shown: set[str] = field(default_factory=set)  # machines that an answer has held
+    hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
     clients: dict[tuple[str, str], Any] = field(default_factory=dict)
     members: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # machines of each placement group
+
+    def now(self) -> float:
+        return BEGAN_S + self.passed_s
 
     def client(self, service: str = "ec2", region: str = REGION) -> Any:
         """One for each region."""
@@ -56,8 +61,20 @@ class FakeEc2:
 
     def subnets(self, region: str = REGION) -> dict[str, str]:
         """The default VPC's subnets by their zones."""
-        seen = self.client(region=region).describe_subnets()["Subnets"]
+        wanted = [{"Name": "default-for-az", "Values": ["true"]}]
+        seen = self.client(region=region).describe_subnets(Filters=wanted)["Subnets"]
         return {each["AvailabilityZone"]: each["SubnetId"] for each in seen}
+
+    def private_subnets(self) -> list[str]:
+        """Of the first region, one in each zone of a VPC that is not the default one."""
+        client = self.client()
+        there = client.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["false"]}])["Subnets"]
+        if not there:
+            vpc = client.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+            for number, zone in enumerate(self.subnets()):
+                client.create_subnet(VpcId=vpc, CidrBlock=f"10.9.{4 * number}.0/22", AvailabilityZone=zone)
+            return self.private_subnets()
+        return [each["SubnetId"] for each in sorted(there, key=lambda each: each["AvailabilityZone"])]
 
     def machines(self, *states: str, region: str = REGION) -> list[Any]:
         """Moto's own objects of the machines in one of the states (pending and running), hidden or not, by age."""
@@ -114,10 +131,12 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
         monkeypatch.setenv(name, value)
     urllib.request.urlopen(urllib.request.Request(f"{fake.endpoint}/moto-api/reset", method="POST")).close()
     run, describe = EC2Response.run_instances, EC2Response.describe_instances
+    terminate = EC2Response.terminate_instances
     prices, volumes = EC2Response.describe_spot_price_history, EC2Response.describe_volumes
     stand_ins = {
         "run_instances": lambda self: run_instances(fake, self, run),
         "describe_instances": lambda self: describe_instances(fake, self, describe),
+        "terminate_instances": lambda self: terminate_instances(fake, self, terminate),
         "describe_volumes": lambda self: describe_volumes(fake, self, volumes),
         "create_placement_group": lambda self: create_placement_group(fake, self),
         "describe_placement_groups": lambda self: describe_placement_groups(fake, self),
@@ -159,23 +178,29 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
         fake.tokens[token] = given, answer
     if group is not None:
         fake.members.setdefault((response.region, group), []).extend(each.id for each in answer.result.instances)
-    fake.hidden |= {each.id: fake.hides for each in answer.result.instances}
+    fake.hidden |= {each.id: fake.now() + fake.hides_s for each in answer.result.instances}
     return answer
 
 
 def describe_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     answer = usual(response)
     for made in answer.result["Reservations"]:
-        made.instances = [each for each in made.instances if fake.hidden.get(each.id, 0) <= 0]
-        fake.shown |= {each.id for each in made.instances}
-    fake.hidden = {ident: left - 1 for ident, left in fake.hidden.items()}
+        made.instances = [each for each in made.instances if fake.hidden.get(each.id, 0) <= fake.now()]
     return answer
 
 
+def terminate_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
+    """EC2 knows no machine that it does not list."""
+    hidden = [each for each in response._get_params()["InstanceIds"] if fake.hidden.get(each, 0) > fake.now()]
+    if hidden:
+        raise EC2ClientError("InvalidInstanceID.NotFound", f"The instance ID {hidden[0]} does not exist.")
+    return usual(response)
+
+
 def describe_volumes(fake: FakeEc2, response: Any, usual: Any) -> Any:
-    """A volume is shown once its machine has been."""
+    """A volume is listed with its machine."""
     answer = usual(response)
-    hidden = fake.hidden.keys() - fake.shown
+    hidden = {ident for ident, at in fake.hidden.items() if at > fake.now()}
     volumes = answer.result["Volumes"]
     answer.result["Volumes"] = [
         each for each in volumes if not each.attachment or each.attachment.instance_id not in hidden

@@ -1,0 +1,293 @@
+"""The node program: it runs one machine of a run on EC2, from its registration to the end. boot.sh starts it.
+
+RUN.launch/ec2/machines/0003/0000.json   a machine of request 3, the first by its launch index, by itself
+              /steps/0003/0001.json      what all machines of the request do next, by the first one, which decides it
+
+The first machine makes the attempts of the run (launch.supervise); the others follow its steps until it says "end".
+torchrun joins their ranks at the first machine's address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import TypeVar
+
+import launch
+from launch import code
+from launch.ec2.config import Ec2Config
+from launch.gate import is_shared, pass_gate, too_few
+from launch.job import Job
+from launch.node import DOCTOR_S, GATE
+from launch.record import Record
+from launch.schedulers import cluster_of
+from launch.supervise import StopRequest, Verdict, attempt_name, noting_its_end, patiently, settled, supervise
+from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
+from train.config import InputError, S3Config, Unreachable, check
+from train.host import children
+from train.host.metadata import Metadata, metadata_endpoint
+from train.storage.folders import canonical_json
+from train.storage.untrusted import BadContent, FileName, read_object, record
+
+REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
+END = "end"
+LIMITS_S = {"gate": DOCTOR_S + 60, "collectives": 1800.0, "train": math.inf}  # of steps, by the verb of launch.node
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
+POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
+END_S = 60.0  # for what is to end: the trainer may be saving
+MOST_LOG_BYTES = 32 * 2**20  # of a file that is sent while the run goes on; larger ones are sent at its end
+ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Registration:
+    instance: FileName  # id, as i-0123456789abcdef0
+    host: FileName
+    address: str  # at which the others reach it
+    index: int  # among those that one request made: the order of the ranks
+
+    def __post_init__(self) -> None:
+        ok = all(char in "0123456789abcdef.:" for char in self.address) and "," not in self.host
+        if not ok or not 0 <= self.index < 10_000:
+            raise BadContent(f"{self} is no machine")
+
+
+@dataclass(frozen=True)
+class Step:
+    verb: str  # of launch.node, or END
+    name: FileName  # of what is tried, for logs and answers
+    group: int = 0  # machines that are joined, by their order; 0: all
+
+    def __post_init__(self) -> None:
+        if self.verb not in (*LIMITS_S, END):
+            raise BadContent(f"a step has the verb {self.verb!r}, none of {', '.join(LIMITS_S)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "launch.ec2.machine",
+        "Run one machine of a run on EC2. launch/ec2/boot.sh starts this.",
+        examples=("s3://bucket/runs/mine --request 3 --max-run-s 86400 --state /run/baretrain",),
+    )
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--request", type=int, required=True, help="number of the intent that made the machines")
+    parser.add_argument("--max-run-s", type=int, required=True, help="after which the run is asked to stop")
+    parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh looks at")
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments, act)
+
+
+def act(options: argparse.Namespace, s3: S3Config) -> int:
+    run = Record(options.run, s3)
+    machine = Machine(run, patiently(run.job), patiently(identity), options.request, options.state)
+    return machine.run(time.monotonic() + options.max_run_s)
+
+
+def identity() -> Registration:
+    """What this machine is, by EC2's metadata service."""
+    metadata = Metadata(metadata_endpoint(os.environ))
+    try:
+        return Registration(
+            instance=FileName(metadata.text("instance-id")),
+            host=FileName(platform.node()),
+            address=metadata.text("local-ipv4"),
+            index=int(metadata.text("ami-launch-index")),
+        )
+    except (HTTPException, ValueError) as error:
+        raise OSError(f"the metadata service {metadata.endpoint} answers as no EC2 does: {error}") from error
+
+
+class Machine:
+    def __init__(self, run: Record, job: Job, own: Registration, request: int, state: Path) -> None:
+        self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
+        cluster = cluster_of(job)
+        assert isinstance(cluster, Ec2Config)
+        self.cluster = cluster
+        self.all: list[Registration] = []  # machines of the request, by their launch index
+        self.number = 0  # of the last step
+        self.logs = run.local_folder() / "logs"
+        self.sent: dict[Path, tuple[int, int]] = {}  # logs as they were uploaded: bytes, time of change
+        self.sign_s = self.logs_s = -math.inf  # when they were last given, time.monotonic()
+        self.stop, self.stops_s, self.is_stop_noted = StopRequest(run), math.inf, False
+
+    def run(self, stops_s: float) -> int:
+        """Take part in the run; `stops_s`: of time.monotonic(), when the first machine asks it to stop."""
+        print(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}", flush=True)
+        try:
+            if not self.meet():
+                return FAILED
+            if self.own.index == 0:
+                self.stops_s = stops_s
+                with noting_its_end(self.record):
+                    self.lead()
+            else:
+                self.follow()
+        finally:
+            patiently(self.upload)
+        return DONE
+
+    def meet(self) -> bool:
+        """Register, and wait for the others; whether all have come in boot_s."""
+        folder, until_s = REGISTERED.format(self.request), time.monotonic() + self.cluster.boot_s
+        patiently(self.record.folder.write, f"{folder}{self.own.index:04d}.json", canonical_json(asdict(self.own)))
+        while len(names := patiently(self.record.folder.names, folder)) < self.job.nodes:
+            if time.monotonic() > until_s:
+                reason = f"{len(names)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"
+                print(reason, flush=True)
+                if names[:1] == [f"{folder}{self.own.index:04d}.json"]:  # one is enough to say it
+                    patiently(self.record.note, "ended", outcome="failed", reason=reason)
+                return False
+            self.meanwhile()
+            time.sleep(POLL_S)
+        self.all = [self.read(Registration, f"{folder}{index:04d}.json") for index in range(self.job.nodes)]
+        hosts = {each.host for each in self.all}
+        check(len(hosts) == self.job.nodes, f"two machines of the run have the same host name: {sorted(hosts)}")
+        return True
+
+    def has(self, name: str) -> bool:
+        return patiently(self.record.folder.size, name) is not None
+
+    def read(self, kind: type[Kind], name: str) -> Kind:
+        """A file of the record. BadContent for one that no machine writes."""
+        return record(kind, read_object(patiently(self.record.folder.read, name)))
+
+    # ---- the first machine -------------------------------------------------------------------------------------------
+
+    def lead(self) -> None:
+        verdict = self.preflight() if self.cluster.gate else None
+        if verdict is None:
+            nodes = [str(each.host) for each in self.all]
+            verdict = supervise(self.record, self.cluster, self.attempt, nodes=nodes, stop=self.stop)
+        verdict = settled(verdict, self.record, self.cluster)
+        if verdict.next == "requeue" and self.cluster.again:  # the launch asks for machines again
+            patiently(self.record.note, "requeued", reason=verdict.reason)
+        else:
+            hint = f"; python -m launch resume {self.record.run_dir} goes on" if verdict.next == "requeue" else ""
+            patiently(self.record.note, "ended", outcome=verdict.outcome, reason=f"{verdict.reason}{hint}")
+        self.publish(Step(END, FileName(END)))
+
+    def preflight(self) -> Verdict | None:
+        """Examine all machines; a verdict if one is not fit."""
+        hosts = [str(each.host) for each in self.all]
+        _, failed = pass_gate(self.record, self.job, hosts, self.examine, name=f"gate_{self.request:04d}")
+        if not failed:
+            return None
+        return Verdict("end" if is_shared(failed, hosts) else "requeue", "failed", too_few(hosts, failed, self.job))
+
+    def examine(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        """A part of the preflight on all machines: this one's exit code, once all have answered or the time is over."""
+        until_s, answers = time.monotonic() + LIMITS_S[verb], [GATE.format(name, node) for node in nodes]
+        result = self.step(Step(verb, FileName(name), group))
+        while time.monotonic() < until_s and not all(map(self.has, answers)):
+            self.meanwhile()
+            time.sleep(POLL_S)
+        return result
+
+    def attempt(self, number: int) -> int:
+        return self.step(Step("train", FileName(attempt_name(number))))
+
+    def step(self, step: Step) -> int:
+        """Have all machines run a verb of launch.node at the same time; this one's exit code."""
+        self.publish(step)
+        return self.do(step)
+
+    def publish(self, step: Step) -> None:
+        self.number += 1
+        patiently(self.record.folder.write, STEPS.format(self.request, self.number), canonical_json(asdict(step)))
+
+    # ---- the others --------------------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Do each step of the first machine. Leave when it says so, or nothing for boot_s."""
+        waits_s = time.monotonic()
+        while True:
+            name = STEPS.format(self.request, self.number + 1)
+            if self.has(name):
+                self.number += 1
+                step = self.read(Step, name)
+                if step.verb == END:
+                    return
+                self.do(step)
+                waits_s = time.monotonic()
+            elif time.monotonic() - waits_s > self.cluster.boot_s:
+                print(
+                    f"the first machine, {self.all[0].instance}, has said nothing for {self.cluster.boot_s} s",
+                    flush=True,
+                )
+                return
+            self.meanwhile()
+            time.sleep(POLL_S)
+
+    # ---- all ---------------------------------------------------------------------------------------------------------
+
+    def do(self, step: Step) -> int:
+        """Run a verb of launch.node. It is ended after its time, or when the first machine has gone on."""
+        port = FIRST_PORT + (self.request * 101 + self.number) % PORTS  # late packets of another attempt reach nobody
+        joined = [f"--hosts={','.join(each.host for each in self.all)}", f"--port={port}", f"--group={step.group}"]
+        joined += [f"--addresses={','.join(each.address for each in self.all)}", f"--attempt={step.name}"]
+        start = str(Path(launch.__file__).parents[1] / code.START)  # of the code that runs now
+        command = [self.job.python, start, "launch.node", step.verb, self.record.run_dir, *joined]
+        children.adopt_orphans()
+        process, ends_s = children.start([*command, *self.record.s3.flags()], env=os.environ), math.inf
+
+        def meanwhile() -> None:
+            nonlocal ends_s
+            next_step = STEPS.format(self.request, self.number + 1)
+            if time.monotonic() > ends_s:
+                children.kill([process.pid, *children.descendants(process.pid)])
+            elif self.meanwhile() and self.own.index and ends_s == math.inf and self.has(next_step):
+                process.terminate()
+                ends_s = time.monotonic() + END_S
+
+        result = children.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S[step.verb])
+        children.end_orphans(END_S)  # ranks of a torchrun that was killed
+        return result
+
+    def meanwhile(self) -> bool:
+        """Do what is due again and again: a sign of life for boot.sh if S3 answers, requests to stop, logs. Whether
+        it was due, and S3 has answered.
+        """
+        now_s = time.monotonic()
+        if now_s - self.sign_s < SIGN_S:
+            return False
+        self.sign_s = now_s
+        try:
+            if now_s > self.stops_s and not self.is_stop_noted:
+                self.record.note("stop_asked", reason="cluster.max_run_s is over")
+                self.is_stop_noted = True
+                self.stop.ask("cluster.max_run_s is over")
+            self.stop.write()
+            self.record.exists()
+            (self.state / ALIVE).touch()
+            if now_s - self.logs_s >= LOGS_S:
+                self.logs_s = now_s
+                self.upload(most_bytes=MOST_LOG_BYTES)
+        except (InputError, Unreachable, OSError) as error:
+            print(f"tried again: {error}", flush=True)
+            return False
+        return True
+
+    def upload(self, *, most_bytes: float = math.inf) -> None:
+        """Put the logs that have changed into the record: what this machine holds is gone with it."""
+        files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
+        files[f"machines/{self.own.instance}.txt"] = self.state / LOG
+        for name, path in files.items():
+            if not path.is_file():
+                continue
+            seen = path.stat()
+            if self.sent.get(path) != (seen.st_size, seen.st_mtime_ns) and seen.st_size <= most_bytes:
+                self.record.folder.write(f"logs/{name}", path.read_bytes())
+                self.sent[path] = seen.st_size, seen.st_mtime_ns
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""How tests launch on EC2: a time that passes at once, what happens in it, and a launch that is killed at any call."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planning import plan
+from services.fake_ec2 import UBUNTU, FakeEc2
+
+from launch.ec2 import launcher as launcher_module
+from launch.ec2.api import Api
+from launch.ec2.clean import Clock, Left, remove
+from launch.ec2.config import Ec2Config
+from launch.ec2.launcher import Launcher
+from launch.ec2.request import RUN_TAG, run_id
+from launch.ec2.resolve import resolve
+from launch.ec2.resolved import Resolved, read_resolved
+from launch.job import Job
+from launch.record import Record
+from launch.schedulers import cluster_of
+from train.config import S3Config
+from train.storage.folders import LocalFolder
+
+OWN = ["cluster=ec2", "instance=trn1.2xlarge", "nodes=2", "cluster.instance_profile=machine"]
+OWN += [f"cluster.image={UBUNTU}"]
+RUN = ["experiment=albert_pretrain", "data.path=s3://bucket/albert", "run_dir=s3://bucket/runs/mine"]
+RUN += ["s3.region=us-east-1"]
+USER_DATA = b"#!/bin/bash\n"
+
+
+class Killed(BaseException):
+    """What SIGKILL is to a process: nothing catches it."""
+
+
+@dataclass
+class World:
+    """A run on EC2, and a clock whose every pause is a moment in which something may happen."""
+
+    ec2: FakeEc2
+    record: Record
+    job: Job
+    api: Api = field(default_factory=Api)
+    happens: Callable[[World], None] = lambda _: None
+    said: list[str] = field(default_factory=list)
+    bundle: bytes = b""  # the code of the job
+
+    @property
+    def cluster(self) -> Ec2Config:
+        cluster = cluster_of(self.job)
+        assert isinstance(cluster, Ec2Config)
+        return cluster
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.ec2.now, self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.ec2.passed_s += seconds
+        assert self.ec2.passed_s < 200_000, "the run never ended"
+        self.happens(self)
+
+    def submit(self, resolved: Resolved | None = None) -> None:
+        """What a launch does before it is attended; what its settings come to is found out unless it is given."""
+        self.record.write(self.job, plan={}, config="{instance: {usd_per_hour: 36.0}}", bundle=self.bundle)
+        self.note("submitting")
+        resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
+        resolved.write(self.record)
+        self.note("submitted", handle={"submission": str(resolved.id)})
+
+    def launcher(self) -> Launcher:
+        resolved = read_resolved(self.record)
+        assert resolved is not None
+        return Launcher(self.record, self.job, self.cluster, resolved, self.api, clock=self.clock, say=self.said.append)
+
+    def clean(self) -> list[Left]:
+        """What `launch clean --yes` does."""
+        self.note("cleaning")
+        return remove(self.api, self.record, ["us-east-1"], self.clock, say=self.said.append)
+
+    def note(self, kind: str, **details: Any) -> None:
+        self.record.note(kind, **details)
+
+    def noted(self, kind: str) -> list[dict[str, Any]]:
+        return [event.details for event in self.record.events() if event.kind == kind]
+
+    def made(self) -> list[Any]:
+        """All machines that the run ever had."""
+        seen = self.ec2.machines("pending", "running", "shutting-down", "stopping", "stopped", "terminated")
+        return [each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == run_id(self.record)]
+
+    def running(self) -> list[Any]:
+        return [each for each in self.made() if each.state == "running"]
+
+    def interrupt(self) -> None:
+        """EC2 takes a machine."""
+        self.ec2.client().terminate_instances(InstanceIds=[self.running()[-1].id])
+
+
+def done(run: World) -> None:
+    """The machines train, and the first one notes the end."""
+    if run.noted("machines") and not run.noted("ended"):
+        run.note("ended", outcome="done", reason="the last step")
+
+
+def world(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> World:
+    """A launch whose record is in a local folder: the launcher does not mind."""
+    monkeypatch.setattr(launcher_module, "user_data", lambda *_, **__: USER_DATA)
+    monkeypatch.setattr("launch.record.time.time", ec2.now)  # of events
+    _, job = plan([*OWN, *own], RUN)
+    job = dataclasses.replace(job, run_dir=str(folder))
+    return World(ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done)
+
+
+class KillAt:
+    """Ends the process at the n-th moment: before and after each call of EC2, and each file of the record."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.api, self.passed = Api(), list[str]()
+        self.moment: int | None = None
+        for event in ("before-call", "after-call"):
+            self.api.session.events.register(f"{event}.*.*", self.pass_by)
+        for name in ("write", "create"):
+            monkeypatch.setattr(LocalFolder, name, self.around(getattr(LocalFolder, name)))
+
+    def around(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def call(folder: LocalFolder, name: str, content: bytes) -> Any:
+            self.reach(f"before {name}")
+            answer = usual(folder, name, content)
+            self.reach(f"after {name}")
+            return answer
+
+        return call
+
+    def pass_by(self, model: Any, event_name: str, **_: Any) -> None:
+        if not model.name.startswith("Describe"):  # which change nothing
+            self.reach(f"{event_name.split('.')[0]} {model.name}")
+
+    def arm(self, moment: int | None) -> None:
+        self.moment, self.passed = moment, []
+
+    def reach(self, name: str) -> None:
+        self.passed.append(name)
+        if len(self.passed) - 1 == self.moment:
+            raise Killed
+
+
+def real_s(_: float) -> None:
+    time.sleep(0.2)

@@ -1,0 +1,310 @@
+"""What a launch on EC2 makes, and what is left of it, from nothing to nothing: against moto's server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import nullcontext, suppress
+
+import pytest
+from botocore.exceptions import ClientError, NoCredentialsError
+from ec2_launching import KillAt, Killed, World, done, world
+from services.fake_ec2 import fake_ec2
+from test_launch_golden import check_golden
+
+from launch.ec2.api import Api, BadCredentials
+from launch.ec2.groups import allow_itself
+from launch.ec2.intents import LISTS_S, SIGNED_S, Intents, Superseded
+from launch.ec2.request import RUN_TAG, run_id
+from train.cli.command import DONE, FAILED, STOPPED
+from train.config import Failure, InputError, Unreachable
+
+
+@pytest.fixture
+def ec2(monkeypatch):
+    with fake_ec2(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def begin(ec2, monkeypatch, tmp_path):
+    """A launch that has been submitted."""
+
+    def make(*own: str, **changes) -> World:
+        run = world(ec2, monkeypatch, tmp_path / "mine", *own, **changes)
+        run.submit()
+        return run
+
+    return make
+
+
+def test_machines_from_nothing_to_nothing(ec2, begin):
+    api, bodies = Api(), []
+    api.session.events.register("provide-client-params.ec2.RunInstances", lambda params, **_: bodies.append(params))
+    run = begin(api=api)
+    assert run.launcher().run() == DONE
+    [body] = bodies
+    text = json.dumps(body, indent=1, sort_keys=True)
+    group = body["NetworkInterfaces"][0]["Groups"][0]
+    for value, name in {
+        body["ClientToken"]: "TOKEN",
+        body["NetworkInterfaces"][0]["SubnetId"]: "SUBNET",
+        group: "GROUP",
+        run_id(run.record): "RUN",
+        run.record.run_dir: "RUN_DIR",
+    }.items():
+        text = text.replace(value, name)
+    check_golden("ec2_run_instances.json", text + "\n")
+    assert len({each.subnet_id for each in run.made()}) == 1 and len(run.made()) == 2
+    assert ec2.anything() == [] and run.noted("cleaned")
+
+
+@pytest.mark.parametrize("lacking", [1, 2, 3])
+def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin, lacking):
+    run = begin("cluster.max_wait_s=600")
+    subnets = [site.subnet for site in run.launcher().resolved.sites]
+    ec2.without = dict.fromkeys(subnets[:lacking], "InsufficientInstanceCapacity")
+    if lacking < len(subnets):
+        assert run.launcher().run() == DONE
+        assert {each.subnet_id for each in run.made()} == {subnets[lacking]} and len(ec2.requests) == lacking + 1
+        return
+    with pytest.raises(Failure, match="no capacity for .* launch resume"):
+        run.launcher().run()
+    assert run.noted("waiting_for_capacity") and subnets[0] in run.noted("ended")[0]["reason"]
+    assert 4 * len(subnets) < len(ec2.requests) < 8 * len(subnets)  # the pauses grow
+    assert len({each["ClientToken"] for each in ec2.requests}) == len(ec2.requests) and ec2.anything() == []
+
+
+LINES = [  # the error of EC2, how often it may be asked, and what stands in the line
+    ("VcpuLimitExceeded", 1, "python -m launch quota"),
+    ("MaxSpotInstanceCountExceeded", 1, "python -m launch quota"),
+    ("InstanceLimitExceeded", 1, "python -m launch quota"),
+    ("VolumeLimitExceeded", 1, "no subnet can have"),
+    ("Unsupported", 3, "name other subnets"),
+    ("InsufficientFreeAddressesInSubnet", 3, "name a larger subnet"),
+    ("UnauthorizedOperation", 1, "python -m launch iam prints"),
+    ("AccessDenied", 1, "python -m launch iam prints"),
+    ("ExpiredToken", 1, "aws sso login"),
+    ("RequestExpired", 1, "clock is wrong"),
+    ("AuthFailure", 1, "aws sts get-caller-identity"),
+    ("InvalidClientTokenId", 1, "aws sts get-caller-identity"),
+    ("SignatureDoesNotMatch", 1, "aws configure"),
+    ("OptInRequired", 1, "enable the region"),
+    ("PendingVerification", 1, "try in some minutes"),
+    ("Blocked", 1, "AWS's support"),
+    ("InvalidAMIID.NotFound", 1, "cluster.image"),
+    ("InvalidSubnetID.NotFound", 1, "cluster.subnets"),
+    ("InvalidIamInstanceProfileName.NotFound", 1, "python -m launch iam"),
+    ("InvalidCapacityReservationId.NotFound", 1, "cluster.capacity_reservation"),
+    ("IdempotentParameterMismatch", 1, "python -m launch clean"),
+    ("InvalidParameterCombination", 1, "exclude one another"),
+    ("RequestLimitExceeded", 99, "cluster.max_wait_s"),
+    ("InternalError", 99, "cluster.max_wait_s"),
+    ("Unavailable", 99, "cluster.max_wait_s"),
+]
+
+
+@pytest.mark.parametrize(("code", "asks", "cure"), LINES, ids=[each[0] for each in LINES])
+def test_an_error_of_ec2_is_one_line_with_the_cure(ec2, begin, code, asks, cure):
+    run = begin("cluster.max_wait_s=600")
+    ec2.without = {site.subnet: code for site in run.launcher().resolved.sites}
+    with pytest.raises((InputError, Failure)) as error:
+        run.launcher().run()
+    assert cure in str(error.value) and code in str(error.value) and "\n" not in str(error.value)
+    assert len(ec2.requests) <= asks and ec2.passed_s < 3000
+    [ended] = run.noted("ended")
+    assert code in ended["reason"] and cure in ended["reason"]
+    assert ec2.anything() == [] or asks == 99  # of a call without an answer nobody knows
+
+
+def test_without_credentials_the_error_says_how_to_get_some(ec2, begin, monkeypatch):
+    run = begin()
+    monkeypatch.setattr(Api, "client", lambda *_, **__: (_ for _ in ()).throw(NoCredentialsError()))
+    with pytest.raises(BadCredentials, match="aws configure sso.*AWS_PROFILE"):
+        run.launcher().run()
+
+
+def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, begin):
+    run, lost = begin(), []
+
+    def lose(**_) -> None:
+        if not lost:
+            lost.append(True)
+            raise ClientError({"Error": {"Code": "InternalError"}}, "RunInstances")
+
+    run.api.session.events.register("after-call.ec2.RunInstances", lose)
+    assert run.launcher().run() == DONE
+    assert len(ec2.requests) == 2 and len(run.made()) == 2 and ec2.anything() == []
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def interrupted_once(run: World) -> None:
+    if run.running() and len(run.noted("machines")) == 1:
+        run.interrupt()
+    elif len(run.noted("machines")) > 1:
+        done(run)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wanted(ec2, begin, again):
+    run = begin(f"cluster.again={again}")
+    run.happens = interrupted_once
+    assert run.launcher().run() == (DONE if again else FAILED)
+    assert len(run.made()) == (4 if again else 2) and len(run.noted("requeued")) == int(again)
+    assert ("launch resume" in run.noted("ended")[0]["reason"]) == (not again) and ec2.anything() == []
+
+
+def test_a_run_that_is_interrupted_again_and_again_and_saves_nothing_is_given_up(ec2, begin):
+    run = begin("cluster.again=true")
+    run.happens = lambda run: run.interrupt() if run.running() else None
+    assert run.launcher().run() == FAILED
+    assert "cluster.idle_attempts" in run.noted("ended")[0]["reason"] and len(run.made()) == 4
+
+
+def test_a_machine_says_why_it_could_not_start(ec2, begin):
+    run = begin()
+
+    def fail(run: World) -> None:
+        if run.running():
+            name = f"ec2/failed/{run.running()[-1].id}.json"
+            run.record.folder.write(name, b'{"reason": "the code does not match its checksum"}')
+            run.interrupt()
+
+    run.happens = fail
+    assert run.launcher().run() == FAILED
+    assert "the code does not match its checksum" in run.noted("ended")[0]["reason"]
+
+
+def test_nothing_is_asked_for_again_once_the_time_is_over(ec2, begin):
+    run = begin("cluster.again=true", "cluster.max_run_s=3600")
+
+    def late(run: World) -> None:
+        run.ec2.passed_s += 3600
+        interrupted_once(run)
+
+    run.happens = late
+    assert run.launcher().run() == STOPPED
+    assert "cluster.max_run_s" in run.noted("ended")[0]["reason"] and len(run.made()) == 2
+
+
+def test_a_launch_that_another_one_has_followed_makes_and_removes_nothing(ec2, begin):
+    run = begin()
+    older = run.launcher()
+    run.submit()
+    with pytest.raises(Superseded):
+        older.run()
+    assert ec2.requests == [] and run.launcher().run() == DONE
+
+
+def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_run(ec2, begin, monkeypatch):
+    run = begin("cluster.max_wait_s=60")
+    launcher = run.launcher()
+
+    def away(*_) -> None:
+        raise Unreachable("S3 is away")
+
+    monkeypatch.setattr(launcher, "look", away)
+    run.happens = lambda _: None
+    with pytest.raises(Unreachable, match="cluster.max_wait_s"):
+        launcher.run()
+    assert len(run.running()) == 2 and not run.noted("ended") and "launch clean" in run.said[-1]
+
+
+# ---- nothing is left -------------------------------------------------------------------------------------------------
+
+
+def test_clean_removes_what_machines_leave_and_nothing_else(ec2, begin):
+    run = begin()
+    launcher = run.launcher()
+    launcher.acquire()
+    client, own = ec2.client(), [{"Key": RUN_TAG, "Value": run_id(run.record)}]
+    machine = run.running()[0]
+    zone = machine.placement.availability_zone
+    other = client.create_volume(Size=1, AvailabilityZone=zone)["VolumeId"]
+    tagged = [{"ResourceType": "volume", "Tags": own}]
+    client.create_volume(Size=1, AvailabilityZone=zone, TagSpecifications=tagged)
+    tagged = [{"ResourceType": "network-interface", "Tags": own}]
+    client.create_network_interface(SubnetId=machine.subnet_id, TagSpecifications=tagged)
+    assert run.clean() == [] and ec2.anything() == [other]
+
+
+@pytest.mark.parametrize("hides_s", [0.0, 280.0])
+def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(ec2, monkeypatch, tmp_path, hides_s):
+    """Killed before and after every call of EC2 that makes something and every file of the record, also where EC2 lists
+    machines only after minutes. Whatever it made, `anything` shows at once.
+    """
+    kill, ec2.hides_s = KillAt(monkeypatch), hides_s
+    first = world(ec2, monkeypatch, tmp_path / "first", api=kill.api)
+    first.submit()
+    resolved = first.launcher().resolved
+
+    def course(moment: int | None) -> tuple[World, list[str]]:
+        run = world(ec2, monkeypatch, tmp_path / f"moment_{moment}", api=kill.api)
+        run.submit(dataclasses.replace(resolved, id=f"moment_{moment}"))
+        ec2.forget()
+        kill.arm(moment)
+        with monkeypatch.context() as patch, suppress(Killed):
+            patch.setattr("launch.ec2.clean.MOST_S", 100.0)
+            run.launcher().run()
+        passed = kill.passed
+        kill.arm(None)
+        return run, passed
+
+    _, passed = course(None)
+    assert ec2.anything() == [] and passed.count("after-call RunInstances") == 1
+    monkeypatch.setattr("launch.ec2.intents.is_running", lambda _: False)
+    moments = [0, *(index for index, name in enumerate(passed) if name.startswith("after"))]
+    assert len(moments) > 15
+    for moment in moments:
+        run, so_far = course(moment)
+        assert so_far == passed[: moment + 1]
+        assert run.clean() == [] and ec2.anything() == [], passed[moment]
+
+
+@pytest.mark.parametrize("slept", ["before the check", "after the check"])
+def test_a_launch_that_slept_makes_nothing_after_clean_has_said_so(ec2, begin, slept):
+    """A laptop sleeps before RunInstances is signed, or after it; meanwhile `clean` runs on another computer."""
+    run, waited_s = begin(), []
+
+    def sleep(event_name: str, **_) -> None:
+        if not waited_s and event_name.endswith("RunInstances"):
+            began_s = ec2.passed_s
+            assert run.clean() == []
+            waited_s.append(ec2.passed_s - began_s)
+            if waited_s[0] >= SIGNED_S:  # EC2 rejects what was signed before
+                ec2.without = dict.fromkeys(ec2.subnets().values(), "RequestExpired")
+
+    event = "before-call" if slept == "before the check" else "before-send"
+    launcher = run.launcher()
+    launcher.security_group(launcher.resolved.sites[0])
+    run.api.client("us-east-1", tries=1).meta.events.register_last(f"{event}.ec2", sleep)
+    with pytest.raises(InputError) if slept == "after the check" else nullcontext():
+        launcher.run()
+    assert ec2.anything() == [] and run.made() == [] and waited_s[0] >= SIGNED_S + LISTS_S
+    assert len(ec2.requests) == (slept == "after the check")
+
+
+def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch):
+    run = begin()
+    launcher = run.launcher()
+    monkeypatch.setattr(launcher.api, "create", lambda *_, **__: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        launcher.run()
+    assert len(Intents(run.record).all) == 1 and not Intents(run.record).answers
+    monkeypatch.setattr("launch.ec2.clean.LIMIT_S", 0.0)
+    began_s = ec2.passed_s
+    assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S
+    assert any("may exist until" in line for line in run.said)
+    assert run.clean() == [] and ec2.passed_s - began_s < 2 * (SIGNED_S + LISTS_S)  # it is proven by now
+
+
+def test_a_given_group_is_used_and_stays(ec2, begin):
+    vpc = ec2.client().describe_vpcs()["Vpcs"][0]["VpcId"]
+    group = ec2.client().create_security_group(GroupName="given", Description="given", VpcId=vpc)["GroupId"]
+    allow_itself(Api(), "us-east-1", group)
+    ec2.groups["us-east-1", "close"] = {"GroupName": "close", "State": "available", "Tags": []}
+    run = begin(f"cluster.security_group={group}", "cluster.placement_group=close")
+    assert run.launcher().run() == DONE
+    assert ec2.requests[0]["Placement"] == {"GroupName": "close"} and set(ec2.anything()) == {group, "close"}
