@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,17 @@ def reject_subcommand(name: str) -> int:
 
 
 def with_unknown_type(own: list[str]) -> list[str]:
-    """The arguments, in which a type of EC2 that conf/instance does not have is a machine of which nothing is known."""
+    """The arguments, in which a type that conf/instance does not have is one of EC2 of which nothing is known yet."""
     known = {file.name.removesuffix(".yaml") for file in (resources.files("conf") / "instance").iterdir()}
-    made = []
-    for each in own:
-        name = each.removeprefix("instance=")
-        is_new = each != name and name not in known and re.fullmatch(INSTANCE, name) is not None
-        made += ["instance=local", f"instance.name={name}"] if is_new else [each]
-    return made
+    names = [each.removeprefix("instance=") for each in own if each.startswith("instance=")]
+    if not names or names[-1] in known or re.fullmatch(INSTANCE, names[-1]) is None:
+        return own
+    others = [each for each in own if not each.startswith("instance=")]
+    settings = [each for each in others if not each.startswith("-")]
+    with suppress(InputError):  # it is said when all of them are read
+        if cli.load_config(LaunchConfig, settings).cluster.kind == "ec2":
+            return [*others, "instance=local", f"instance.name={names[-1]}"]
+    return own
 
 
 def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *, as_json: bool = False) -> int:
