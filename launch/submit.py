@@ -103,7 +103,7 @@ def answer_lost_submission(record: Record) -> None:
     if not events or events[-1].kind != "submitting":
         return
     asked = events[-1]
-    age_s = time.time() - asked.time_unix_s
+    age_s = max(0.0, time.time() - asked.time_unix_s)
     host, _, pid = asked.host.rpartition(":")
     process = read_process(int(pid)) if pid.isdecimal() else None
     is_gone = host == platform.node() and is_alive(int(pid), process.started if process else None) is False

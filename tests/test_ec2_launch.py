@@ -291,7 +291,7 @@ def test_a_launch_that_was_killed_before_anything_was_made_is_followed_at_once(e
     assert main(arguments) != 0
     assert main(["cancel", *run]) == 2 and "is being launched by" in capsys.readouterr().err  # by this very process
     monkeypatch.setattr("launch.submit.is_alive", lambda *_: False)
-    assert main(["cancel", *run]) == 0
+    assert main(["cancel", *run]) == 0, capsys.readouterr().err
 
 
 def test_machines_that_no_record_knows_are_not_doubled(ec2, capsys, waits):
