@@ -64,11 +64,11 @@ def asking_hub(source: str) -> Iterator[None]:
 
 
 def why_missing(source: str, error: Exception) -> str:
-    """The meaning of a library's error about `source`, in one line."""
+    """The meaning of a library's error about `source` ("": files that are here), in one line."""
     if "trust_remote_code" in str(error):
         return "it holds code of its own, which is never executed here"
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if is_at_hub(source):  # or the name of a folder with a mistake in it
         why = why if silence() is None else f"it is not in the Hub's cache, and {silence()}"
         return f"there is no such file or folder here, and at the Hub: {why}"
-    return why if local_path(source).exists() else "there is no such file or folder"
+    return why if not source or local_path(source).exists() else "there is no such file or folder"
