@@ -102,7 +102,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
                 attempt.lease = stack.enter_context(Lease(folder.storage, cfg.lease.ttl_s))
             folder.guard = attempt.lease.check
         try:
-            folder.open()
+            folder.open(attempt.lease.previous if attempt.lease else None)
             set_up_logging(folder.log, may_write=attempt.may_log)
             stack.enter_context(attempt.watch)
             if launch.local_rank == 0:

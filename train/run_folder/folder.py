@@ -128,14 +128,17 @@ class RunFolder:
             pass
         return True
 
-    def open(self) -> None:
-        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended."""
+    def open(self, last_owner: dict[str, Any] | None = None) -> None:
+        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended, and
+        names the lease that it took over: an outcome on this machine is older if another one had the folder since.
+        """
         self.log.mkdir(exist_ok=True)
         if self.is_remote:
             self.exit_path.unlink(missing_ok=True)
         if launched().rank != 0:
             return
-        self.previous = self.last_outcome()
+        is_elsewhere = last_owner is not None and last_owner["host"] != platform.node()
+        self.previous = read_outcome(self.storage) if is_elsewhere else self.last_outcome()
         try:
             for name in (NAME, *self.folder.names("log/exit_rank_")):
                 self.folder.remove(name)
