@@ -17,7 +17,7 @@ from services.fault_proxy import Fault
 from services.process import free_port
 
 from train import predict
-from train.config import InputError, RecordsConfig, ShardsConfig, TrainConfig, Unreachable
+from train.config import InputError, NotPermitted, RecordsConfig, ShardsConfig, TrainConfig, Unreachable
 from train.data.records.prepared import FORMAT, NAME, bring, find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.preparation import Part, read_state
@@ -500,6 +500,16 @@ def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket, mon
         with pytest.raises(InputError, match="no permission to read it"):
             folder.read("a") if methods == ["GET"] else folder.size("a")
         assert [seen.method for seen in bucket.proxy.requests()] == methods
+
+
+@pytest.mark.parametrize("act", ["read", "size", "names", "write", "create", "remove"])
+def test_only_a_permission_to_delete_is_one_that_a_run_may_lack(bucket, monkeypatch, act):
+    monkeypatch.setattr(s3_patience, "REFUSED_S", 0.0)
+    folder = in_s3(bucket)
+    bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
+    with pytest.raises(InputError, match="no permission to") as refused:
+        getattr(folder, act)(*(["a"] if act not in ("write", "create") else ["a", b"x"]))
+    assert isinstance(refused.value, NotPermitted) == (act == "remove")
 
 
 # ---- what programs read ---------------------------------------------------------------------------------------------

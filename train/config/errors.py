@@ -12,7 +12,7 @@ class InputError(Exception):
 
 
 class NotPermitted(InputError):
-    """The role or user lacks a permission."""
+    """The role or user may not delete. All else that a run may not do, it cannot go on without."""
 
 
 class Unset(InputError):

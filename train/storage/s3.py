@@ -313,7 +313,8 @@ class S3Folder:
             return InputError(f"{url}: the bucket is in region {region}, not {here}; set s3.region")
         if code in ("AccessDenied", "AllAccessDisabled"):
             hint = " (or it is missing: S3 says so only to users that may list the bucket)" if verb == "read" else ""
-            return NotPermitted(
+            kind = NotPermitted if verb == "delete" else InputError
+            return kind(
                 f"{url}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
                 "bucket's); aws sts get-caller-identity shows the user"
             )
