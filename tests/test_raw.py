@@ -171,6 +171,7 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
         (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
         ("text,label\n", {}, r"train: no row is left: none is in .*/a\.csv$"),
         ("", {}, r"train: no row is left: none is in .*/a\.csv$"),
+        ("text,label\n", {"format": "csv"}, r"none is in .*/a\.csv, read as data\.format=csv$"),
         ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row .* of 1 rows is all, as rows"),
         ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* is none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),

@@ -128,6 +128,7 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
         hint = f"{dropped.bad_rows:,} bad ones and {dropped.left_out:,} that data.label_map leads to null"
     else:
         hint = f"none is in {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
+        hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
     check(rows[split] > 0, f"{split}: no row is left: {hint}")
 
 
