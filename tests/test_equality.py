@@ -59,7 +59,7 @@ def assert_same_run(result, wanted):
 
 
 def test_the_losses_fall_so_that_equality_means_something(whole):
-    assert losses(whole)[-1] < losses(whole)[0] - 0.02
+    assert losses(whole)[-1] < losses(whole)[0] - 0.05
     assert len(set(losses(whole))) == 6
 
 

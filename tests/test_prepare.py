@@ -139,7 +139,7 @@ def test_each_split_is_one_stream_of_the_documents_that_a_hash_of_their_text_giv
     documents = corpus.read_text().split("\n\n")
     ordered = sorted(documents, key=lambda text: text_uniform(text, 0))
     sums = np.cumsum([len(text) for text in ordered])
-    held_out = set(ordered[: np.abs(sums - 0.2 * sums[-1]).argmin() + 1])
+    held_out = set(ordered[: np.abs(sums - 0.25 * sums[-1]).argmin() + 1])
     manifest = read_manifest(prepared)
     info = manifest.tokenizer
     pieces = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
@@ -185,11 +185,38 @@ def test_the_validation_part_is_a_share_of_the_tokens_whatever_the_documents(doc
         assert in_parts.rows("validation") == pytest.approx(rows["validation"], abs=1)
 
 
-@pytest.mark.parametrize(("fraction", "is_warned"), [(0.1, True), (0.2, False)])
-def test_few_validation_sequences_are_warned_of(fraction, is_warned, corpus, prepared, tmp_path, capsys):
+def test_of_chapters_and_many_headings_chapters_are_held_out_too(tmp_path):
+    texts = [prose(6000, number) for number in range(50)] + [f"{number} {prose(4, number)}" for number in range(3000)]
+    (tmp_path / "text.txt").write_text("\n\n".join(texts))
+    corpus = open_corpus(prepare_config(tmp_path / "out", tmp_path / "text.txt").corpus)
+    held_out = preparation.choose_held_out(corpus, 0.01, 0)
+    sizes = [held_out.share_of(text) * len(text) for text in texts]
+    assert min(sizes[:50]) > 0 and max(sizes[50:]) > 0
+    assert sum(sizes) == pytest.approx(0.01 * sum(map(len, texts)), rel=0.05)
+
+
+def test_of_a_long_document_the_end_is_held_out_beyond_what_is_weighed(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 1000)
+    (tmp_path / "text.txt").write_text("\n".join(prose(50, number) for number in range(500)))
+    given = (f"tokenizer.pretrained={prepared / 'tokenizer'}", "validation_fraction=0.05")
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", *given))
+    rows = manifest.rows("validation")
+    assert rows / (rows + manifest.rows("train")) == pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        (["validation_fraction=0.1"], "holds out more"),
+        ([], ""),
+        (["validation_fraction=0.5", "seq_len=256"], "give more"),
+    ],
+)
+def test_few_validation_sequences_are_warned_of(settings, hint, corpus, prepared, tmp_path, capsys):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
-    assert prepare.run(prepare_config(tmp_path / "out", corpus, ready, f"validation_fraction={fraction}")) == 0
-    assert ("warning: " in capsys.readouterr().err) == is_warned
+    assert prepare.run(prepare_config(tmp_path / "out", corpus, ready, *settings)) == 0
+    said = capsys.readouterr().err
+    assert hint in said and ("warning: " in said) == bool(hint)
 
 
 def test_the_default_size_of_a_shard_is_used(corpus, tmp_path, monkeypatch):
@@ -203,7 +230,7 @@ def test_of_a_large_corpus_the_tokenizer_reads_stretches_from_all_over(tmp_path)
     (tmp_path / "text.txt").write_text("\n\n".join(texts))
     cfg = prepare_config(tmp_path / "out", tmp_path / "text.txt", "tokenizer.train_bytes=60000")
     corpus = open_corpus(cfg.corpus)
-    held_out = preparation.HeldOut(0, 0.2)
+    held_out = preparation.choose_held_out(corpus, 0.2, 0)
     result = [int(text.split()[1]) for text in prepare.training_texts(cfg, corpus, held_out)]
     assert 200 < len(result) < 600 and len(set(result)) == len(result)
     assert np.histogram(result, 10, (0, 5000))[0].min() >= 20

@@ -1,5 +1,6 @@
 """Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and refused."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -238,9 +239,25 @@ def test_other_settings_in_the_same_output_are_refused(parts, corpus, ready):
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
 
+def test_text_that_an_earlier_version_split_otherwise_is_kept_if_finished_and_never_mixed(parts, corpus, ready):
+    def by_earlier_version():
+        source = json.loads((parts / "source.json").read_text())
+        source.pop("split_rule", None)
+        (parts / "source.json").write_text(json.dumps(source))
+
+    now = (parts / "source.json").read_bytes()
+    by_earlier_version()
+    for what in ("merge=true", "part=1/3"):
+        assert "split_rule: 1 there, 2 here" in refused(parts, corpus, ready, what)
+    (parts / "source.json").write_bytes(now)
+    manifest = merged(parts, corpus, ready)
+    by_earlier_version()
+    assert merged(parts, corpus, ready) == manifest
+
+
 def test_parts_with_too_little_text_for_a_split_leave_nothing_behind(ready, corpus, tmp_path):
     message = refused(tmp_path / "out", corpus, ready, "processes=2", "validation_fraction=0.001")
-    assert "less than one sequence of 32; raise validation_fraction" in message
+    assert "the validation part has 0 tokens, less than one sequence of 32; raise validation_fraction" in message
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 

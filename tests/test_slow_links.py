@@ -229,7 +229,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path, options):
     options = [*options, "micro_batch_size=2", "model.hidden_dropout=0.1"]
     done = run(train_overrides(tmp_path / "whole", prepared, *options), ranks=2)
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.02
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.05
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut/checkpoints/step_00000006")
     done = run(train_overrides(tmp_path / "cut", prepared, *options), ranks=2)

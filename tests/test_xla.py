@@ -59,7 +59,7 @@ def xla(tmp_path_factory, prepared):
 
 
 def test_the_run_is_that_of_ddp(xla, ddp):
-    assert losses(xla)[-1] < losses(xla)[0] - 0.02
+    assert losses(xla)[-1] < losses(xla)[0] - 0.05
     assert_same_curve(xla, ddp)
     assert lines(xla, "summary")[0]["backend"] == "xla"
 

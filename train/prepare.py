@@ -44,6 +44,7 @@ from train.storage.folders import Folder, canonical_json, open_folder, sha256_js
 from train.storage.untrusted import BadContent, of_type, read_object
 
 SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
+SPLIT_RULE = 2  # raised when other text is held out, so that no preparation is begun by one rule and ended by another
 FEW_SEQUENCES = 64  # for validation: with less, the loss of one evaluation says little
 
 
@@ -85,8 +86,9 @@ def run(cfg: PrepareConfig) -> int:
     )
     held_out = manifest.rows("validation")
     if held_out < FEW_SEQUENCES:
-        wanted = min(0.5, cfg.validation_fraction * FEW_SEQUENCES / held_out)
-        hint = f"validation_fraction={math.ceil(100 * wanted) / 100:g} with another output holds out more"
+        wanted = math.ceil(100 * min(0.5, cfg.validation_fraction * FEW_SEQUENCES / held_out)) / 100
+        more = f"validation_fraction={wanted:g} with another output holds out more"
+        hint = more if wanted > cfg.validation_fraction else "give more text"
         print(
             f"warning: {held_out} validation sequences are few, their loss is a matter of chance; {hint}",
             file=sys.stderr,
@@ -162,7 +164,8 @@ def shown(total_bytes: int | None) -> Iterator[Report]:
 
 def fingerprint(cfg: PrepareConfig, corpus: Corpus, num_parts: int) -> dict[str, Any]:
     """All that decides the result; what two calls must share for one to continue the other's work."""
-    return {"settings": settings_of(cfg, num_parts), "input": corpus.fingerprint(), "format": FORMAT}
+    settings = settings_of(cfg, num_parts)
+    return {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
 
 
 def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
@@ -183,7 +186,9 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
             not names, f"output={folder.location} is not empty and not a preparation ({', '.join(names[:3])}); {hint}"
         )
         folder.create("source.json", canonical_json(wanted))
-    there = claimed(folder)
+    there = {"split_rule": 1, **claimed(folder)}  # earlier versions named none
+    if "manifest.json" in names:  # finished, so that nothing is mixed
+        there["split_rule"] = wanted["split_rule"]
     if there != json.loads(canonical_json(wanted)):
         raise InputError(
             f"output={folder.location} holds a preparation with other settings ({difference(there, wanted)}); "

@@ -71,7 +71,7 @@ class PrepareConfig:
     output: str = MISSING  # folder or s3://bucket/prefix for the shards; finished work is not done twice
     seed: int = 0  # for packing, and for the choice of documents that are held out
     seq_len: int = 512  # tokens per sequence, special ones included
-    validation_fraction: float = 0.01  # share of the text that is held out: whole documents, by a hash of their text
+    validation_fraction: float = 0.01  # share of the text held out: documents by their hash, the end of long ones
     rows_per_shard: int | None = None  # sequences; None: about 64 MiB
     part: str | None = None  # "3/64": this call prepares the third of 64 parts; None: all of them
     processes: int = 1  # that run at once on this machine and divide the call's part among them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -28,49 +27,45 @@ SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
 ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts
 STATE_NAMES = "part-"
 MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, and it is not read once more
+LONG_CHARS = 2**16  # a document with more is divided between the splits
 
 Report = Callable[[int, int], None]  # bytes of the corpus and tokens that have been dealt with since the last call
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What of a document is for validation, as a function of its text: all of it if its hash is low, else nothing; the
-    end of it if it is long.
+    """What of a document is for validation, as a function of its text: the end of it if it is long, else all or
+    nothing, by its hash.
     """
 
     seed: int
-    below: float  # the hash of documents that are held out
-    longest: float = math.inf  # characters, of documents that the hash decides on
-    tail: float = 0.0  # share of each longer one
+    below: float  # the hash of shorter documents that are held out
+    longest: float  # characters, of documents that the hash decides on
+    tail: float  # share of each longer one
 
     def share_of(self, text: str) -> float:
         return self.tail if len(text) > self.longest else float(text_uniform(text, self.seed)[0] < self.below)
 
 
 def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
-    """Hold out `fraction` of the characters: the documents with the lowest hashes, none of which is longer than all
-    that is held out. Where the text is in longer ones, the end of each of these.
+    """Hold out `fraction` of the characters: the end of each long document, and of the others those with the lowest
+    hashes. Long is what has more than LONG_CHARS, or more than all that is held out of a corpus that can be weighed.
     """
-    by_hash = HeldOut(seed, fraction)
+    not_weighed = HeldOut(seed, fraction, LONG_CHARS, fraction)
     if (corpus.total_bytes or 0) > 4 * MOST_WEIGHED_CHARS:  # no encoding has longer characters
-        return by_hash
+        return not_weighed
     found: list[tuple[float, int]] = []
     total = 0
     for document in corpus.documents():
         found.append((text_uniform(document.text, seed)[0], len(document.text)))
         total += len(document.text)
         if total > MOST_WEIGHED_CHARS:
-            return by_hash
-    if not found:
-        return by_hash
-    wanted = fraction * total
-    short = sorted(each for each in found if each[1] <= wanted)
-    sums = np.cumsum([size for _, size in short])
-    in_short = int(sums[-1]) if short else 0
-    if in_short < min(2 * wanted, total):
-        return HeldOut(seed, 0.0, wanted, wanted / (total - in_short))
-    count = int(np.abs(sums - wanted).argmin()) + 1
-    return HeldOut(seed, short[count][0] if count < len(short) else 1.0, wanted)
+            return not_weighed
+    longest = min(fraction * total, LONG_CHARS)
+    short = sorted(each for each in found if each[1] <= longest)
+    sums = np.cumsum([0, *(size for _, size in short)])
+    count = int(np.abs(sums - fraction * sums[-1]).argmin())
+    return HeldOut(seed, short[count][0] if count < len(short) else 1.0, longest, fraction)
 
 
 def label(part: Part) -> str:
@@ -202,7 +197,7 @@ class Preparation:
         of_token = np.arange(len(chunk.tokens)) >= np.repeat(np.cumsum(chunk.lengths) - held_out, chunk.lengths)
         for split, (tokens, lengths) in {
             "train": (chunk.tokens[~of_token], (chunk.lengths - held_out)[shares < 1]),
-            "validation": (chunk.tokens[of_token], held_out[shares > 0]),
+            "validation": (chunk.tokens[of_token], held_out[held_out > 0]),
         }.items():
             self.pending[split].append(self.packers[split].add(tokens, lengths))
             if split == "train":
