@@ -414,6 +414,7 @@ def test_one_rank_of_a_machine_reports_however_late_the_first_one_is(monkeypatch
     """Rank 1 has waited in vain, and speaks; rank 0 comes after it. torchrun makes the folders."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setattr(launcher, "FIRST_REPORTS_S", 0.0)
+    monkeypatch.setattr(launcher, "print_after_launcher", lambda line: None)
     before, spoken = signal.getsignal(signal.SIGTERM), []
     for rank in (1, 0):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}/error.json"))
@@ -477,13 +478,15 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
     assert "not started again" not in result.stderr
 
 
-@pytest.mark.parametrize("restarts", [0, 3])
-def test_the_last_line_under_torchrun_is_ours(restarts):
-    words = command(["stepz=1"], ranks=2)
+@pytest.mark.parametrize(
+    ("module", "restarts"), [("train", 0), ("train", 3), ("train.compare", 0), ("train.precompile", 0)]
+)
+def test_the_last_line_under_torchrun_is_ours(module, restarts):
+    words = command(["stepz=1"], ranks=2, module=module)
     words.insert(words.index(TORCHRUN) + 1, f"--max-restarts={restarts}")
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Traceback" in done.stderr  # torchrun's
-    assert "stepz is not a setting" in done.stderr.splitlines()[-1]
+    assert ("stepz is not" if module != "train.precompile" else "without torchrun") in done.stderr.splitlines()[-1]
 
 
 # ---- a console that fails --------------------------------------------------------------------------------------------

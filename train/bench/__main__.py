@@ -12,7 +12,7 @@ from train.config import Failure, check
 from train.host import cluster
 from train.host.garbage import search_rarely
 from train.host.launched import launched
-from train.host.launcher import die_with_launcher, end_launcher, leave_refusal
+from train.host.launcher import die_with_launcher, end_launcher
 
 USED: tuple[str, ...] = ("steps", "warmup", "windows", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
 USED += ("save_as", "data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sweep", action="store_true", help="the same as sweep=true")
     die_with_launcher()
-    code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given, after_refusal=leave_refusal)
+    code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given)
     if code != cli.DONE:
         end_launcher()
     return code

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import train
 from train.config import Failure, InputError, S3Config, Unreachable
+from train.host.launcher import leave_refusal
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
@@ -102,14 +103,15 @@ def guarded(
     act: Callable[[], int],
     *,
     before_error: Callable[[], object] = lambda: False,
-    after_refusal: Callable[[str], object] = lambda _: None,
+    after_refusal: Callable[[str], object] = leave_refusal,
     interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
     """Act and return the exit code.
 
     An error is printed as one line on standard error, after a traceback if it is a mistake of the program.
     `before_error` is called before that line, which is left out if it gives True; `after_refusal` is called with what
-    was refused, after it; `interrupted` is the line and the exit code after Ctrl-C.
+    was rejected, after it, and by default repeats it below torchrun's traceback; `interrupted` is the line and the
+    exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII

@@ -46,7 +46,7 @@ from train.config import (
     check_values,
 )
 from train.host.launched import launched
-from train.host.launcher import leave_it_to_the_first
+from train.host.launcher import leave_it_to_the_first, leave_refusal
 from train.optim import OPTIMIZERS, check_optimizer
 from train.tasks import TASKS, spec_of
 
@@ -301,7 +301,7 @@ def run(
     *,
     arguments: Sequence[str] | None = None,
     given: Sequence[str] = (),
-    after_refusal: Callable[[str], object] = lambda _: None,
+    after_refusal: Callable[[str], object] = leave_refusal,
 ) -> int:
     """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code. What was
     refused is printed and then given to `after_refusal`.
