@@ -155,11 +155,22 @@ def test_a_sweep_under_torchrun_is_refused(prepared, monkeypatch):
     assert (done.returncode, done.stderr) == (cli.REFUSED, line)
 
 
-def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, prepared):
+@pytest.mark.parametrize("kind", ["shards", "labelled"])
+def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, prepared, kind):
     given = settings(prepared, "global_batch_size=8", "--sweep", "nproc=2", f"data.path={tmp_path}/none")
+    if kind == "labelled":
+        own = ["backend.device=cpu", "steps=4", "windows=2", "warmup=1"]
+        given = [
+            "experiment=demo_tweets",
+            "--sweep",
+            "global_batch_size=8",
+            f"data.path={tmp_path}/none.csv",
+            f"model.init_from={tmp_path}/none",
+            *own,
+        ]
     done = run(given, module=BENCH)
     assert (done.returncode, done.stdout) == (cli.REFUSED, "")
-    assert "none does not exist" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert str(tmp_path / "none") in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # ---- the order of a sweep ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Micro batches, each measured in processes of its own, with the same global batch: which fit, which is the fastest.
 
-A process that runs out of memory leaves nothing behind that would spoil the next try. No torch here.
+A process that runs out of memory leaves nothing behind that would spoil the next try. Nothing here is on a device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from train.bench.config import BenchConfig, check_takes_files
 from train.bench.figures import GIB, plural
 from train.cli import compose as cli
 from train.cli.help import groups
-from train.config import Failure, InputError, ShardsConfig, TrainConfig, check, make_plan
-from train.data.shards.format import read_manifest
+from train.config import Failure, InputError, TrainConfig, check, make_plan
 from train.host.launched import launched
 from train.host.launcher import REFUSAL
 from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
 from train.run_folder.outcome import OUT_OF_MEMORY
-from train.storage.folders import open_folder
 from train.storage.untrusted import BadContent, read_object
 from train.storage.whole import write_atomic
 
@@ -71,8 +69,9 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
         check(not target.exists(), f"save_as={cfg.save_as}: {target} exists; choose another name")
         check_takes_files(target.parent, f"save_as={cfg.save_as}")
     sizes, first = sizes_of(cfg)
-    if isinstance(cfg.data, ShardsConfig):
-        read_manifest(open_folder(cfg.data.path, cfg.s3))  # or else the first try finds out, after a minute
+    from train.tasks import build_task  # late: torch takes seconds to import
+
+    build_task(cfg)  # or else the first try finds out, after a minute, what cannot be opened
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
     print(HEADER, flush=True)
     tries: list[Try] = []
