@@ -25,7 +25,7 @@ from train.storage.folders import scratch_folder
 
 INDENT = 11  # columns
 NOT_ASKED = (
-    "not known: there are no AWS credentials, so that nobody was asked for the base image, the builder's type in the "
+    "not known: there are no AWS credentials, so AWS was not asked for the base image, the builder's type in the "
     "region, and earlier images; a build needs them"
 )
 

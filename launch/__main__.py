@@ -16,16 +16,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from launch import code, estimate, logs, show, submit, verbs
+from launch import code, estimate, show, submit, verbs
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
-from launch.ec2.config import Ec2Config
 from launch.engines import INSTANCE, Engine
-from launch.history import read_history
 from launch.plan import Request, make_job, run_overrides
 from launch.record import Record
 from launch.schedulers import SETTINGS, engine, scheduler
-from launch.supervise import CODES
 from train.cli import compose as cli
 from train.cli.command import guarded
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
@@ -91,7 +88,7 @@ def with_unknown_type(own: list[str]) -> list[str]:
     others = [each for each in own if not each.startswith("instance=")]
     settings = [each for each in others if not each.startswith("-")]
     with suppress(InputError):  # it is said when all of them are read
-        if cli.load_config(LaunchConfig, settings).cluster.kind == "ec2":
+        if cli.load_config(LaunchConfig, settings).cluster.finds_types:
             return [*others, "instance=local", f"instance.name={names[-1]}"]
     return own
 
@@ -102,8 +99,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
     bundle = code.pack()
     request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
-    python = cfg.cluster.python if isinstance(cfg.cluster, Ec2Config) else sys.executable
-    job = make_job(request, bundle, python=python, folder=str(Path.cwd()))
+    job = make_job(request, bundle, python=cfg.cluster.interpreter(), folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3)
     starts = engine(cfg, bundle) or scheduler(job.scheduler)
     command = starts.request(job, record)
@@ -128,9 +124,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle.content)
     print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
-    if cfg.cluster.kind == "local" and not cfg.detach:
-        return wait_in_terminal(record)
-    return starts.attend(job, record, handle)
+    return cli.DONE if cfg.detach else starts.attend(job, record, handle)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
@@ -154,24 +148,6 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
         calibration=calibration,
         vocab_size=vocab_size,
     )
-
-
-def wait_in_terminal(record: Record) -> int:
-    """Show the logs until the job ends, and return its exit code. Ctrl-C asks the run to stop with a checkpoint, a
-    second one ends it at once.
-    """
-    for verb in (["stop"], ["cancel", "--yes"]):
-        try:
-            logs.follow(record, logs.Wanted(lines=0))
-            break
-        except KeyboardInterrupt:
-            verbs.main([*verb, record.run_dir, *record.s3.flags()])
-    ended = read_history(record.events()).ended  # of this submission
-    if ended is None:
-        print(f"the job ended and noted no reason; python -m launch status {record.run_dir} says more", file=sys.stderr)
-        return cli.FAILED
-    print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; python -m launch status {record.run_dir} shows it")
-    return CODES.get(ended.outcome, cli.FAILED)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from train.config import InstanceConfig, check, check_choice
 from train.config.checks import check_at_least, check_positive
@@ -12,9 +14,14 @@ MOST_NODES, MOST_RANKS, MOST_PARTS = 4096, 1024, 100_000  # ranks: of one machin
 
 @dataclass(kw_only=True)
 class ClusterConfig:
-    """Where the machines come from: `cluster=local` is this one."""
+    """Where the machines come from. What differs between schedulers stands here: nothing else asks for their names."""
 
-    kind: str = "local"  # local | slurm | ec2 | parallelcluster | skypilot
+    is_here: ClassVar[bool] = False  # the job runs on this machine
+    signals_ranks: ClassVar[bool] = False  # SIGTERM to the ranks alone means that the scheduler takes the machines
+    finds_types: ClassVar[bool] = False  # machines may be of types that conf/instance does not have
+    has_check: ClassVar[bool] = False  # check=true asks it more
+
+    kind: str = "local"  # a name of the tables in launch/schedulers.py
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
     attempts: int = 20  # starts of the trainer that failed before the job gives up
     idle_attempts: int = 2  # starts in a row without a new checkpoint before the job gives up
@@ -23,6 +30,17 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_choice("cluster.rendezvous", self.rendezvous, ("static", "c10d"))
         check_positive("cluster.", self, "attempts", "idle_attempts")
+
+    def interpreter(self) -> str:
+        """The Python on the nodes."""
+        return sys.executable
+
+
+@dataclass(kw_only=True)
+class LocalConfig(ClusterConfig):
+    """This machine."""
+
+    is_here: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True)
@@ -53,13 +71,13 @@ class LaunchConfig:
         check(self.prepare or self.parts is self.parts_at_once is None, "parts and parts_at_once are for prepare=true")
         check((self.mfu or 0) < 1, f"mfu={self.mfu} is a share of the peak: below 1, as 0.3")
         check(self.mfu is None or self.calibrate is None, "give mfu or calibrate, not both")
-        is_local = self.cluster.kind == "local"
+        is_local = self.cluster.is_here
         check(
             not is_local or (self.nodes == 1 and self.spares == 0),
             f"cluster=local has one machine, this one, not {self.nodes + self.spares}; choose cluster=slurm or "
             "cluster=ec2",
         )
-        check(not self.check or self.cluster.kind == "ec2", "check=true is for cluster=ec2; every plan asks Slurm")
+        check(not self.check or self.cluster.has_check, "check=true is for cluster=ec2; every plan asks Slurm")
         check(is_local or not self.detach, "detach is for cluster=local: jobs of a scheduler always are")
         check(
             self.spares == 0 or self.cluster.gate,

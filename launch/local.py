@@ -14,11 +14,13 @@ import psutil
 
 from launch.config import LaunchConfig
 from launch.gate import pass_gate
+from launch.history import read_history
 from launch.job import Job
 from launch.record import Record
-from launch.schedulers import Handle, State, cluster_of
+from launch.schedulers import cluster_of
+from launch.spec import Handle, State
 from launch.supervise import CODES, StopRequest, Verdict, attempt_name, noting_its_end, patiently, prepared, supervise
-from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
+from train.cli.command import FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host import children
 from train.host.processes import is_alive, read_process
@@ -53,7 +55,21 @@ class Scheduler:
         return handle_of(process.pid)
 
     def attend(self, job: Job, record: Record, handle: Handle) -> int:
-        return DONE  # the job goes on alone
+        """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second one ends it."""
+        from launch import logs, verbs  # the supervisor needs neither
+
+        for verb in (["stop"], ["cancel", "--yes"]):
+            try:
+                logs.follow(record, logs.Wanted(lines=0))
+                break
+            except KeyboardInterrupt:
+                verbs.main([*verb, record.run_dir, *record.s3.flags()])
+        ended, more = read_history(record.events()).ended, f"python -m launch status {record.run_dir}"
+        if ended is None:
+            print(f"the job ended and noted no reason; {more} says more", file=sys.stderr)
+            return FAILED
+        print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; {more} shows it")
+        return CODES.get(ended.outcome, FAILED)
 
     def find(self, job: Job, record: Record) -> Handle | None:
         command = supervisor(job, record)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from launch.history import History, Submission, read_history
 from launch.record import Record
-from launch.schedulers import Handle, State
+from launch.spec import Handle, State
 from launch.status import ask
 from train.cli.command import printable
 from train.config import Unreachable, check

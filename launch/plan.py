@@ -110,7 +110,7 @@ def most_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> tuple[int, str]:
     devices, cpus = cfg.instance.devices, cfg.instance.vcpus
     if uses_devices and cfg.instance.device is not None and devices is not None:
         return devices, f"{devices} device{'s' * (devices > 1)}"
-    if cpus is None and cfg.cluster.kind == "local":
+    if cpus is None and cfg.cluster.is_here:
         cpus = os.cpu_count()
     return (MOST_RANKS, "CPUs") if cpus is None else (RANKS_PER_CPU * cpus, f"{cpus} CPU{'s' * (cpus > 1)}")
 

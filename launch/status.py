@@ -12,7 +12,8 @@ from typing import Any
 from launch.history import History, Submission, read_history
 from launch.record import PLAN, Record
 from launch.run_progress import Progress, read_progress
-from launch.schedulers import Handle, State, scheduler
+from launch.schedulers import scheduler
+from launch.spec import Handle, State
 from launch.values import count, shown_duration, shown_moment, table
 from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable

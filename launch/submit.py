@@ -11,7 +11,8 @@ import yaml
 from launch.job import Job
 from launch.plan import check_unchanged
 from launch.record import CONFIG, Record
-from launch.schedulers import Handle, last_submission, scheduler
+from launch.schedulers import cluster_of, last_submission, scheduler
+from launch.spec import Handle
 from launch.supervise import FIRST_FILE
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
@@ -33,7 +34,7 @@ def submit(
     if record.exists() and record.run.size(FIRST_FILE) is not None:
         check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
     if isinstance(run, TrainConfig):
-        check_startable(record, run, is_here=job.scheduler == "local")
+        check_startable(record, run, is_here=cluster_of(job).is_here)
     claim(record, job, number)
     record.write(job, plan=plan, config=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), bundle=bundle)
     return start(record, job)

@@ -27,9 +27,10 @@ Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 FIRST_FILE = "environment.json"  # of a run folder
-# Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away.
+# Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away. A job
+# that began with an earlier version goes on with its code, which writes sentences.
 KILLED = "SIGTERM"
-TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block")
+TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block", "EC2 ", "the capacity block ")
 PATIENCE_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
@@ -105,13 +106,12 @@ def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict
         return Verdict("end", "stopped", "stopped as asked")
     limit = exhausted(history, cluster)
     if ended == "stopped":
-        if attempt.asked is None and kind not in TAKEN_BACK:
+        if attempt.asked is None and not kind.startswith(TAKEN_BACK):
             return Verdict("end", "stopped", reason)
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
         if limit:
             return Verdict("end", "failed", limit)
-        # A signal to torchrun alone: only Slurm takes machines back by one.
-        is_here = cluster.kind != "slurm" and attempt.asked is None and kind == KILLED
+        is_here = not cluster.signals_ranks and attempt.asked is None and kind == KILLED
         return Verdict("again" if is_here else "requeue", "stopped", attempt.asked or reason)
     if limit:
         return Verdict("end", "failed", f"{limit}; the last one {reason}")

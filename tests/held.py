@@ -22,9 +22,9 @@ from train.attempt.preempt import StopRequest
 rate, ask, asked = train.optim.learning_rate, StopRequest.ask, []
 
 
-def noted(self, reason):
+def noted(self, reason, **settings):
     asked.append(reason)
-    ask(self, reason)
+    ask(self, reason, **settings)
 
 
 def held(step, **settings):

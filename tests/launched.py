@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.job import Code, Job
 from launch.record import Record
-from launch.schedulers import State
+from launch.spec import State
 from train.config import S3Config
 
 HANDLE = {"job_id": 7}

@@ -20,7 +20,7 @@ from running import ROOT
 from launch.job import Job
 from launch.record import Record
 from launch.slurm.batch import Batch
-from launch.slurm.scheduler import SCRIPT, Scheduler
+from launch.slurm.scheduler import SCRIPT, Scheduler, arguments
 from train.config import S3Config
 from train.storage.untrusted import FileName, Sha256
 
@@ -114,7 +114,9 @@ def test_the_script_of_a_job_is_clean(request):
 def test_the_prologue_of_a_site_runs_before_the_job(tmp_path):
     (tmp_path / "python").write_text('#!/bin/bash\necho "$SITE|$*"\n')
     (tmp_path / "python").chmod(0o755)
-    prologue = "export SITE='a b'\n: $NOT_SET"
+    lines = """["export SITE='a b'", ": $NOT_SET"]"""
+    job = dataclasses.replace(job_of(f"cluster.prologue={lines}"), run_dir="runs/mine")
+    _, prologue, *_ = arguments(job, Record(job.run_dir, S3Config()))
     command = ["bash", SCRIPT, tmp_path / "python", prologue, "runs/mine"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "a b|-m launch.slurm.batch runs/mine\n"

@@ -16,9 +16,11 @@ from launched import HANDLE, NODES, FakeScheduler, Launched
 from running import ROOT
 
 from launch import logs, verbs
+from launch.config import ClusterConfig
 from launch.logs import Wanted
 from launch.record import Record
-from launch.schedulers import MODULES, State
+from launch.schedulers import SCHEDULERS
+from launch.spec import State
 from launch.status import columns, lines_of, status
 from launch.values import count, moment, number, shown_duration
 from launch.verbs import VERBS, main
@@ -34,7 +36,7 @@ GONE = State(False, "no such job")
 def fake(monkeypatch):
     scheduler = FakeScheduler()
     monkeypatch.setitem(sys.modules, "fake_scheduler", SimpleNamespace(Scheduler=lambda: scheduler))
-    monkeypatch.setitem(MODULES, "fake", "fake_scheduler")
+    monkeypatch.setitem(SCHEDULERS, "fake", (ClusterConfig, "fake_scheduler"))
     return scheduler
 
 

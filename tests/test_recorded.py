@@ -20,7 +20,8 @@ from transformers import AutoModelForMaskedLM
 import launch.local
 from launch.__main__ import main as launch_main
 from launch.record import Record
-from launch.schedulers import State, cluster_of
+from launch.schedulers import cluster_of
+from launch.spec import State
 from launch.status import status
 from train import loop, predict, prepare, records, shards
 from train.attempt.preempt import StopRequest

@@ -11,12 +11,13 @@ from launched import HANDLE, FakeScheduler, Launched
 from planning import plan
 from running import eventually
 
-from launch import submit, verbs
-from launch.__main__ import wait_in_terminal
+from launch import local, submit, verbs
+from launch.config import ClusterConfig
 from launch.history import read_history
 from launch.local import supervisor
 from launch.record import Record
-from launch.schedulers import MODULES, State, scheduler
+from launch.schedulers import SCHEDULERS, scheduler
+from launch.spec import State
 from train.cli.command import DONE, FAILED
 from train.config import InputError, S3Config
 
@@ -25,7 +26,7 @@ from train.config import InputError, S3Config
 def fake(monkeypatch):
     made = FakeScheduler()
     monkeypatch.setitem(sys.modules, "fake_scheduler", SimpleNamespace(Scheduler=lambda: made))
-    monkeypatch.setitem(MODULES, "fake", "fake_scheduler")
+    monkeypatch.setitem(SCHEDULERS, "fake", (ClusterConfig, "fake_scheduler"))
     return made
 
 
@@ -97,4 +98,4 @@ def test_the_end_of_an_earlier_job_is_not_this_ones(run, fake):
     run.submit().note("ended", outcome="done", reason="done")
     run.note("submitting").submit()
     fake.states = [State(False, "no such job")]
-    assert wait_in_terminal(run.record) == FAILED
+    assert local.Scheduler().attend(run.record.job(), run.record, {}) == FAILED

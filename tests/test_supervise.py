@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import ClusterConfig
+from launch.config import LocalConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
+from launch.slurm.config import SlurmConfig
 from launch.supervise import Attempt, Seen, StopRequest, judge, look, noting_its_end, patiently, supervise
 from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
-CLUSTER = ClusterConfig(kind="slurm", attempts=5, idle_attempts=2)
+CLUSTER = SlurmConfig(attempts=5, idle_attempts=2)
 FIRST = History(faults=1, tries=[True])
 NOTHING = Seen({}, -1)
 
@@ -38,6 +39,7 @@ def ended(how, kind="x", *, goes_on=True, asked=None, code=1):
         (ended("stopped", "stop_file", asked="the time limit is near"), ("requeue", "stopped")),
         (ended("stopped", "SIGTERM"), ("requeue", "stopped")),  # preempted: Slurm signals the tasks alone
         (ended("stopped", "spot_notice"), ("requeue", "stopped")),
+        (ended("stopped", "EC2 spot notice: terminate at 12:00"), ("requeue", "stopped")),  # of an earlier version
         (ended("stopped", "max_run_s"), ("end", "stopped")),
         (Attempt(NOTHING, NOTHING, 1), ("again", "failed")),  # killed with its machine
         (Attempt(NOTHING, NOTHING, 2), ("again", "failed")),  # the launcher's part of a machine: not the trainer
@@ -52,7 +54,7 @@ def test_what_follows_an_attempt(attempt, expected):
 
 def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
     """Its ranks stop on SIGTERM, as those that a scheduler ends; but no scheduler is there to requeue the job."""
-    here = ClusterConfig(kind="local")
+    here = LocalConfig()
     assert judge(ended("stopped", "SIGTERM"), FIRST, here).next == "again"
     assert judge(ended("stopped", "spot_notice"), FIRST, here).next == "requeue"
 

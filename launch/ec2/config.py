@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from launch.config import ClusterConfig
 from train.config import check, check_choice
@@ -16,6 +17,9 @@ IDS = {"subnets": "subnet", "security_group": "sg", "capacity_reservation": "cr"
 @dataclass(kw_only=True)
 class Ec2Config(ClusterConfig):
     """Machines of EC2. One YAML an account in conf/cluster/ holds what differs from this."""
+
+    finds_types: ClassVar[bool] = True
+    has_check: ClassVar[bool] = True
 
     kind: str = "ec2"
     gate: bool = True
@@ -35,6 +39,9 @@ class Ec2Config(ClusterConfig):
     max_wait_s: int = 3600  # for capacity, and for an AWS that does not answer
     max_run_s: int = 86400  # after which the run is asked to stop; every machine ends itself half an hour later
     again: bool = False  # after an interruption ask for all machines again, until max_run_s is over
+
+    def interpreter(self) -> str:
+        return self.python
 
     def __post_init__(self) -> None:
         super().__post_init__()

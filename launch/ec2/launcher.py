@@ -20,7 +20,7 @@ from launch.ec2.resolved import Resolved, Site
 from launch.history import read_history
 from launch.job import Job
 from launch.record import CONFIG, Event, Record
-from launch.schedulers import State
+from launch.spec import State
 from launch.status import shown_step, status
 from launch.supervise import CODES, Verdict, settled
 from launch.values import number, shown_duration, shown_moment, text

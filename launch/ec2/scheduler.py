@@ -14,7 +14,8 @@ from launch.ec2.request import run_id
 from launch.ec2.resolved import read_resolved
 from launch.job import Job
 from launch.record import Record
-from launch.schedulers import Handle, State, cluster_of
+from launch.schedulers import cluster_of
+from launch.spec import Handle, State
 from launch.values import shown_duration, table, texts
 from train.cli.command import INTERRUPTED, printable
 from train.config import InputError, S3Config, check

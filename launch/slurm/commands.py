@@ -47,7 +47,7 @@ CURES = (  # what sbatch says -> what to do; the first that fits
 
 
 class NoSlurm(InputError):
-    """This machine is none of a Slurm cluster."""
+    """This machine belongs to no Slurm cluster."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from launch.config import ClusterConfig
 from train.config import check, check_choice
@@ -21,6 +22,8 @@ NOTATIONS = {  # what each option of sbatch may hold; they go into its arguments
 class SlurmConfig(ClusterConfig):
     """A Slurm site. One YAML a site in conf/cluster/ holds what differs from this."""
 
+    signals_ranks: ClassVar[bool] = True
+
     kind: str = "slurm"
     gate: bool = True
     drain: bool = False  # drain nodes that fail the gate (needs Slurm's operator rights)
@@ -37,7 +40,7 @@ class SlurmConfig(ClusterConfig):
     container: str | None = None  # None, or an image: a path (.sqsh, .sif) or a registry's name
     container_runtime: str = "pyxis"  # pyxis (srun --container-image) | apptainer
     container_mounts: list[str] = field(default_factory=list)  # folders that the container sees under the same names
-    prologue: str | None = None  # lines of bash that the job runs first, as "module load efa"; exports reach every rank
+    prologue: list[str] = field(default_factory=list)  # lines of bash that a job runs first; exports reach every rank
     chdir: str | None = None  # folder on the nodes in which the job starts; None: the one of the first submission
 
     def __post_init__(self) -> None:

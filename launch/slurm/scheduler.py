@@ -9,10 +9,11 @@ from typing import Any
 from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
-from launch.schedulers import Handle, State, cluster_of
+from launch.schedulers import cluster_of
 from launch.slurm.commands import NoSlurm, Slurm, check_request, job_name
 from launch.slurm.config import SlurmConfig, time_limit_s
 from launch.slurm.records import Job as SlurmJob
+from launch.spec import Handle, State
 from train.cli.command import DONE
 from train.config import InputError, check
 
@@ -164,4 +165,4 @@ def after(number: int) -> list[str]:
 
 
 def arguments(job: Job, record: Record) -> list[str]:
-    return [job.python, settings(job).prologue or "", record.run_dir, *record.s3.flags()]
+    return [job.python, "\n".join(settings(job).prologue), record.run_dir, *record.s3.flags()]

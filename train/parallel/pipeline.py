@@ -154,7 +154,7 @@ class Pipeline:
         """
         num_parts, device = self.cfg.num_parts, self.backend.device
         shape = (rows, seq_len, self.chain.network.config.hidden_size)
-        hidden = torch.empty(shape, device="meta", requires_grad=True)  # newer schedules send no gradient back else
+        hidden = torch.empty(shape, device="meta", requires_grad=True)  # or newer schedules send no gradient back
         stages = [
             Stage(
                 part,

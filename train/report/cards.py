@@ -16,9 +16,8 @@ from train.tasks import TASKS
 Summary = dict[str, Any]  # see train.report.run.summarise
 ENDS = ("done", "early_stop")
 MOST_CHARS = 300  # of a reason
-FREQUENCIES_NATS = (
-    1.0  # a masked language model that is no better than this against the unigram entropy uses little context
-)
+# A masked language model that is no better than this against the unigram entropy uses little context.
+FREQUENCIES_NATS = 1.0
 MOST_WRONG = 0.5  # share of right answers below which most are wrong
 MOST_NATS = 20.0  # so that what is not a loss prints no long number
 MOST_OTHERS = 3  # further metrics on the card of the headline
@@ -133,7 +132,8 @@ def ability(summary: Summary) -> str:
             " So it knows which pieces are frequent ('.', 'the', endings of words) and little of what goes with what: "
         )
         return (
-            said + "most answers below are wrong. It is a start for fine-tuning or more training, no source of answers."
+            said
+            + "most answers below are wrong. It is a start for fine-tuning or more training, not a source of answers."
         )
     if right < MOST_WRONG:
         said += " So it knows word forms and common phrases; do not expect rare words or facts."

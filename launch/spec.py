@@ -1,0 +1,51 @@
+"""What every scheduler can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from launch.config import LaunchConfig
+from launch.job import Job
+from launch.record import Record
+
+Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
+
+
+@dataclass(frozen=True)
+class State:
+    """What a scheduler says of a job now."""
+
+    is_active: bool  # it waits or runs: nothing may be started beside it
+    text: str  # in the scheduler's own terms, as "PENDING (Resources)"
+    nodes: list[str] = field(default_factory=list)
+    outcome: str = ""  # of a job that is over, if the scheduler says it: cancelled | failed
+
+
+class Scheduler(Protocol):
+    lingers_s: float  # that a submission may still come after the process that asked for it was killed
+
+    def request(self, job: Job, record: Record) -> list[str]:
+        """The command that starts the job, for the plan. It asks nobody."""
+
+    def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
+        """What the scheduler says to the job without starting it, in lines. InputError if it would refuse."""
+
+    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
+        """What the plan as JSON holds beside the command."""
+
+    def submit(self, job: Job, record: Record) -> Handle:
+        """Start the job. InputError if it is refused, Unreachable if nobody answers."""
+
+    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+        """Do what is left for the process that has submitted the job; the exit code."""
+
+    def find(self, job: Job, record: Record) -> Handle | None:
+        """The job of this record that waits or runs, if its submission was not answered; None if there is none."""
+
+    def state(self, handle: Handle) -> State:
+        """What it says of the job now. Unreachable if it does not answer."""
+
+    def cancel(self, handle: Handle) -> None:
+        """End the job at once, without a checkpoint."""

@@ -1,0 +1,90 @@
+"""What a new scheduler costs: a module, a line in the table and a YAML, added to a copy of the tree."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+from running import ROOT
+
+MODULE = '''
+"""A queue that is one JSON file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.config import ClusterConfig
+from launch.spec import State
+
+QUEUE = Path("queue.json")
+
+
+@dataclass(kw_only=True)
+class ToyConfig(ClusterConfig):
+    kind: str = "toy"
+    color: str = "red"
+
+
+class Scheduler:
+    lingers_s = 0.0
+
+    def request(self, job, record):
+        return ["toy-submit", job.cluster["color"], record.run_dir]
+
+    def preview(self, job, record, cfg):
+        return "the queue is empty"
+
+    def details(self, job, record, cfg):
+        return {}
+
+    def submit(self, job, record):
+        QUEUE.write_text(json.dumps({"nodes": [f"toy{number}" for number in range(job.nodes)]}))
+        return {"queue": str(QUEUE.absolute())}
+
+    def attend(self, job, record, handle):
+        return 0
+
+    def find(self, job, record):
+        return None
+
+    def state(self, handle):
+        path = Path(handle["queue"])
+        nodes = json.loads(path.read_text())["nodes"] if path.exists() else []
+        return State(bool(nodes), "QUEUED" if nodes else "gone", nodes)
+
+    def cancel(self, handle):
+        Path(handle["queue"]).unlink()
+'''
+
+
+def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_path):
+    tree, work = tmp_path / "tree", tmp_path / "work"
+    for name in ("train", "conf", "launch", "ami"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "launch/toy.py").write_text(MODULE)
+    (tree / "conf/cluster/toy.yaml").write_text("defaults: [toy_schema]\nkind: toy\n")
+    path = tree / "launch/schedulers.py"
+    text, line = path.read_text(), '    "local": (LocalConfig, "launch.local"),\n'
+    assert text.count(line) == text.count("from launch.skypilot import SkyPilot\n") == 1
+    text = text.replace(line, f'{line}    "toy": (ToyConfig, "launch.toy"),\n')
+    path.write_text(text.replace("from launch.skypilot", "from launch.toy import ToyConfig\nfrom launch.skypilot"))
+    work.mkdir()
+
+    def launch(*arguments):
+        words = [sys.executable, "-m", "launch", *arguments]
+        environ = {**os.environ, "PYTHONPATH": str(tree)}
+        done = subprocess.run(words, cwd=work, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run = ["--", "experiment=demo", "data.path=data", "run_dir=mine"]
+    with_two = ["cluster=toy", "cluster.color=blue", "nodes=2", "processes_per_node=1"]
+    planned = launch(*with_two, *run)
+    assert "toy-submit blue" in planned and "the queue is empty" in planned
+    launch(*with_two, "submit=true", *run)
+    seen = json.loads(launch("status", "mine", "--json"))
+    assert (seen["state"], seen["answer"]["nodes"]) == ("starting", ["toy0", "toy1"])
+    launch("cancel", "mine", "--yes")
+    assert "cancelled" in launch("list", ".")
