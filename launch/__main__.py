@@ -124,7 +124,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         check(row.nodes != cfg.nodes or row.reason is None, f"nodes={cfg.nodes}: {row.reason}")
     handle = submit.submit(record, job, run, plan=plan, bundle=bundle.content)
     print(f"submitted; python -m launch status {record.run_dir} shows how it goes", flush=True)
-    return cli.DONE if cfg.detach else starts.attend(job, record, handle)
+    return starts.attend(job, record, handle, detach=cfg.detach)
 
 
 def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:

@@ -20,7 +20,7 @@ from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.supervise import CODES, StopRequest, Verdict, attempt_name, noting_its_end, patiently, prepared, supervise
-from train.cli.command import FAILED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host import children
 from train.host.processes import is_alive, read_process
@@ -54,10 +54,12 @@ class Scheduler:
             )
         return handle_of(process.pid)
 
-    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+    def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second one ends it."""
         from launch import logs, verbs  # the supervisor needs neither
 
+        if detach:
+            return DONE
         for verb in (["stop"], ["cancel", "--yes"]):
             try:
                 logs.follow(record, logs.Wanted(lines=0))

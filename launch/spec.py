@@ -38,8 +38,8 @@ class Scheduler(Protocol):
     def submit(self, job: Job, record: Record) -> Handle:
         """Start the job. InputError if it is refused, Unreachable if nobody answers."""
 
-    def attend(self, job: Job, record: Record, handle: Handle) -> int:
-        """Do what is left for the process that has submitted the job; the exit code."""
+    def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
+        """Do what is left for the process that has submitted the job, or nothing with `detach`; the exit code."""
 
     def find(self, job: Job, record: Record) -> Handle | None:
         """The job of this record that waits or runs, if its submission was not answered; None if there is none."""

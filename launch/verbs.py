@@ -178,7 +178,7 @@ def resume(options: argparse.Namespace, s3: S3Config) -> int:
     handle = submit.resume(record)
     print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
     job = record.job()
-    return scheduler(job.scheduler).attend(job, record, handle)
+    return scheduler(job.scheduler).attend(job, record, handle, detach=True)
 
 
 def cancel_flags(parser: Parser) -> None:

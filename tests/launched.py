@@ -31,7 +31,7 @@ class FakeScheduler:
     there: Mapping[str, Any] | None = None  # the job of a submission that was not answered
     lingers_s: float = 0.0
 
-    def attend(self, job: Job, record: Record, handle: Mapping[str, Any]) -> int:
+    def attend(self, job: Job, record: Record, handle: Mapping[str, Any], *, detach: bool) -> int:
         return 0
 
     def state(self, handle: Mapping[str, Any]) -> State:

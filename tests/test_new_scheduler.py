@@ -43,7 +43,7 @@ class Scheduler:
         QUEUE.write_text(json.dumps({"nodes": [f"toy{number}" for number in range(job.nodes)]}))
         return {"queue": str(QUEUE.absolute())}
 
-    def attend(self, job, record, handle):
+    def attend(self, job, record, handle, *, detach):
         return 0
 
     def find(self, job, record):

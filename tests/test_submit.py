@@ -98,4 +98,4 @@ def test_the_end_of_an_earlier_job_is_not_this_ones(run, fake):
     run.submit().note("ended", outcome="done", reason="done")
     run.note("submitting").submit()
     fake.states = [State(False, "no such job")]
-    assert local.Scheduler().attend(run.record.job(), run.record, {}) == FAILED
+    assert local.Scheduler().attend(run.record.job(), run.record, {}, detach=False) == FAILED

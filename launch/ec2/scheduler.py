@@ -68,7 +68,7 @@ class Scheduler:
         resolved.write(record)
         return handle_of(record, resolved.regions, str(resolved.id))
 
-    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+    def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Have the machines made, and wait for the end of the run; its exit code."""
         from launch.ec2.launcher import Launcher, undo
 

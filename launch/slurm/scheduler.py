@@ -59,7 +59,7 @@ class Scheduler:
             slurm.cancel(number)  # or the parts would run with nobody to know of them
             raise
 
-    def attend(self, job: Job, record: Record, handle: Handle) -> int:
+    def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         return DONE  # the job goes on alone
 
     def find(self, job: Job, record: Record) -> Handle | None:
