@@ -82,7 +82,8 @@ def lines_as_before(line: str) -> list[str]:
 
 
 def test_ordinary_text_gives_the_same_shards_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)  # as a large corpus is split, and once every corpus was
+    monkeypatch.setattr(preparation, "MOST_WEIGHED_CHARS", 0)  # documents are held out by their hash alone
+    monkeypatch.setattr(preparation, "LONG_CHARS", MAX_LINE_CHARS)
     pieces = [*SPECIAL.values(), *SYLLABLES, *(f"##{syllable}" for syllable in SYLLABLES), "."]
     model = models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>")
     backend = Tokenizer(model)
@@ -93,7 +94,8 @@ def test_ordinary_text_gives_the_same_shards_as_ever(tmp_path: Path, monkeypatch
     assert 0.8 * MAX_LINE_CHARS < len(line) < MAX_LINE_CHARS
     (tmp_path / "text.txt").write_text(f"{text}\n\n{line}\n\n{text[:500]}")
     ready = f"tokenizer.pretrained={tmp_path / 'tokenizer'}"
-    manifest = prepare.prepare(prepare_config(tmp_path / "out", tmp_path / "text.txt", ready))
+    given = (tmp_path / "text.txt", ready, "validation_fraction=0.2")
+    manifest = prepare.prepare(prepare_config(tmp_path / "out", *given))
     assert manifest is not None
     assert {split: shard.sha256 for split, (shard,) in manifest.splits.items()} == RECORDED
 
