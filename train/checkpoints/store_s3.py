@@ -18,6 +18,7 @@ from train.checkpoints.manifest import (
     FILE,
     Damaged,
     Manifest,
+    OtherVersion,
     check_files,
     check_sizes,
     is_part,
@@ -248,8 +249,10 @@ class S3Store:
     def tidy_saving(self, newest: int) -> None:
         """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
         for folder in (self.local / SAVING).glob("*"):
-            step = step_of(folder.name.partition(".")[0])
-            if not (folder / FILE).is_file() or (step is not None and step <= newest):
+            step = None  # of a manifest that cannot be read
+            with suppress(Damaged, OtherVersion):
+                step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
+            if step is not None and step <= newest:
                 shutil.rmtree(folder)
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"
