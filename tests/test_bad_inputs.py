@@ -28,11 +28,13 @@ from train import entry as attempt
 from train import hub as hub_command
 from train.checkpoints import __main__ as checkpoints
 from train.cli import compose as cli
+from train.cli.command import check_encoding
 from train.compare import __main__ as compare_command
 from train.config import InputError, PrepareConfig, TrainConfig
 from train.doctor import __main__ as doctor
 from train.host import machine
 from train.report import __main__ as report_command
+from train.storage.folders import local_path
 
 MAINS = {
     "train": attempt.attempt,
@@ -402,6 +404,16 @@ def test_a_control_character_in_the_environment_is_refused_too(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/a\nb")
     with pytest.raises(InputError, match="XDG_CACHE_HOME='/tmp/a"):
         machine.cache_root()
+    monkeypatch.setenv("HF_HOME", "/tmp/a\nb")
+    with pytest.raises(InputError, match="HF_HOME='/tmp/a"):
+        check_encoding([])
+
+
+def test_so_is_one_in_the_name_of_the_folder_that_a_relative_path_begins_in(monkeypatch, tmp_path):
+    (tmp_path / "a\nb").mkdir()
+    monkeypatch.chdir(tmp_path / "a\nb")
+    with pytest.raises(InputError, match="must be one line"):
+        local_path("rr")
 
 
 # ---- values made from the settings themselves ----------------------------------------------------------------------

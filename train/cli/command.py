@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import train
-from train.config import Failure, InputError, S3Config, Unreachable
+from train.config import Failure, InputError, S3Config, Unreachable, check_printable
 from train.host.launcher import leave_refusal
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
@@ -153,12 +153,16 @@ def is_unread() -> bool:
 
 
 def check_encoding(arguments: Sequence[str]) -> None:
-    """Raise InputError for arguments whose bytes are no text in this locale: no file could record them."""
+    """Raise InputError for arguments whose bytes are no text in this locale: no file could record them. Also for control
+    characters in the folders of Hugging Face's libraries.
+    """
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError as error:
             raise InputError(f"{argument} is not text in this locale; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8)") from error
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):  # which libraries read
+        check_printable(os.environ.get(name, ""), f"{name}=")
 
 
 def printable(text: str) -> str:

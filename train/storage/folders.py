@@ -195,6 +195,7 @@ def local_path(location: str) -> Path:
             f"{location[:40]}... is too long for a path: {NAME_MAX} bytes is the longest name, {PATH_MAX - 1} the "
             "longest path"
         )
+    check_printable(str(path.absolute()))  # a relative one begins in a folder that has a name as well
     return path
 
 
