@@ -111,6 +111,7 @@ def test_a_run_is_stopped_cancelled_and_resumed(record, hold, prepared, undistur
     assert ended(record)["outcome"] == "stopped", logs(record)
     stopped = read_outcome(record.run)
     assert (stopped["outcome"], stopped["step"]) == ("stopped", stopped["checkpoint"])
+    hold.let_go(25)  # a slow machine may have stopped before it
     assert main(["resume", record.run_dir]) == DONE
     wait_for_checkpoint(record, after=stopped["step"])
     below = supervisor(record).children(recursive=True)
