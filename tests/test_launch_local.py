@@ -154,7 +154,7 @@ def test_what_the_trainer_refuses_ends_the_job_at_once(record, prepared, tmp_pat
 
 def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, capfd):
     of_run = ["corpus=text", f"corpus.path={corpus}", f"output={tmp_path}/data", "seq_len=32"]
-    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.2"]
+    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.25"]
     assert main(["cluster=local", "prepare=true", "parts=2", "submit=true", "--", *of_run]) == DONE
     said = capfd.readouterr().out
     assert all(f"==> {log}." in said for log in ("part_00001", "part_00002", "merge"))

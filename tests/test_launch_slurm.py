@@ -232,7 +232,7 @@ def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, pre
 
 def test_a_corpus_is_prepared_in_an_array_and_merged(slurm, corpus, tmp_path):
     of_run = ["corpus=text", f"corpus.path={corpus}", f"output={tmp_path}/data", "seq_len=32"]
-    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.2"]
+    of_run += ["tokenizer.vocab_size=120", "validation_fraction=0.25"]
     assert main(["cluster=slurm", "prepare=true", "parts=3", "submit=true", "--", *of_run]) == DONE
     record = Record(f"{tmp_path}/data", S3Config())
     assert ended(record)["outcome"] == "done", logs(record)
