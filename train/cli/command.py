@@ -153,8 +153,8 @@ def is_unread() -> bool:
 
 
 def check_encoding(arguments: Sequence[str]) -> None:
-    """Raise InputError for arguments whose bytes are no text in this locale: no file could record them. Also for control
-    characters in the folders of Hugging Face's libraries.
+    """Raise InputError for arguments whose bytes are no text in this locale, which no file could record, and for
+    control characters in the folders of Hugging Face's libraries.
     """
     for argument in arguments:
         try:
