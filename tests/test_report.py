@@ -117,8 +117,8 @@ def test_hostile_names_and_values_are_escaped(tmp_path: Path) -> None:
     evil = "<img src=x onerror=alert(1)>\"'&$x^{$"
     config = {"optim": {"name": f"</details><script>{evil}"}, "task": {"kind": evil}}
     lines = [eval_line(1, **{f"{evil}accuracy": 0.5}), fault_line(1, evil), *whole_run()]
-    runs = [write_run(tmp_path / name, lines, config=config) for name in (evil, f"_{evil}\x1b[31m")]
-    (runs[0] / "environment.json").write_text(json.dumps({"host": f"{evil}\ud800", evil: evil}))
+    runs = [write_run(tmp_path / name, lines, config=config) for name in (evil, f"_{evil}")]
+    (runs[0] / "environment.json").write_text(json.dumps({"host": f"{evil}\x1b[31m\ud800", evil: evil}))
     for chosen in (runs[:1], runs):
         assert report_command.main([str(run) for run in chosen] + ["--output", str(tmp_path / "out")]) == 0
         html = (tmp_path / "out" / "report.html").read_text()
