@@ -96,7 +96,7 @@ def rank_of_three(folder):
         votes.stop.reason = "SIGTERM"
     votes.cast(None)
     answer["stops"] = votes.count()
-    answer["reasons"] = [[number, reason] for number, reason, _ in votes.reasons()]
+    answer["reasons"] = [[number, reason] for number, reason, *_ in votes.reasons()]
     answer["none"] = message(votes.raise_failure)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer))
     dist.destroy_process_group()
