@@ -54,7 +54,7 @@ def build_wheel(folder: Path) -> None:
 
 def image_constraints(image: str, versions: Versions) -> str:
     """Every version that is tested, in an image for Trainium with Neuron's own in place of the same packages. numpy is
-    left to neuronx-cc there, which bounds it.
+    left open there: what neuronx-cc asks of it was not to be had here.
     """
     tested = (ROOT / "constraints.txt").read_text()
     if image == "cuda":

@@ -295,7 +295,7 @@ def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, capf
     assert uploaded["constraints.txt"].startswith((ROOT / "constraints-trn1.txt").read_text())
     pinned = [line.partition("==")[0] for line in uploaded["constraints.txt"].splitlines() if "==" in line]
     assert len(pinned) == len(set(pinned)) and {"torch", "neuronx-cc", "transformers"} <= set(pinned)
-    assert "numpy" not in pinned  # neuronx-cc bounds it
+    assert "numpy" not in pinned  # left to what neuronx-cc asks for
 
 
 def test_what_a_failed_build_leaves_is_removed(aws, capfd, monkeypatch):
