@@ -245,14 +245,20 @@ def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, capsys, wait
     assert main(["clean", *run, "--yes"]) == 0 and main(["clean", *run]) == 0
 
 
-@pytest.mark.parametrize("verb", ["cancel", "clean"])
-def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, capsys, waits, monkeypatch, verb):
+def kill_once_machines_are_there(ec2, waits) -> None:
+    """Interrupt the launch while it waits, as soon as EC2 has machines."""
+
     def kill() -> None:
         if ec2.machines():
             waits.clear()
             raise KeyboardInterrupt
 
     waits.append(kill)
+
+
+@pytest.mark.parametrize("verb", ["cancel", "clean"])
+def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, capsys, waits, monkeypatch, verb):
+    kill_once_machines_are_there(ec2, waits)
     record, arguments = record_of(ec2), settings(ec2, "submit=true")
     run = [record.run_dir, *flags(ec2)]
     assert main(arguments) == 130 and "end by themselves" in capsys.readouterr().out
@@ -295,12 +301,7 @@ def test_a_launch_that_was_killed_before_anything_was_made_is_followed_at_once(e
 
 
 def test_machines_that_no_record_knows_are_not_doubled(ec2, capsys, waits):
-    def kill() -> None:
-        if ec2.machines():
-            waits.clear()
-            raise KeyboardInterrupt
-
-    waits.append(kill)
+    kill_once_machines_are_there(ec2, waits)
     record, arguments = record_of(ec2), settings(ec2, "submit=true")
     assert main(arguments) == 130
     for name in record.folder.names():
