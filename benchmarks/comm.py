@@ -105,12 +105,12 @@ class Contestant:
 
     def round(self, batches: list[Batch]) -> None:
         world = self.backend.world
-        world.meet()
+        world.barrier()
         began_s, began_bytes = time.perf_counter(), sent_bytes()
         for batch in batches:
             self.num_steps += 1
             self.engine.step([batch], LR * min(1.0, self.num_steps / WARM_UP))
-        world.meet()
+        world.barrier()
         self.step_s.append((time.perf_counter() - began_s) / len(batches))
         self.step_bytes.append((sent_bytes() - began_bytes) / len(batches))
 

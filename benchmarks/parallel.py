@@ -124,11 +124,11 @@ def rank_main(options: argparse.Namespace) -> None:
     for _ in range(WARM_UP + options.rounds):
         own_round = []
         for engine in engines:
-            backend.world.meet()
+            backend.world.barrier()
             backend.work.take_s(), engine.take_span_s()
             began_s = time.perf_counter()
             engine.step([batch], 1e-4)
-            backend.world.meet()
+            backend.world.barrier()
             step_s = time.perf_counter() - began_s
             own_round.append((step_s, 1 - backend.work.take_s() / engine.take_span_s()))
         taken.append(own_round)
@@ -140,7 +140,7 @@ def rank_main(options: argparse.Namespace) -> None:
         with Kept(model.parameters()) as kept:
             loss(model, batch["inputs"])
         print(json.dumps({"ranks": shares, "whole_bytes": kept.peak_bytes}))
-    backend.world.meet()
+    backend.world.barrier()
 
 
 def kept_bytes(engine: Any, batch: Any) -> int:

@@ -42,12 +42,12 @@ def rank_main(rank: int, ranks: int, steps: int, step_s: float, folder: Path) ->
     votes = Votes(world, StopRequest())
     spent_ms: dict[str, list[float]] = {"waiting": [], "voting": []}
     for _ in range(WARM_UP + steps):
-        world.meet()
+        world.barrier()
         began_s = time.perf_counter()
         world.sum([1.0, 2.0, 0.0, 0.0, 0.0])
         spent_ms["waiting"].append(1000 * (time.perf_counter() - began_s))
         time.sleep(step_s)
-        world.meet()
+        world.barrier()
         began_s = time.perf_counter()
         votes.cast(None)
         cast_s = time.perf_counter() - began_s
@@ -64,7 +64,7 @@ def rank_main(rank: int, ranks: int, steps: int, step_s: float, folder: Path) ->
             for name in spent_ms
         }
         (folder / "result.json").write_text(json.dumps(result))
-    world.meet()
+    world.barrier()
     dist.destroy_process_group()
 
 

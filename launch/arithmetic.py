@@ -6,7 +6,7 @@ from typing import Any
 
 from train.config import InstanceConfig, LocalSGDConfig, TrainConfig
 from train.models.flops import train_flops_per_sequence
-from train.models.shapes import Shape
+from train.models.model_sizes import Shape
 
 LABELS = 2  # of a classifier, whose number the data decides; each more costs a classifier 6 x hidden size
 WITHOUT_BF16 = ("V100", "T4")

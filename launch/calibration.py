@@ -9,9 +9,9 @@ from typing import Any
 from launch.arithmetic import flops_per_sequence
 from train.cli.saved import read_config
 from train.config import InputError, S3Config, TrainConfig, check
-from train.models.shapes import find_shape, knows_vocabulary, read_shape
+from train.models.model_sizes import find_shape, knows_vocabulary, read_shape
 from train.storage.folders import Folder, open_folder
-from train.storage.untrusted import BadContent, of_type, shown
+from train.storage.schema import BadContent, of_type, shown
 from train.telemetry.lines import parse_lines
 
 MAX_RANKS, MAX_TOKENS = 2**20, 2**20

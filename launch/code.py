@@ -18,9 +18,9 @@ import launch
 import train
 from train.config import InputError
 from train.host.environment import commit
+from train.storage.atomic_io import made_once
 from train.storage.folders import sha256_bytes
-from train.storage.untrusted import RelativePath
-from train.storage.whole import made_once
+from train.storage.schema import RelativePath
 
 PACKAGES = (train, conf, launch, ami)  # of ami, train.host.versions reads versions.yaml
 START = "start.py"  # at the bundle's root; Python then looks there first, and not in the job's working folder

@@ -18,7 +18,7 @@ from train.config import InputError, InstanceConfig, TrainConfig, check, make_pl
 from train.config.parallel import Held
 from train.host.launched import Launched, check_launch
 from train.models.memory import GIB, advice, memory_of
-from train.models.shapes import Shape, check_layers, find_shape, knows_vocabulary
+from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)

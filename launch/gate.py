@@ -11,7 +11,7 @@ from launch.record import Record
 from launch.supervise import patiently
 from train.cli.command import printable
 from train.storage.folders import wait_for_file
-from train.storage.untrusted import BadContent, read_object
+from train.storage.schema import BadContent, read_object
 
 NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
 SHOWN = 300  # characters of a reason

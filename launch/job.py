@@ -7,7 +7,7 @@ from typing import Any
 
 from train.config import S3Config, check
 from train.storage.folders import canonical_json
-from train.storage.untrusted import FileName, Sha256, read_object, record
+from train.storage.schema import FileName, Sha256, read_object, record
 
 FORMAT = 1
 MODULES = {"train": "train", "prepare": "train.prepare"}

@@ -24,7 +24,7 @@ from launch.status import ask
 from train.cli.command import printable
 from train.config import Unreachable, check
 from train.storage.folders import Folder, LocalFolder
-from train.storage.untrusted import is_path
+from train.storage.schema import is_path
 
 LINES = 100  # last ones of each file that are shown
 MOST_BYTES = 2**20  # read at once, from the end of a file at first; and the longest line

@@ -29,7 +29,7 @@ from train.host import children
 from train.host.launcher import REFUSAL
 from train.host.machine import cache_root
 from train.storage.folders import canonical_json, wait_for_file
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
 MEETING_S = 120  # for machines that have just answered to meet for their collectives; torchrun's own limit is 900 s

@@ -16,7 +16,7 @@ from train.cli.compose import quoted
 from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
 from train.storage.folders import is_s3, local_path, sha256_json
-from train.storage.untrusted import FileName, Sha256
+from train.storage.schema import FileName, Sha256
 
 FIXED = ("task.", "model.", "optim.")  # settings that a run keeps for ever, see train/run_folder/folder.py
 RANKS_PER_CPU = 4  # more only wait for one another

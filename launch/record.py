@@ -23,7 +23,7 @@ from launch.job import Job
 from train.config import InputError, S3Config, check
 from train.host.machine import cache_root
 from train.storage.folders import LocalFolder, canonical_json, is_s3, open_folder, sha256_bytes, wait_for_file
-from train.storage.untrusted import BadContent, read_object, record
+from train.storage.schema import BadContent, read_object, record
 
 SUFFIX = ".launch"
 JOB, PLAN, CONFIG = "job.json", "plan.json", "config.yaml"

@@ -11,7 +11,7 @@ from launch.values import count, moment, number, table, text
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import ENVIRONMENT, newest, parse
 from train.storage.folders import Folder
-from train.storage.untrusted import BadContent, read_object
+from train.storage.schema import BadContent, read_object
 from train.telemetry.lines import parse_lines
 
 METRICS = "metrics.jsonl"

@@ -15,7 +15,7 @@ from launch.skypilot import SkyPilot
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler
 from train.config import InputError
-from train.storage.untrusted import record
+from train.storage.schema import record
 
 SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the module with its class Scheduler
     "local": (LocalConfig, "launch.local"),

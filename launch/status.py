@@ -17,7 +17,7 @@ from launch.spec import Handle, State
 from launch.values import count, shown_duration, shown_moment, table
 from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable
-from train.storage.untrusted import BadContent, read_object
+from train.storage.schema import BadContent, read_object
 
 MOST_ATTEMPTS = 5  # shown: the last ones
 MOST_CHARS = 400  # of a text from elsewhere

@@ -20,7 +20,7 @@ from train.host.processes import is_alive, read_process
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import check_is_run_folder, check_location
 from train.storage.folders import is_s3, open_folder
-from train.storage.untrusted import read_yaml
+from train.storage.schema import read_yaml
 
 SUBMITTING_S = 120.0  # that a scheduler may take to answer
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.config.checks import LARGEST_FLOAT
-from train.storage.untrusted import MAX_COUNT
+from train.storage.schema import MAX_COUNT
 
 MOST_CHARS, MOST_ITEMS = 2000, 4096  # of a text and of a list that are kept
 LAST_UNIX_S = 253402300800.0  # the year 10000, from which on time.gmtime gives years that nothing prints

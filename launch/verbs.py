@@ -18,7 +18,7 @@ from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printa
 from train.config import Failure, InputError, S3Config, check
 from train.run_folder.outcome import STOP_FILE
 from train.storage.folders import open_folder
-from train.storage.untrusted import is_path
+from train.storage.schema import is_path
 
 EVERY_S = 5.0  # between two questions
 STOP_POLL_S = 5.0  # a run looks for the file STOP every preempt.poll_s, by default

@@ -23,7 +23,7 @@ from launch.schedulers import SETTINGS
 from train.cli import compose as cli
 from train.config import PrepareConfig, S3Config, TrainConfig
 from train.storage.folders import sha256_bytes
-from train.storage.untrusted import FileName, Sha256
+from train.storage.schema import FileName, Sha256
 
 BUNDLE = Bundle(b"", "0" * 64, "0123456789ab")
 PYTHON = "/opt/venv/bin/python"

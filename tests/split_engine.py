@@ -138,7 +138,11 @@ class Halves:
 
     def whole(self):
         """The weights of both layers, by their names in the whole model."""
-        return {name: value for part in self.world.share(self.model.state_dict()) for name, value in part.items()}
+        return {
+            name: value
+            for part in self.world.all_gather_object(self.model.state_dict())
+            for name, value in part.items()
+        }
 
     def state(self):
         own = {"state": {number: self.optimizer.state[weight] for number, weight in self.numbers.items()}}

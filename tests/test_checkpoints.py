@@ -17,8 +17,8 @@ from train.checkpoints.retention import Retention
 from train.checkpoints.store_disk import LocalStore
 from train.config import InputError
 from train.storage import manifest as manifests
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import sha256_file
-from train.storage.whole import write_atomic
 
 
 def train(run_dir, data, *overrides):

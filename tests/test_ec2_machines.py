@@ -32,7 +32,7 @@ from launch.record import Record
 from launch.supervise import look
 from train.cli.command import DONE
 from train.config import S3Config
-from train.storage.untrusted import FileName, Sha256
+from train.storage.schema import FileName, Sha256
 
 LONG = ["max_steps=160", "checkpoint.every=40", "checkpoint.keep=2", "eval_every=80", "log_every=40", "export=false"]
 LONG += ["lease.ttl_s=2", "preempt.poll_s=0.2", "preempt.notices=on", "watchdog.step_s=4"]

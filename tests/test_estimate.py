@@ -15,7 +15,7 @@ from launch.calibration import Calibration, last_attempt, measured, read_calibra
 from launch.estimate import Estimate, Row, estimate, table
 from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
-from train.models.shapes import PUBLISHED
+from train.models.model_sizes import PUBLISHED
 from train.storage.folders import LocalFolder
 
 GIVEN = ["run_dir=x", "data.path=x"]

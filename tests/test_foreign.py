@@ -35,7 +35,7 @@ from train.models.pretrained import without_weights
 from train.models.source import task_tokenizer
 from train.storage.folders import LocalFolder, sha256_json
 from train.storage.s3 import S3Folder
-from train.storage.untrusted import BadContent
+from train.storage.schema import BadContent
 
 SMALL = {"vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 ASK = ["--text", "the cat", "--device", "cpu", "--precision", "fp32"]

@@ -172,14 +172,14 @@ def hold(out, prepared, *options):
         "weights": held_in(engine.model.parameters()),
         "moments": held_in(value for state in engine.optimizer.state.values() for value in state.values()),
     }
-    before = whole(backend.world.share(engine.state()))
+    before = whole(backend.world.all_gather_object(engine.state()))
     drawn = task.train_data().draw(np.arange(4)[None] + 4 * backend.world.rank)
     batch = {"inputs": {name: value[0] for name, value in drawn["inputs"].items()}, "count": drawn["count"][0]}
     engine.loss = lambda model, inputs: task.loss(model, inputs) * (NAN if backend.world.rank == 1 else 1.0)
     norms = []
     for backend.skips_on_device in (False, True):  # as CPUs skip, and as GPUs do
         norms.append(float(engine.step([batch], 1.0)))
-    skipped, after = backend.skips.counts()[0], whole(backend.world.share(engine.state()))
+    skipped, after = backend.skips.counts()[0], whole(backend.world.all_gather_object(engine.state()))
     engine.loss = task.loss
     norms.append(float(engine.step([batch], 1e-3)))
     with torch.no_grad():

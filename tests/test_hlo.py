@@ -15,7 +15,7 @@ from running import ROOT, run, train_overrides
 
 from train import __main__ as program
 from train.models.encoder import products_at, rows_at
-from train.tasks.highest import highest
+from train.tasks.topk import topk
 
 torch_xla = pytest.importorskip("torch_xla")
 
@@ -70,7 +70,7 @@ def test_what_is_refused_is_found():
     assert " sort(" in refused(graph(*scores.topk(3)))[0]
     assert " reduce(" in refused(graph(scores.argmax(-1)))[0]
     assert refused("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
-    assert not refused(graph(*highest(scores, 3)))
+    assert not refused(graph(*topk(scores, 3)))
     assert not refused(graph(*picked(rows_at))) and not refused(graph(*picked(products_at)))
     text = graph(*picked(products_at))
     assert " gather(" not in text and " scatter(" not in text

@@ -206,7 +206,7 @@ from train.ranks import World
 join("gloo", "ddp on cpu", timeout_s=60, join_timeout_s=1)
 if World().rank:
     time.sleep(2)
-World().meet()
+World().barrier()
 """
 
 

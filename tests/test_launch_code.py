@@ -19,7 +19,7 @@ from launch.job import Code, Job
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.storage.folders import sha256_bytes
-from train.storage.untrusted import BadContent
+from train.storage.schema import BadContent
 
 ANY = st.text(max_size=40).filter(lambda text: text.isascii() or text.encode(errors="ignore").decode() == text)
 

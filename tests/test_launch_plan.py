@@ -27,7 +27,7 @@ from train.cli import compose as cli
 from train.cli.command import DONE, REFUSED
 from train.config import InputError, S3Config, TrainConfig
 from train.run_folder.ownership import IDENTITY_KEYS
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 TOO_MANY = 4 * (os.cpu_count() or 1) + 1  # ranks for this machine
 OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]

@@ -13,7 +13,7 @@ from train.cli import compose as cli
 from train.config import TrainConfig
 from train.models.encoder import build_masked_lm
 from train.models.memory import GIB, Memory, activation_bytes, advice, memory_of
-from train.models.shapes import PUBLISHED, shape_of_model
+from train.models.model_sizes import PUBLISHED, shape_of_model
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]
 LARGE = [*GIVEN, "model=pretrained", "model.pretrained=google-bert/bert-large-uncased", "task.max_predictions=20"]

@@ -20,11 +20,11 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
-from train.tasks.highest import highest
 from train.tasks.qa import QAConfig
 from train.tasks.qa.spans import LOWEST
 from train.tasks.qa.task import losses_of, statistics
 from train.tasks.qa.windows import QAFeaturizer, answer_tokens
+from train.tasks.topk import topk
 
 SEQ_LEN = 48
 SURE = 20.0  # a logit
@@ -280,9 +280,9 @@ def test_a_wrong_answer_counts_once_whatever_the_number_of_its_windows(task):
 @pytest.mark.parametrize("k", [1, 4, 9])
 def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
     scores = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
-    values, indices = highest(scores, k)
+    values, indices = topk(scores, k)
     assert torch.equal(values, scores.topk(k).values) and torch.equal(indices.long(), scores.topk(k).indices)
-    values, indices = highest(torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2)
+    values, indices = topk(torch.tensor([[1.0, 3.0, 3.0], [LOWEST, LOWEST, 0.0], [0.0, math.nan, 1.0]]), 2)
     assert indices.tolist() == [[1, 2], [2, 0], [3, 3]]
     assert values[:2].tolist() == [[3, 3], [0, torch.tensor(LOWEST)]] and values[2].isnan().all()
 

@@ -23,8 +23,8 @@ ONE = World()
 def test_a_single_process_agrees_with_itself():
     assert (ONE.rank, ONE.size, ONE.num_machines) == (0, 1, 1)
     assert ONE.sum([1, True, 2.5]) == [1.0, 1.0, 2.5]
-    assert ONE.share("a") == ONE.gather("a") == ["a"]
-    assert ONE.agree(lambda: 3) == ONE.first_rank_does(lambda: 3) == 3
+    assert ONE.all_gather_object("a") == ONE.gather("a") == ["a"]
+    assert ONE.agree(lambda: 3) == ONE.run_on_rank0(lambda: 3) == 3
     with pytest.raises(InputError, match="no such file"):
         ONE.agree(refuse)
 
@@ -35,7 +35,7 @@ def refuse():
 
 def test_a_long_action_is_waited_for_with_a_heartbeat():
     beaten = threading.Event()
-    assert ONE.first_rank_does(lambda: beaten.wait(60), beaten.set)
+    assert ONE.run_on_rank0(lambda: beaten.wait(60), beaten.set)
 
 
 def test_a_machine_full_of_ranks_loads_eight_at_a_time():
@@ -49,7 +49,7 @@ def test_a_machine_full_of_ranks_loads_eight_at_a_time():
     entered = {}
     for local_rank in range(20):
         rank = Rank(local_rank)
-        with rank.in_turn():
+        with rank.stagger_local_ranks():
             entered.setdefault(rank.meetings, []).append(local_rank)
         assert rank.meetings == 3  # the same on all: they meet
     assert [len(ranks) for _, ranks in sorted(entered.items())] == [8, 8, 4]
@@ -70,23 +70,28 @@ def rank_of_three(folder):
     dist.init_process_group("gloo")
     world, beats = World(), []
     rank = world.rank
-    answer = {"sum": world.sum([1.0, rank]), "share": world.share(rank * 2), "gather": world.gather(str(rank))}
+    answer = {
+        "sum": world.sum([1.0, rank]),
+        "gathered": world.all_gather_object(rank * 2),
+        "broadcast": world.broadcast(rank + 5),
+        "gather": world.gather(str(rank)),
+    }
     summed, received = torch.tensor([1.0, rank]), torch.zeros(1)
-    world.add_up(summed)
+    world.all_reduce(summed)
     if rank > 0:
-        world.exchange(3 - rank, torch.tensor([float(rank)]), received)
-    answer["tensors"], answer["exchanged"] = summed.tolist(), world.share(received.item())
-    answer["first"] = world.first_rank_does(lambda: f"by {rank}", lambda: beats.append(1))
+        world.sendrecv(3 - rank, torch.tensor([float(rank)]), received)
+    answer["tensors"], answer["exchanged"] = summed.tolist(), world.all_gather_object(received.item())
+    answer["first"] = world.run_on_rank0(lambda: f"by {rank}", lambda: beats.append(1))
 
     def fails_on(number, error):
         if rank == number:
             raise error
 
     answer["agree"] = message(world.agree, lambda: fails_on(2, InputError("rank 2 has no file")))
-    answer["first fails"] = message(world.first_rank_does, lambda: fails_on(0, Failure("the disk is full")))
-    answer["others are not asked"] = message(world.first_rank_does, lambda: fails_on(1, Failure("never raised")))
+    answer["first fails"] = message(world.run_on_rank0, lambda: fails_on(0, Failure("the disk is full")))
+    answer["others are not asked"] = message(world.run_on_rank0, lambda: fails_on(1, Failure("never raised")))
     machine = Path(folder) / f"machine_{rank}"
-    world.each_machine_does(machine.touch)
+    world.run_on_local_rank0(machine.touch)
 
     votes = Votes(world, StopRequest())
     votes.cast(InputError("rank 1 cannot draw") if rank == 1 else None)
@@ -110,7 +115,8 @@ def test_three_ranks_agree(tmp_path):
     assert answers[0] == answers[1] == answers[2]
     assert answers[0] == {
         "sum": [3.0, 3.0],
-        "share": [0, 2, 4],
+        "gathered": [0, 2, 4],
+        "broadcast": 5,
         "tensors": [3.0, 3.0],
         "exchanged": [0.0, 2.0, 1.0],
         "first": "by 0",

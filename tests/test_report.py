@@ -583,7 +583,7 @@ def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(
 def test_a_silent_s3_is_a_failure_and_no_refusal(
     bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.storage.s3_patience.ATTEMPTS", 1)
+    monkeypatch.setattr("train.storage.s3_retry.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report_command.main([bucket.location("run"), *bucket.config().flags()]) == 1
     assert re.fullmatch(r"error: s3://.*: S3 answers 503 SlowDown; try again later\n", capsys.readouterr().err)

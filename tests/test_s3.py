@@ -21,7 +21,7 @@ from train.config import InputError, NotPermitted, RecordsConfig, ShardsConfig, 
 from train.data.records.prepared import FORMAT, NAME, bring, find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.preparation import Part, read_state
-from train.storage import s3, s3_patience
+from train.storage import s3, s3_retry
 from train.storage.folders import LocalFolder, canonical_json, open_folder, sha256_bytes, sha256_json
 from train.tasks.mlm import MLMConfig
 from train.tasks.qa import QAConfig
@@ -456,7 +456,7 @@ def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tm
     words = rf"^s3://.*/runs/data/a: no whole answer from {bucket.service.endpoint}: "
     with pytest.raises(Unreachable, match=words):
         getattr(folder, verb)(*arguments)
-    assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_patience.SILENT_ATTEMPTS + 1
+    assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_retry.SILENT_ATTEMPTS + 1
 
 
 def test_an_s3_that_was_given_up_is_asked_once_until_it_answers(bucket):
@@ -473,7 +473,7 @@ def test_an_s3_that_was_given_up_is_asked_once_until_it_answers(bucket):
 
 
 def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, caplog):
-    monkeypatch.setattr(s3_patience, "FIRST_WARNING_S", 0.0)
+    monkeypatch.setattr(s3_retry, "FIRST_WARNING_S", 0.0)
     nobody = f"http://127.0.0.1:{free_port()}"
     folder = in_s3(bucket, endpoint=nobody)
     with caplog.at_level("WARNING", "train"), pytest.raises(Unreachable):
@@ -494,7 +494,7 @@ def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket, mon
         bucket.proxy.set(refusal)
         assert act() == wanted
         assert len(bucket.proxy.requests()) == 4
-    monkeypatch.setattr(s3_patience, "REFUSED_S", 0.0)
+    monkeypatch.setattr(s3_retry, "REFUSED_S", 0.0)
     for folder, methods in ((folders[0], ["GET"]), (in_s3(bucket), ["HEAD", "GET"])):
         bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
         with pytest.raises(InputError, match="no permission to read it"):
@@ -504,7 +504,7 @@ def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket, mon
 
 @pytest.mark.parametrize("act", ["read", "size", "names", "write", "create", "remove"])
 def test_only_a_permission_to_delete_is_one_that_a_run_may_lack(bucket, monkeypatch, act):
-    monkeypatch.setattr(s3_patience, "REFUSED_S", 0.0)
+    monkeypatch.setattr(s3_retry, "REFUSED_S", 0.0)
     folder = in_s3(bucket)
     bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
     with pytest.raises(InputError, match="no permission to") as refused:

@@ -33,7 +33,7 @@ from train.config import BackendConfig, CheckpointConfig
 from train.parallel.data import Replica
 from train.parallel.pieces import piece
 from train.storage.folders import open_folder
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 BERT = ["model.architecture=bert", "model.embedding_size=null"]
 FSDP = [*BERT, "parallel=fsdp"]

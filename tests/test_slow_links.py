@@ -99,7 +99,7 @@ def reduce_all_ways(path):
     answer |= feed_back(backend, wanted) | skip(backend) | forget(backend)
     if rank == 0:
         Path(path).write_text(json.dumps(answer))
-    backend.world.meet()
+    backend.world.barrier()
 
 
 def furthest(one, other):

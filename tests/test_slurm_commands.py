@@ -16,7 +16,7 @@ from services.slurm_jobs import output, submit, wait_for_state, write_script
 from launch.slurm.commands import Slurm, check_name, check_request, clock, job_name
 from launch.slurm.records import Partition, duration_s, read_jobs, read_partitions
 from train.config import Failure, InputError, Unreachable
-from train.storage.untrusted import BadContent
+from train.storage.schema import BadContent
 
 RECORDED = Path(__file__).parent / "recorded/slurm"
 TWO = {"n[1-2]": ("n1", "n2"), "n1": ("n1",)}

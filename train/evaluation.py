@@ -42,7 +42,7 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     best, step = attempt.cfg.best, recorder.progress.step
     score = metrics[best.metric] if lower_is_better(best.metric) else -metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
-        failure = backend.world.first_rank_does(lambda: write(attempt, rows, step), attempt.watch.beat)
+        failure = backend.world.run_on_rank0(lambda: write(attempt, rows, step), attempt.watch.beat)
         if failure is not None:
             recorder.alarm(f"the predictions of this evaluation are not written: {failure}")
     return score
@@ -103,7 +103,7 @@ def measure(
     by_data_rank = {data_rank: share for data_rank, share in shares if share is not None}
     # On the host, in the order of the data: the same numbers on any number of ranks.
     merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if shares else np.empty(0)
-    return backend.world.first_rank_does(lambda: task.eval_metrics(merged), attempt.watch.beat), merged
+    return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.beat), merged
 
 
 def eval_batches(

@@ -36,8 +36,8 @@ def train_order(
     """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
     mine = world.agree(task.windows)
     if progress.window_shards is None:
-        progress.window_shards = min(world.share(mine.shards))  # disks differ
-        progress.windows_grow = world.share(mine.grow)[0]
+        progress.window_shards = min(world.all_gather_object(mine.shards))  # disks differ
+        progress.windows_grow = world.broadcast(mine.grow)
     windows = Windows(progress.window_shards, progress.windows_grow)
     wanted = cfg.data.window_shards if isinstance(cfg.data, ShardsConfig) else None
     check(

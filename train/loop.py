@@ -31,7 +31,7 @@ from train.feed import check_same_data, draw, train_batches, train_order
 from train.host.garbage import search_as_usual
 from train.host.launched import check_launch, launched
 from train.models.memory import memory_of
-from train.models.shapes import check_layers, shape_of_model
+from train.models.model_sizes import check_layers, shape_of_model
 from train.optim import learning_rate
 from train.parallel import Engine, LossFunction, build_engine
 from train.ranks import AGREED
@@ -78,11 +78,11 @@ def open_and_fit(attempt: Attempt) -> tuple[str, int]:
         backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs)
     world, attempt.watch.compiles = backend.world, backend.compilers.are_busy
     # If rank 0 did not own the run folder, it would not have joined.
-    attempt.joined(*world.share((attempt.folder.previous, attempt.owner))[0])
+    attempt.joined(*world.broadcast((attempt.folder.previous, attempt.owner)))
     refused: Exception | None = None
     try:
         if cfg.data.verify:
-            world.each_machine_does(attempt.task.verify_data)  # without a heartbeat: a hang is ended
+            world.run_on_local_rank0(attempt.task.verify_data)  # without a heartbeat: a hang is ended
         ended = fit(attempt, backend)
     except AGREED as error:
         refused = error.with_traceback(None)
@@ -96,7 +96,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     """Build model and engine, go on from the newest checkpoint, train, export."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
-    check_same_data(world.share(task.data_id))
+    check_same_data(world.all_gather_object(task.data_id))
     torch.manual_seed(cfg.seed)  # the same weights on every rank
     model = world.agree(task.build_model)
     lengths = 1 if task.buckets is None else len(task.buckets.lengths)
@@ -110,7 +110,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     loaded = go_on(attempt, store, engine, backend)
     engine.ready()
     facts = facts_of(attempt, engine, backend)
-    world.first_rank_does(lambda: describe(attempt, facts, model))
+    world.run_on_rank0(lambda: describe(attempt, facts, model))
     each = "rank" if plan.replicas == world.size else f"group of {world.size // plan.replicas} ranks"
     logger.info(
         f"{backend.name} on {backend.device_name}, {backend.precision}: {world.num_machines} x {world.local_size} "
@@ -150,7 +150,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
         watch.phase("export", is_start=True)  # the others wait for rank 0
         if cfg.export and reason in ENDS:
             engine.assemble()
-            world.first_rank_does(lambda: export(attempt, recovery, model), watch.beat)
+            world.run_on_rank0(lambda: export(attempt, recovery, model), watch.beat)
     return reason, training.progress.step
 
 

@@ -35,8 +35,8 @@ from train.config import (
     check_choice,
 )
 from train.host.launched import launched
+from train.storage.atomic_io import open_whole
 from train.storage.folders import Folder, disk_errors, is_s3, local_path, open_folder
-from train.storage.whole import open_whole
 from train.tasks import TASKS, spec_of
 from train.tasks.spec import Origin, Prediction
 

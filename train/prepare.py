@@ -41,7 +41,7 @@ from train.data.text.preparation import (
 )
 from train.data.text.processes import PartStopped, prepare_in_processes
 from train.storage.folders import Folder, canonical_json, open_folder, sha256_json
-from train.storage.untrusted import BadContent, of_type, read_object
+from train.storage.schema import BadContent, of_type, read_object
 
 SAMPLED_PARTS = 64  # of a corpus that is larger than what the tokenizer is trained on
 SPLIT_RULE = 2  # raised when other text is held out, so that no preparation is begun by one rule and ended by another

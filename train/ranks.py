@@ -1,7 +1,7 @@
-"""The one room where ranks agree: when one rank waits for another over the hosts, it does so by a verb of `World`.
+"""Communication between the hosts of all ranks: every wait of one rank for another is a method of `World`.
 
-Values travel between the hosts by gloo, beside the devices' own collectives. Verbs without `begin` wait for all ranks;
-all ranks call them in the same order.
+Values travel over gloo, beside the devices' own collectives. Methods whose names do not begin with `begin` wait for all
+ranks, and all ranks call them in the same order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class World:
         launch = launched()
         self.rank, self.size = launch.rank, launch.world_size
         self.local_rank, self.local_size = launch.local_rank, launch.local_world_size
-        self.is_distributed = launch.is_distributed  # ranks have to meet, even if there is only one
+        self.is_distributed = launch.is_distributed  # a launcher numbers the ranks, even if there is only one
 
     @property
     def num_machines(self) -> int:
@@ -71,13 +71,17 @@ class World:
         """Numbers added over all ranks."""
         return self.begin_sum(values)()
 
-    def share(self, value: Result) -> list[Result]:
+    def all_gather_object(self, value: Result) -> list[Result]:
         """Every rank's value in rank order, on all ranks."""
         if not self.is_distributed:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def broadcast(self, value: Result) -> Result:
+        """The value of rank 0, on all ranks."""
+        return self.all_gather_object(value)[0]
 
     def gather(self, value: Result) -> list[Result]:
         """Every rank's value in rank order, on rank 0; an empty list elsewhere."""
@@ -87,18 +91,18 @@ class World:
         dist.gather_object(value, values, group=self.group)
         return values or []
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Add a tensor of the host up over all ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum a host tensor over all ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
 
-    def exchange(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    def sendrecv(self, peer: int, mine: torch.Tensor, theirs: torch.Tensor) -> None:
         """Send a tensor of the host to another rank, and fill `theirs` with what it sends at the same time."""
         sending = dist.isend(mine, peer, group=self.group)
         dist.recv(theirs, peer, group=self.group)
         assert sending is not None  # as it would be for ranks outside the group
         sending.wait()
 
-    def bring(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+    def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
         """Fill tensors of rank 0, on the host, with those of rank `source`. Only these two call it."""
         for tensor in tensors:
             if self.rank == source:
@@ -109,7 +113,7 @@ class World:
     # ---- actions ---------------------------------------------------------------------------------------------------
 
     def agree(self, action: Callable[[], Result]) -> Result:
-        """Take an action on every rank. Gives this rank's result if all succeed; otherwise all ranks raise the first
+        """Take an action on every rank. Returns this rank's result if all succeed; otherwise all ranks raise the first
         failure. A failure that is none of AGREED ends its rank alone.
         """
         result, failure = None, None
@@ -122,17 +126,17 @@ class World:
         return cast(Result, result)
 
     def raise_failure(self, failure: Exception | None) -> None:
-        """Raise the first failure of all ranks on all of them; at least one rank gives one."""
-        raise next(error for error in self.share(failure) if error is not None)
+        """Raise the first failure of all ranks on all of them; at least one rank passes one."""
+        raise next(error for error in self.all_gather_object(failure) if error is not None)
 
-    def first_rank_does(self, action: Callable[[], Result], beat: Callable[[], None] = no_beat) -> Result:
-        """Take an action on rank 0, in a thread, so without collectives. Gives its result on all ranks, which wait with
-        `beat`, even past the timeout of a collective. A failure is raised as in `agree`.
+    def run_on_rank0(self, action: Callable[[], Result], beat: Callable[[], None] = no_beat) -> Result:
+        """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks, which wait
+        with `beat`, even past the timeout of a collective. A failure is raised as in `agree`.
         """
-        return cast(Result, self.share(self._some_do(action, self.rank == 0, beat))[0])
+        return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, beat)))
 
-    def each_machine_does(self, action: Callable[[], object], beat: Callable[[], None] = no_beat) -> None:
-        """The first rank of each machine takes the action, while the others wait as in `first_rank_does`."""
+    def run_on_local_rank0(self, action: Callable[[], object], beat: Callable[[], None] = no_beat) -> None:
+        """The first rank of each machine takes the action, while the others wait as in `run_on_rank0`."""
         self._some_do(action, self.local_rank == 0, beat)
 
     def _some_do(self, action: Callable[[], Result], is_mine: bool, beat: Callable[[], None]) -> Result | None:
@@ -151,18 +155,18 @@ class World:
             time.sleep(POLL_S)
 
     @contextmanager
-    def in_turn(self) -> Iterator[None]:
+    def stagger_local_ranks(self) -> Iterator[None]:
         """A few ranks of a machine at a time are inside, so that its memory does not hold a checkpoint for each."""
         num_turns = -(-self.local_size // LOADING_RANKS)
         mine = self.local_rank // LOADING_RANKS
         for _ in range(mine):
-            self.meet()
+            self.barrier()
         try:
             yield
         finally:
             for _ in range(num_turns - mine):
-                self.meet()
+                self.barrier()
 
-    def meet(self) -> None:
-        """Wait until all ranks are here."""
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
         self.sum([0.0])

@@ -49,5 +49,5 @@ class Votes:
 
     def reasons(self) -> list[tuple[int, str, str, str]]:
         """Rank, reason, its kind and the host of each rank that was asked to stop."""
-        answers = enumerate(self.world.share((self.stop.reason, self.stop.kind, platform.node())))
+        answers = enumerate(self.world.all_gather_object((self.stop.reason, self.stop.kind, platform.node())))
         return [(rank, reason, kind, host) for rank, (reason, kind, host) in answers if reason is not None]

@@ -12,7 +12,7 @@ from launch.ec2.resolved import Image
 from train.config import InputError, check
 from train.config.backend import NEURON
 from train.host.versions import read_versions
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py gives them
 OWN = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images

@@ -22,7 +22,7 @@ from launch.values import count, table
 from train.config import Failure, InputError
 from train.host.processes import is_alive, read_process
 from train.storage.folders import canonical_json
-from train.storage.untrusted import BadContent, FileName, read_object, record
+from train.storage.schema import BadContent, FileName, read_object, record
 
 INTENTS, ANSWERS = "ec2/intents/", "ec2/answers/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"

@@ -26,7 +26,7 @@ from launch.supervise import CODES, Verdict, settled
 from launch.values import number, shown_duration, shown_moment, text
 from train.cli.command import FAILED, printable
 from train.config import Failure, InputError, Unreachable
-from train.storage.untrusted import read_object, read_yaml
+from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two calls that are not answered

@@ -35,7 +35,7 @@ from train.config import InputError, S3Config, Unreachable, check
 from train.host import children
 from train.host.metadata import Metadata, metadata_endpoint
 from train.storage.folders import canonical_json
-from train.storage.untrusted import BadContent, FileName, read_object, record
+from train.storage.schema import BadContent, FileName, read_object, record
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"

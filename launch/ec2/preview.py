@@ -19,7 +19,7 @@ from launch.record import Record
 from launch.values import shown_duration
 from train.config.backend import CUDA
 from train.storage.folders import sha256_bytes
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 FIRST = 1  # number of the first intent; another one has other tags, another token and user data of its own
 

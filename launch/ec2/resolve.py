@@ -18,7 +18,7 @@ from launch.job import Job
 from launch.record import Record
 from train.config import InputError, check
 from train.config.backend import CUDA, NEURON
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 
 def regions_of(cluster: Ec2Config, api: Api) -> list[str]:

@@ -8,7 +8,7 @@ from launch.ec2.network import Interface
 from launch.record import Record
 from train.config import InputError
 from train.storage.folders import canonical_json
-from train.storage.untrusted import BadContent, FileName, read_object, record
+from train.storage.schema import BadContent, FileName, read_object, record
 
 RESOLVED = "ec2/resolved.json"
 

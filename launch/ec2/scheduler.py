@@ -19,7 +19,7 @@ from launch.spec import Handle, State
 from launch.values import shown_duration, table, texts
 from train.cli.command import INTERRUPTED, printable
 from train.config import InputError, S3Config, check
-from train.storage.untrusted import record as checked
+from train.storage.schema import record as checked
 
 if TYPE_CHECKING:
     from launch.ec2.api import Api

@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.slurm.records import HOST, SACCT, SQUEUE, Job, Partition, check_hosts, read_jobs, read_partitions
 from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable, check
-from train.storage.untrusted import shown
+from train.storage.schema import shown
 
 NAME = r"[A-Za-z0-9._-]{1,64}"
 NO_JOB = "Invalid job id specified"

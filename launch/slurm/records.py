@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from train.storage.untrusted import BadContent, shown
+from train.storage.schema import BadContent, shown
 
 OVER = frozenset(  # states from which a job does not come back by itself
     (

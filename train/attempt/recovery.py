@@ -182,7 +182,7 @@ class Recovery:
             raise FloatingPointError(
                 f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks={limit}); try a lower optim.lr"
             )
-        self.world.first_rank_does(self._put_aside_what_failed, self.attempt.watch.beat)
+        self.world.run_on_rank0(self._put_aside_what_failed, self.attempt.watch.beat)
         loaded = load_newest(self.attempt, self.store, self.engine, self.backend)
         if not loaded.ranks:
             raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
@@ -221,7 +221,7 @@ class Recovery:
         failure = None
         if saves and saves[-1].failure is not None and not saves[-1].num_bytes:  # earlier ones were alarms only
             failure = f"saving step {saves[-1].step}: {saves[-1].failure}; {self.saver.newest_text}"
-        failure = self.world.share(failure)[0]
+        failure = self.world.broadcast(failure)
         if failure is not None:
             raise SavesFail(failure)
 

@@ -22,7 +22,7 @@ def go_on(attempt: Attempt, store: Store, engine: Engine, backend: Backend) -> L
 
     Raises NoneValid on all ranks if the metrics name a checkpoint and the store has none.
     """
-    newest = backend.world.first_rank_does(lambda: tidy(attempt, store), attempt.watch.beat)
+    newest = backend.world.run_on_rank0(lambda: tidy(attempt, store), attempt.watch.beat)
     loaded = load_newest(attempt, store, engine, backend)
     if not loaded.ranks and newest is not None:
         raise NoneValid(

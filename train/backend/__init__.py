@@ -83,7 +83,7 @@ class Backend(Protocol):
         `lengths`: how many shapes batches have; `alone`: each rank keeps its own gradients and count.
         """
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
 
     def mesh(self) -> DeviceMesh:

@@ -79,7 +79,7 @@ class Base:
         """
         if self.world.is_distributed:
             gc.collect()
-            self.world.meet()
+            self.world.barrier()
             dist.destroy_process_group()
 
 

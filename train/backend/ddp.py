@@ -122,7 +122,7 @@ class DDP(Base):
             return self.at_once(model, self.device, self.world)
         return DDPReducer(model, self.device, self.world.size, accumulation, compresses=self.compresses)
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             dist.all_reduce(tensor)
 

@@ -49,7 +49,7 @@ class Neuron(DDP):
         self.device = torch.device(DEVICE)
         if self.world.is_distributed:
             ones = torch.ones(1, device=self.device)
-            self.add_up([ones])
+            self.all_reduce([ones])
             guards.check_world(
                 launched=self.world.size,
                 device=dist.get_world_size(),

@@ -80,7 +80,9 @@ def machines_of(world: World, timeout_s: float) -> Machines:
     """All ranks call this. InputError unless the machines have equally many ranks, numbered one after the other."""
     size = world.local_size
     differing = [
-        rank for rank, ranks in enumerate(world.share((world.local_rank, size))) if ranks != (rank % size, size)
+        rank
+        for rank, ranks in enumerate(world.all_gather_object((world.local_rank, size)))
+        if ranks != (rank % size, size)
     ]
     check(
         not differing,

@@ -110,7 +110,7 @@ class XLA(Base):
         if not self.world.is_distributed:
             return
         ones = torch.ones(1).to(self.device)
-        self.add_up([ones])
+        self.all_reduce([ones])
         total = float(ones)  # read in any case, since its graph must be compiled too
         guards.check_world(
             launched=self.world.size,
@@ -137,7 +137,7 @@ class XLA(Base):
                 "what it needs: run python -m train.precompile on each before, or keep the cache in S3"
             )
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add the tensors up over the ranks, in place. On CPUs gloo gets copies: it does not add XLA tensors."""
         if not self.reduces_on_host:
             bucket_mb = int(os.environ.get("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", 0)) or UNLIMITED_MB
@@ -325,7 +325,7 @@ class XLAReducer:
     def finish(self) -> Tensor:
         if self.backend.world.size > 1:
             gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
-            self.backend.add_up([self.count, *reversed(gradients)])  # those of the last layers are ready first
+            self.backend.all_reduce([self.count, *reversed(gradients)])  # those of the last layers are ready first
         return self.count
 
     def state(self) -> State:

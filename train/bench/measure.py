@@ -35,7 +35,7 @@ from train.host.launcher import find_launcher
 from train.host.memory import limit_allocations, own_peak_bytes, total_memory_bytes
 from train.host.processes import owner_name
 from train.ranks import AGREED
-from train.storage.whole import write_atomic
+from train.storage.atomic_io import write_atomic
 from train.telemetry.metrics import Recorder
 
 logger = logging.getLogger("train")
@@ -161,7 +161,7 @@ class BenchRecorder(Recorder):
         if reason != MEASURED:
             return
         graphs, backend, world, plan = self.backend.graphs(), self.backend, self.world, self.plan
-        peaks = world.share((own_peak_bytes(), peak_device_bytes()))
+        peaks = world.all_gather_object((own_peak_bytes(), peak_device_bytes()))
         of_devices = [device for _, device in peaks if device is not None]
         result = speeds(self.meter.windows, global_batch_size=plan.global_batch_size, peak=self.peak())
         sequences_per_s = result["sequences_per_s"]["median"]
@@ -199,7 +199,7 @@ class BenchRecorder(Recorder):
         known = instance.peak_flops_per_s(precision)
         if known is not None:
             return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
-        world.meet()
+        world.barrier()
         own, size = matmul_flops_per_s(self.backend)
         total = world.sum([own])[0]
         device = self.backend.device_name

@@ -30,8 +30,8 @@ from train.host.launched import launched
 from train.host.launcher import REFUSAL
 from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
 from train.run_folder.outcome import OUT_OF_MEMORY
-from train.storage.untrusted import BadContent, read_object
-from train.storage.whole import write_atomic
+from train.storage.atomic_io import write_atomic
+from train.storage.schema import BadContent, read_object
 
 GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
 PATIENCE = 2  # larger micro batches in a row that are no faster, after which none is tried

@@ -20,7 +20,7 @@ from train.config import Failure
 from train.parallel.pieces import Tensors
 from train.ranks import World, no_beat
 from train.run_folder.folder import check_same_run, differences
-from train.storage.untrusted import BadContent, shown
+from train.storage.schema import BadContent, shown
 
 if TYPE_CHECKING:
     from train.backend import Backend, State
@@ -78,18 +78,18 @@ def load(
     Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
     """
     world = backend.world
-    manifest, faults = world.first_rank_does(lambda: newest_valid(store), beat)
+    manifest, faults = world.run_on_rank0(lambda: newest_valid(store), beat)
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, source=f"{store.location} at step {manifest.step}", force=force)
     changed = differences(manifest.settings, {key: settings[key] for key in settings if key in manifest.settings})
     if changed:
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
-    world.each_machine_does(lambda: bring(store, manifest.step, world), beat)
+    world.run_on_local_rank0(lambda: bring(store, manifest.step, world), beat)
     path = store.path_of(manifest)
 
     def put_back() -> list[State]:
-        with world.in_turn(), fitting(path):
+        with world.stagger_local_ranks(), fitting(path):
             engine.load(read_weights(path, manifest), read_optimizer(path, manifest))
             ranks = read(path / "ranks.pt")["ranks"]
             if manifest.world_size == world.size:

@@ -13,7 +13,7 @@ from train.checkpoints.progress import Progress
 from train.config import Failure
 from train.storage.folders import canonical_json
 from train.storage.manifest import fault_of, fault_of_file, sealed, unsealed
-from train.storage.untrusted import BadContent, FileEntry, FileName, read_object, record, shown
+from train.storage.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 2
 FORMAT_OF_PARTS = 3  # with files of other ranks than rank 0, which versions that know only FORMAT would leave out

@@ -110,7 +110,7 @@ class Saver:
         began_s = time.monotonic()
         if must:
             self.wait(beat)
-        if not self.world.share(self.world.rank == 0 and self.is_free(progress.step, began_s))[0]:
+        if not self.world.broadcast(self.world.rank == 0 and self.is_free(progress.step, began_s)):
             return
         self.engine.check_replicas()
         ranks = self.world.gather({"rng": self.backend.rng_state(), **own})

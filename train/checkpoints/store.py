@@ -9,7 +9,7 @@ from typing import Protocol
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.store_disk import LocalStore
 from train.storage.folders import Folder, LocalFolder
-from train.storage.untrusted import FileName
+from train.storage.schema import FileName
 
 
 class Store(Protocol):

@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, check_sizes, step_name, step_of
-from train.storage.folders import LocalFolder, check_room
-from train.storage.untrusted import FileName
-from train.storage.whole import (
+from train.storage.atomic_io import (
     begin_folder,
     publish_folder,
     remove_folder,
@@ -18,6 +16,8 @@ from train.storage.whole import (
     sync_folder,
     write_atomic,
 )
+from train.storage.folders import LocalFolder, check_room
+from train.storage.schema import FileName
 
 
 class LocalStore:

@@ -28,10 +28,10 @@ from train.checkpoints.manifest import (
 from train.config import Failure, InputError
 from train.run_folder.folder import SAVING
 from train.run_folder.ownership import LeaseLost, name_of, numbers
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import READS, canonical_json, check_room
 from train.storage.s3 import S3Folder
-from train.storage.untrusted import BadContent, FileName, of_type, read_object
-from train.storage.whole import write_atomic
+from train.storage.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"

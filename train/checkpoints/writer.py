@@ -23,7 +23,7 @@ from train.checkpoints.manifest import FILE, Manifest, file_name
 from train.checkpoints.staging import State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
 from train.config import InputError, Unreachable
-from train.storage.untrusted import FileEntry, FileName, Sha256
+from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -87,7 +87,7 @@ class Writer:
             scratch = self.store.scratch(manifest.step, num_bytes_of(state))
             draft = scratch.name, manifest
         finally:
-            self.writers.share(draft)  # None: the other ranks have nothing to write
+            self.writers.all_gather_object(draft)  # None: the other ranks have nothing to write
         return scratch, manifest
 
     def _commit(self, scratch: Path, manifest: Manifest) -> None:
@@ -108,7 +108,7 @@ class Writer:
         assert self.writers is not None
         try:
             self.writers.gather(self._names(state))
-            draft = self.writers.share(None)[0]
+            draft = self.writers.broadcast(None)
             if draft is not None:
                 self._all_write(lambda: self._write_beside(state, *draft, patience_s))
         except Exception as error:

@@ -13,7 +13,7 @@ from train.cli import compose as cli
 from train.config import BackendConfig, HubConfig, InputError, S3Config, TrainConfig, XLAConfig, check
 from train.optim import OPTIMIZERS
 from train.storage.folders import Folder
-from train.storage.untrusted import BadContent, read_yaml, shown
+from train.storage.schema import BadContent, read_yaml, shown
 from train.tasks import TASKS
 
 

@@ -27,7 +27,7 @@ from train.config import InputError, check
 from train.report.figures import labels, look, printable
 from train.report.page import at_step, config_differences, duration, printed, template
 from train.report.run import Run
-from train.storage.whole import write_atomic
+from train.storage.atomic_io import write_atomic
 
 TITLE = "Comparison of training runs: "  # of compare.html.j2
 COUNT = "{:,.0f}".format

@@ -22,7 +22,7 @@ from train.config.compare import CompareConfig, VariantsConfig
 from train.host import children
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import canonical_json, open_folder
-from train.storage.untrusted import FileName, read_yaml
+from train.storage.schema import FileName, read_yaml
 
 OWN = "compare"  # the section of CompareConfig that is not the run's
 

@@ -69,19 +69,19 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
     with deadline("joining the ranks", cfg.join_timeout_s + timeout_s, "backend.join_timeout_s + backend.timeout_s"):
         backend = open_backend(replace(cfg, timeout_s=timeout_s), instance)
         world = backend.world
-        seen = world.share((printable(socket.gethostname()), world.local_rank))
+        seen = world.all_gather_object((printable(socket.gethostname()), world.local_rank))
     names = [f"{host} (rank {rank})" for rank, (host, _) in enumerate(seen)]
     firsts = [rank for rank, (_, local_rank) in enumerate(seen) if local_rank == 0]
     is_cpu = backend.monitor_kind == "cpu"
 
     def add_up_on_device(tensors: list[Tensor]) -> None:
-        backend.add_up(tensors)
+        backend.all_reduce(tensors)
         backend.cut()
         backend.read(tensors[-1:])  # waits for the device
 
     def add_up_on_hosts(tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            world.add_up(tensor)
+            world.all_reduce(tensor)
 
     def timed(add_up: Callable[[list[Tensor]], None], what: str, num_mib: int, device: torch.device) -> AllReduce:
         with deadline(f"the all-reduce {what}", timeout_s):
@@ -143,7 +143,7 @@ def all_reduce(
     is_right = bool((backend.read([large])[0] == world.size * (world.size + 1) / 2).all())
     latency_s = median_s(world, lambda: add_up([small]))
     took_s = median_s(world, lambda: add_up([large, small]))
-    wrong = [rank for rank, each in enumerate(world.share(is_right)) if not each]
+    wrong = [rank for rank, each in enumerate(world.all_gather_object(is_right)) if not each]
     return AllReduce(latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong)
 
 
@@ -154,7 +154,9 @@ def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
 
 def median_s(world: World, action: Callable[[], None]) -> float:
     """Median duration over repeats and ranks."""
-    return statistics.median(took_s for rank in world.share(durations_s(action, world.meet)) for took_s in rank)
+    return statistics.median(
+        took_s for rank in world.all_gather_object(durations_s(action, world.barrier)) for took_s in rank
+    )
 
 
 def durations_s(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
@@ -175,17 +177,17 @@ def measure_links(
     mine: dict[str, float] = {}  # seconds
     for number, pairs in enumerate(rounds(members), start=1):
         with deadline(f"waiting for the other links before round {number}", timeout_s):
-            world.meet()
+            world.barrier()
         for pair in pairs:
             if world.rank in pair:
                 name = " - ".join(names[rank] for rank in pair)
-                exchange = partial(world.exchange, sum(pair) - world.rank, sent, received)
+                exchange = partial(world.sendrecv, sum(pair) - world.rank, sent, received)
                 with deadline(f"the exchange {name}", timeout_s):
                     # The shortest one: other work on a machine only ever makes an exchange longer.
                     mine[name] = min(durations_s(exchange))
     durations: dict[str, float] = {}
     with deadline("gathering the links", timeout_s):
-        for of_rank in world.share(mine):
+        for of_rank in world.all_gather_object(mine):
             durations |= {name: max(took_s, durations.get(name, 0)) for name, took_s in of_rank.items()}
     return {name: num_bytes / took_s for name, took_s in durations.items()}
 

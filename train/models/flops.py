@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from train.models.shapes import Shape
+    from train.models.model_sizes import Shape
 
 BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
 

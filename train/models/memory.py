@@ -17,7 +17,7 @@ from typing import Any
 
 from train.config import TrainConfig
 from train.config.parallel import Held
-from train.models.shapes import Shape
+from train.models.model_sizes import Shape
 
 GIB = 2**30
 STATE_BYTES = 4  # of fp32: weights, gradients, and each of two moments

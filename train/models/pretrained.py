@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from train.config import InputError, check
 from train.data.text.tokenizer import quiet
 from train.storage.hub_access import asking_hub, why_missing
-from train.storage.untrusted import BadContent, FileName, of_type, read_object
+from train.storage.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 BAD_FILES = (OSError, ValueError, LookupError, TypeError, AttributeError)  # transformers raises these for bad files

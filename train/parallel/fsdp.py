@@ -63,7 +63,7 @@ class FSDP(DataParallel):
     def clip(self, divisor: Tensor) -> Tensor:
         gradients = [weight.grad.to_local() for weight in self.parameters if isinstance(weight.grad, DTensor)]
         square = nn.utils.get_total_norm(gradients).square().reshape(1)
-        self.backend.add_up([square])
+        self.backend.all_reduce([square])
         return scale(gradients, square.sqrt().reshape(()), divisor, self.max_grad_norm)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------

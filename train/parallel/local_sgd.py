@@ -114,4 +114,4 @@ class LocalSGD(DataParallel):
 
     def _add_up(self, tensor: Tensor) -> None:
         if self.backend.world.is_distributed:
-            self.backend.add_up([tensor])
+            self.backend.all_reduce([tensor])

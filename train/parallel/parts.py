@@ -128,7 +128,7 @@ class WholeState:
         else:
             there = dict(zip(named.values(), named.values(), strict=True))
         for stage, names in absent.items():
-            self.world.bring([there[named[name]] for name in names], stage)
+            self.world.recv_from([there[named[name]] for name in names], stage)
         state = model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
         return {name: there.get(value, value) for name, value in state.items()}
 

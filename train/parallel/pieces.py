@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.storage.untrusted import BadContent, shown
+from train.storage.schema import BadContent, shown
 
 KEYS = {"rows", "first_row", "num_rows"}
 

@@ -131,7 +131,7 @@ class Pipeline:
         for batch in micro_batches:
             self._add_gradients(batch["inputs"])
         for group, weights, is_shared in self.sums:
-            add_up(weights, group, is_shared=is_shared)
+            all_reduce(weights, group, is_shared=is_shared)
         count = sum(batch["count"] for batch in micro_batches)
         return self.backend.update(self.optimizer, self.parameters, lambda: self._clip(count))
 
@@ -255,7 +255,7 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
     return chain, chain.cut(cfg.num_parts)
 
 
-def add_up(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
+def all_reduce(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shared: bool) -> None:
     """Add the gradients of weights up over the ranks of a group, in one message. A weight that only other parts use has
     no gradient here; one that no part uses has none anywhere, and is left out.
     """

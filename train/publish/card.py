@@ -18,7 +18,7 @@ from train.report.figures import printable
 from train.report.page import at_step
 from train.report.run import Line, Run, number, read_run, scores, summarise
 from train.run_folder.folder import RunFolder
-from train.storage.whole import write_atomic
+from train.storage.atomic_io import write_atomic
 from train.tasks import TASKS, TaskSpec
 
 NAME = "README.md"

@@ -24,7 +24,7 @@ from train.host.launched import launched
 from train.publish import card
 from train.run_folder.folder import RunFolder
 from train.storage.folders import is_s3, local_path, make_folder
-from train.storage.untrusted import is_inside, is_path
+from train.storage.schema import is_inside, is_path
 from train.telemetry.lines import read_lines
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from train.config import InputError
 from train.report.run import read_mapping
-from train.storage.untrusted import BadContent, of_type, record
+from train.storage.schema import BadContent, of_type, record
 
 FIRST = ("train", "validation")  # of the splits; then the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels

@@ -29,9 +29,9 @@ from train.report.data import (
 from train.report.figures import MAX_POINTS, data_figures, draw, labels, look, panels, printable, x_axis
 from train.report.run import Run, summarise
 from train.run_folder import samples
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import LocalFolder
-from train.storage.untrusted import BadContent
-from train.storage.whole import write_atomic
+from train.storage.schema import BadContent
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -14,7 +14,7 @@ from typing import Any
 from train.config import InputError, check, flatten, lower_is_better
 from train.config.checks import LARGEST, LARGEST_FLOAT
 from train.run_folder.outcome import KEYS, NAME, Outcome
-from train.storage.untrusted import BadContent, read_yaml, record
+from train.storage.schema import BadContent, read_yaml, record
 
 Line = dict[str, Any]
 

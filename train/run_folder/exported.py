@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from train.run_folder.folder import RunFolder
+from train.storage.atomic_io import new_folder, remove_temporaries, sync_tree
 from train.storage.folders import Folder, canonical_json
-from train.storage.whole import new_folder, remove_temporaries, sync_tree
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder

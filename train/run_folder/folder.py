@@ -43,6 +43,7 @@ from train.host.launched import launched
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_location, check_no_links
 from train.run_folder.run_clock import RunClock
+from train.storage.atomic_io import sync_file, write_atomic
 from train.storage.folders import (
     Folder,
     LocalFolder,
@@ -52,7 +53,6 @@ from train.storage.folders import (
     open_folder,
     sha256_bytes,
 )
-from train.storage.whole import sync_file, write_atomic
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder

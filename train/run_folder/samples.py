@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 from train.config.train import MAX_SAMPLES
 from train.storage.folders import Folder, canonical_json
-from train.storage.untrusted import BadContent, read_object, record
+from train.storage.schema import BadContent, read_object, record
 
 NAME = "samples.json"
 MOST_ANSWERS, MOST_GUESSES = 8, 3  # of a sample, of an answer

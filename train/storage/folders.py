@@ -1,5 +1,5 @@
-"""Folders that hold a run's or a data set's files, on this machine or in S3. A file is whole or absent: whole.py writes
-it on disk, and S3 shows an object when all of it has arrived.
+"""Folders that hold the files of a run or a data set, on this machine or in S3. A file is whole or absent:
+atomic_io.py writes it on disk, and S3 shows an object when all of it has arrived.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, s
 
 from train.config import InputError, S3Config, check_printable
 from train.host.launched import is_first
-from train.storage.untrusted import RelativePath
-from train.storage.whole import create_atomic, is_temporary, write_atomic
+from train.storage.atomic_io import create_atomic, is_temporary, write_atomic
+from train.storage.schema import RelativePath
 
 logger = logging.getLogger("train")
 Answer = TypeVar("Answer")

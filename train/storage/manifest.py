@@ -17,7 +17,7 @@ from train.storage.folders import (
     sha256_json,
     wait_for_file,
 )
-from train.storage.untrusted import BadContent, FileEntry, shown
+from train.storage.schema import BadContent, FileEntry, shown
 
 Item = TypeVar("Item")
 SHOWN_DIGITS = 12  # of a sha256, in a message

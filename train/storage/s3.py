@@ -1,6 +1,6 @@
 """S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/fetch.py.
 
-boto3 retries throttling, 5xx and lost connections for as long as s3_patience.py says. An error that remains is raised
+boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py says. An error that remains is raised
 with a message of one line.
 """
 
@@ -38,8 +38,8 @@ from botocore.exceptions import (
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
 
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
-from train.storage.s3_patience import ATTEMPTS, NotAnswered, Patience, is_temporary
-from train.storage.untrusted import is_path, shown
+from train.storage.s3_retry import ATTEMPTS, NotAnswered, Patience, is_temporary
+from train.storage.schema import is_path, shown
 
 logger = logging.getLogger("train")
 

@@ -94,7 +94,7 @@ class Recorder:
         # Ranks that see the same rows count them once between them.
         self.share = self.engine.data_size / self.world.size
         self.bubble = Bubble(self.engine.bubble)
-        hosts, stages = zip(*self.world.share((platform.node(), self.engine.stage)), strict=True)
+        hosts, stages = zip(*self.world.all_gather_object((platform.node(), self.engine.stage)), strict=True)
         self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
 
     @property
@@ -328,7 +328,7 @@ class Recorder:
                 "precision": self.backend.precision,
                 "peak_device_bytes": peak_device_bytes(),
                 "peak_host_bytes": own_peak_bytes(),
-                "peak_bytes_of_ranks": self.world.share(peak_device_bytes() or own_peak_bytes()),
+                "peak_bytes_of_ranks": self.world.all_gather_object(peak_device_bytes() or own_peak_bytes()),
                 **self.bubble.fields(),
                 **facts,
             },

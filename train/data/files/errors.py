@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from train.config import Failure, InputError
-from train.storage.untrusted import BadContent
+from train.storage.schema import BadContent
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError)  # of datasets and pyarrow, for data that is bad or missing
 # Characters that no text holds: half of a surrogate pair, which JSON can escape, and the stand-ins of bytes that do not

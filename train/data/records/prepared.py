@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from train.config import InputError, RecordsConfig, check, flatten
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import (
     Folder,
     LocalFolder,
@@ -19,8 +20,7 @@ from train.storage.folders import (
     sha256_file,
 )
 from train.storage.manifest import fault_of_file, first_fault, read_verified, sealed, unsealed
-from train.storage.untrusted import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
-from train.storage.whole import write_atomic
+from train.storage.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 
 if TYPE_CHECKING:
     from train.data.records.kinds import Featurizer

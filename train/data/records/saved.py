@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.files.errors import LIBRARY_ERRORS, naming
-from train.storage.untrusted import BadContent, FileName, of_type, read_object
+from train.storage.schema import BadContent, FileName, of_type, read_object
 
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 

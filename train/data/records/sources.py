@@ -19,7 +19,7 @@ from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import asking_hub, is_at_hub, why_missing
-from train.storage.untrusted import RelativePath, checked
+from train.storage.schema import RelativePath, checked
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder

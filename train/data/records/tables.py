@@ -51,6 +51,7 @@ from train.data.records.table_facts import column, facts_of_split
 from train.data.shards.cache import cache_dir
 from train.data.shards.once import once_per_node
 from train.host.launched import launched
+from train.storage.atomic_io import made_once, remove_folder
 from train.storage.folders import (
     Folder,
     canonical_json,
@@ -61,7 +62,6 @@ from train.storage.folders import (
     open_folder,
     sha256_json,
 )
-from train.storage.whole import made_once, remove_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

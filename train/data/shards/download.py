@@ -28,10 +28,10 @@ from train.config import InputError, ShardsConfig, Unreachable
 from train.data.shards.cache import Cache, flock
 from train.data.shards.fetch import Client, Doubtful
 from train.data.shards.format import Manifest, Shard
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import canonical_json
 from train.storage.manifest import fault_of_file
 from train.storage.s3 import S3Folder
-from train.storage.whole import write_atomic
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling

@@ -31,9 +31,9 @@ from train.data.shards.format import Manifest, Shard
 from train.data.shards.order import ShardSampler
 from train.data.shards.prepared import Supply
 from train.host.launcher import leave_signals_to_the_parent
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import canonical_json
 from train.storage.s3 import S3Folder
-from train.storage.whole import write_atomic
 
 logger = logging.getLogger("train")
 TICK_S, IDLE_S = 0.1, 1.0  # between looks at the cache while shards are missing, and otherwise

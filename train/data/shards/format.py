@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from train.config import InputError, check
 from train.storage.folders import Folder, LocalFolder, Mismatch, read_again, sha256_file, wait_for_file
 from train.storage.manifest import fault_of_file, first_fault, unsealed
-from train.storage.untrusted import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
+from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
 SPLITS = ("train", "validation")

@@ -15,8 +15,8 @@ from typing import Any
 from train.config import Failure, InputError, Unreachable
 from train.host.launched import launched
 from train.host.processes import is_gone, owner_name
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import canonical_json, make_folder, read_json
-from train.storage.whole import write_atomic
 
 PREFIX = ".launch-"
 POLL_S = 0.1

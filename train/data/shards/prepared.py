@@ -20,6 +20,7 @@ from train.data.shards.format import (
     read_manifest,
 )
 from train.data.shards.order import ShardSampler, Windows
+from train.storage.atomic_io import write_atomic
 from train.storage.folders import (
     MISSING_S,
     Folder,
@@ -31,7 +32,6 @@ from train.storage.folders import (
     wait_for_file,
 )
 from train.storage.manifest import fault_of, first_fault, read_verified
-from train.storage.whole import write_atomic
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder

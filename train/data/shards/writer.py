@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from train.data.shards.format import FORMAT, Manifest, Rows, Shard, TokenizerInfo, read_manifest
 from train.storage.folders import Folder, canonical_json, sha256_bytes
 from train.storage.manifest import sealed
-from train.storage.untrusted import FileName, Sha256
+from train.storage.schema import FileName, Sha256
 
 
 def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:

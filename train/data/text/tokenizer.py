@@ -25,7 +25,7 @@ from train.data.shards.format import TokenizerInfo
 from train.data.text.encoding import Vocabulary, starts_of
 from train.storage.folders import Folder, scratch_folder, sha256_bytes
 from train.storage.hub_access import asking_hub, hub_or_path, why_missing
-from train.storage.untrusted import Sha256
+from train.storage.schema import Sha256
 
 logger = logging.getLogger("train")
 

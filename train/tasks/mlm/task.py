@@ -34,8 +34,8 @@ from train.models.flops import train_flops_per_sequence
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Sample
 from train.storage.folders import Folder
-from train.tasks.highest import highest
 from train.tasks.mlm import MLMConfig
+from train.tasks.topk import topk
 
 NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
 
@@ -207,5 +207,5 @@ class MaskedLMTask:
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
     """[N, 3] of logits [N, C] and labels [N]: the loss, whether the prediction is right, whether there is a label."""
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    right = highest(logits)[1].squeeze(-1) == labels
+    right = topk(logits)[1].squeeze(-1) == labels
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)

@@ -21,9 +21,9 @@ from train.data.records.token_rows import Lists
 from train.models.heads import SpanReader, build_span_reader
 from train.storage.folders import canonical_json
 from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
-from train.tasks.highest import highest
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
+from train.tasks.topk import topk
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -53,7 +53,7 @@ def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
     null = start[:, 0] + end[:, 0]
     parts = [losses_of(logits, inputs)[:, None], null[:, None]]
     for scores in (start, end):
-        parts += highest(scores.masked_fill(~is_context, spans.LOWEST), k)
+        parts += topk(scores.masked_fill(~is_context, spans.LOWEST), k)
     return torch.cat(parts, 1)
 
 

@@ -18,7 +18,7 @@ from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
 from train.config import InputError
 from train.data.shards.format import ShardSet, map_tensors, parse_manifest, read_manifest
 from train.storage.folders import LocalFolder, canonical_json, sha256_bytes, sha256_json
-from train.storage.untrusted import BadContent, FileName, RelativePath, is_inside
+from train.storage.schema import BadContent, FileName, RelativePath, is_inside
 from train.tasks import build_task
 
 ROOT = Path("/a/folder")

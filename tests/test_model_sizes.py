@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 
 from train.config import InputError, ModelConfig
 from train.models.flops import train_flops_per_sequence
-from train.models.shapes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
-from train.storage.untrusted import BadContent
+from train.models.model_sizes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
+from train.storage.schema import BadContent
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
 

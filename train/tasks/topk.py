@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def highest(scores: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
+def topk(scores: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
     """The k highest of the last dimension [..., N] of float32 scores, and their indices, both [..., k] float32.
 
     The highest comes first, and of equal ones that with the lower index; the index of NaN is N. Trainium's compiler
