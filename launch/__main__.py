@@ -1,7 +1,7 @@
 """`python -m launch key=value ... -- settings of the run`: the plan of a run on N machines; submit=true starts it.
 
 `python -m launch list | status | logs | stop | resume | cancel RUN`, and clean | iam | quota for EC2: see
-launch/verbs.py.
+launch/commands.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from launch import code, estimate, show, submit, verbs
+from launch import code, commands, estimate, show, submit
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.engines import INSTANCE, Engine
@@ -45,8 +45,8 @@ USED += ("parts", "cluster.gate", "cluster.attempts", "cluster.rendezvous")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments and arguments[0] in verbs.VERBS:
-        return verbs.main(arguments)
+    if arguments and arguments[0] in commands.COMMANDS:
+        return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         return guarded(lambda: reject_subcommand(arguments[0]))
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "launch",
         LaunchConfig,
         "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
-        f"{' | '.join(verbs.VERBS)} RUN.",
+        f"{' | '.join(commands.COMMANDS)} RUN.",
         examples=(
             "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
             "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def reject_subcommand(name: str) -> int:
-    raise InputError(f"there is no subcommand {name}; there are: {', '.join(verbs.VERBS)}. A plan takes key=value")
+    raise InputError(
+        f"there is no subcommand {name}; there are: {', '.join(commands.COMMANDS)}. A plan takes key=value"
+    )
 
 
 def with_unknown_type(own: list[str]) -> list[str]:

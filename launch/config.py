@@ -50,7 +50,7 @@ class LaunchConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     instance: InstanceConfig = field(default_factory=InstanceConfig)
     nodes: int = 1  # machines
-    spares: int = 0  # more machines in the same allocation, for those that fail the gate
+    spares: int = 0  # more machines in the same allocation, for those that fail the preflight
     processes_per_node: int | None = None  # ranks a machine; None: all its devices
     submit: bool = False  # do it; without this the plan is printed and nothing starts
     check: bool = False  # cluster=ec2: ask EC2 whether it would do it, in each subnet (DryRun); nothing starts
@@ -81,7 +81,7 @@ class LaunchConfig:
         check(is_local or not self.detach, "detach is for cluster=local: jobs of a scheduler always are")
         check(
             self.spares == 0 or self.cluster.gate,
-            f"spares={self.spares} replace machines that fail the gate: set cluster.gate=true",
+            f"spares={self.spares} replace machines that fail the preflight: set cluster.gate=true",
         )
 
     @property

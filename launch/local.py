@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 
 from launch.config import LaunchConfig
-from launch.gate import pass_gate
 from launch.history import read_history
 from launch.job import Job
+from launch.preflight import run_preflight
 from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import CODES, StopRequest, Verdict, attempt_name, noting_its_end, patiently, prepared, supervise
+from launch.supervise import CODES, Decision, StopRequest, attempt_name, prepared, recording_failure, retry, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.host import children
@@ -56,16 +56,16 @@ class Scheduler:
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second one ends it."""
-        from launch import logs, verbs  # the supervisor needs neither
+        from launch import commands, logs  # the supervisor needs neither
 
         if detach:
             return DONE
-        for verb in (["stop"], ["cancel", "--yes"]):
+        for command in (["stop"], ["cancel", "--yes"]):
             try:
                 logs.follow(record, logs.Wanted(lines=0))
                 break
             except KeyboardInterrupt:
-                verbs.main([*verb, record.run_dir, *record.s3.flags()])
+                commands.main([*command, record.run_dir, *record.s3.flags()])
         ended, more = read_history(record.events()).ended, f"python -m launch status {record.run_dir}"
         if ended is None:
             print(f"the job ended and noted no reason; {more} says more", file=sys.stderr)
@@ -120,28 +120,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_job(record: Record) -> int:
     job = record.job()
-    with noting_its_end(record):
-        verdict = prepare(record, job) if job.kind == "prepare" else train(record, job)
-    patiently(record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
-    return CODES[verdict.outcome]
+    with recording_failure(record):
+        decision = prepare(record, job) if job.kind == "prepare" else train(record, job)
+    retry(record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
+    return CODES[decision.outcome]
 
 
-def prepare(record: Record, job: Job) -> Verdict:
+def prepare(record: Record, job: Job) -> Decision:
     """Prepare the parts one after another, since each may use several processes, and merge them."""
     steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + ([["--merge"]] if job.parts > 1 else [])
     for step in steps:
         if code := on_this_machine(record, job, "prepare", *step):
             return prepared(code, " ".join(step).removeprefix("--") or "the preparation")
-    return Verdict("end", "done", "prepared")
+    return Decision("end", "done", "prepared")
 
 
-def train(record: Record, job: Job) -> Verdict:
+def train(record: Record, job: Job) -> Decision:
     stop = StopRequest(record)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
     cluster = cluster_of(job)
-    if cluster.gate and (failure := gate(record, job)):
-        return Verdict("end", "failed", failure)
+    if cluster.gate and (failure := preflight(record, job)):
+        return Decision("end", "failed", failure)
     return supervise(
         record,
         cluster,
@@ -151,20 +151,20 @@ def train(record: Record, job: Job) -> Verdict:
     )
 
 
-def gate(record: Record, job: Job) -> str:
+def preflight(record: Record, job: Job) -> str:
     """Why this machine is not fit to train; empty if it is."""
 
-    def examine(verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        return on_this_machine(record, job, verb, f"--attempt={name}")
+    def examine(command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        return on_this_machine(record, job, command, f"--attempt={name}")
 
-    _, failed = pass_gate(record, job, [platform.node()], examine, name=f"gate_{os.getpid()}")
+    _, failed = run_preflight(record, job, [platform.node()], examine, name=f"gate_{os.getpid()}")
     return "".join(f"this machine is not fit to train: {reason}" for reason in failed.values())
 
 
-def on_this_machine(record: Record, job: Job, verb: str, *arguments: str, stop: StopRequest | None = None) -> int:
-    command = [job.python, "-m", "launch.node", verb, record.run_dir, *arguments, *record.s3.flags()]
+def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopRequest | None = None) -> int:
+    argv = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.s3.flags()]
     children.adopt_orphans()
-    process = children.start(command, env=os.environ)
+    process = children.start(argv, env=os.environ)
     code = children.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
     children.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
     return code

@@ -1,7 +1,7 @@
-"""What runs on one machine of a job: `python -m launch.node VERB RUN ...`, started by a scheduler on every machine.
+"""What runs on one machine of a job: `python -m launch.node COMMAND RUN ...`, started by a scheduler on every machine.
 
 train         torchrun with the trainer, from the code of the job
-gate          train.doctor, and its answer into the record
+preflight     train.doctor, and its answer into the record
 collectives   train.doctor --collectives under torchrun, over all machines
 prepare       one part of a corpus, or with --merge the manifest of all
 """
@@ -33,7 +33,7 @@ from train.storage.schema import FileName
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
 MEETING_S = 120  # for machines that have just answered to meet for their collectives; torchrun's own limit is 900 s
-GATE = "gate/{}/{}.json"
+PREFLIGHT = "gate/{}/{}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Run one machine's part of a job. Schedulers start this; people use python -m launch.",
         examples=("train runs/mine --hosts n1,n2 --addresses 10.0.0.1 --port 29500 --attempt 1",),
     )
-    parser.add_argument("verb", choices=VERBS)
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
     parser.add_argument("--addresses", default="", help="of the machines, in the same order; the first one's will do")
@@ -61,7 +61,7 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
     job = record.job()
     node = Node(record, job, options)
-    return VERBS[options.verb](node)
+    return COMMANDS[options.command](node)
 
 
 def own_name() -> str:
@@ -140,11 +140,11 @@ def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
     for path in sorted((node.logs / node.name).rglob(REFUSAL))[-1:]:  # torchrun's own exit code is 1 whatever came
         reason = printable(path.read_text(errors="replace"))
-        node.record.note("refused", attempt=node.options.attempt, node=node.name, reason=reason)
+        node.record.append_event("refused", attempt=node.options.attempt, node=node.name, reason=reason)
     return code
 
 
-def gate(node: Node) -> int:
+def preflight(node: Node) -> int:
     """Examine this machine. The answer is in the record: what is missing there is as bad as what is red."""
     job, known = node.job, node.job.instance != "local"
     command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
@@ -157,7 +157,7 @@ def gate(node: Node) -> int:
     if code == children.TIMED_OUT:  # a driver, or a file system, that never answers
         answer = canonical_json({"ok": False, "fault": f"train.doctor did not end in {DOCTOR_S:g} s"})
     answer = answer or canonical_json({"ok": False, "fault": f"train.doctor ended with {code}"})
-    node.record.folder.write(GATE.format(node.options.attempt, node.name), answer)
+    node.record.folder.write(PREFLIGHT.format(node.options.attempt, node.name), answer)
     return DONE
 
 
@@ -166,7 +166,7 @@ def collectives(node: Node) -> int:
     settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
     code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
     answer = {"ok": code == 0, "fault": f"train.doctor --collectives ended with exit code {code}, see its log"}
-    node.record.folder.write(GATE.format(node.options.attempt, node.name), canonical_json(answer))
+    node.record.folder.write(PREFLIGHT.format(node.options.attempt, node.name), canonical_json(answer))
     return code
 
 
@@ -181,7 +181,7 @@ def prepare(node: Node) -> int:
     return node.run([job.python, node.start_py(), job.module, *job.overrides, *which], f"{log}.{node.name}.txt")
 
 
-VERBS = {"train": train, "gate": gate, "collectives": collectives, "prepare": prepare}
+COMMANDS = {"train": train, "preflight": preflight, "collectives": collectives, "prepare": prepare}
 
 if __name__ == "__main__":
     sys.exit(main())

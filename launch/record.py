@@ -83,16 +83,16 @@ class Record:
         self.folder.write(PLAN, canonical_json(plan))
         self.folder.write(JOB, job.to_json())
 
-    def note(self, kind: str, /, **details: Any) -> None:
+    def append_event(self, kind: str, /, **details: Any) -> None:
         """Add an event."""
-        while not self.note_as(self.next_number(), kind, **details):
+        while not self.append_event_as(self.next_number(), kind, **details):
             pass  # another process was faster
 
     def next_number(self) -> int:
         """Of an event that is added now."""
         return 1 + max((int(name[len(EVENTS) :].removesuffix(".json")) for name in self.event_names()), default=0)
 
-    def note_as(self, number: int, kind: str, /, **details: Any) -> bool:
+    def append_event_as(self, number: int, kind: str, /, **details: Any) -> bool:
         """Add an event with this number; False if there is one with it."""
         event = Event(kind, round(time.time(), 3), f"{platform.node()}:{os.getpid()}", details)
         return self.folder.create(f"{EVENTS}{number:05d}.json", canonical_json(asdict(event)))

@@ -63,7 +63,7 @@ def resume(record: Record) -> Handle:
 def claim(record: Record, job: Job, number: int) -> None:
     """Note the submission as the event of this number. InputError if another one came first."""
     details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
-    if not record.note_as(number, "submitting", **details):
+    if not record.append_event_as(number, "submitting", **details):
         raise InputError(f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
 
 
@@ -73,9 +73,9 @@ def start(record: Record, job: Job) -> Handle:
     try:
         handle = scheduler(job.scheduler).submit(job, record)
     except InputError as error:  # after any other error nobody knows whether there is a job
-        record.note("not_submitted", reason=str(error))
+        record.append_event("not_submitted", reason=str(error))
         raise
-    record.note("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)
+    record.append_event("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)
     return handle
 
 
@@ -116,6 +116,6 @@ def answer_lost_submission(record: Record) -> None:
     job = record.job() if record.exists() else None  # without one it was ended before it had written the job
     handle = scheduler(job.scheduler).find(job, record) if job is not None else None
     if job is None or handle is None:
-        record.note("not_submitted", reason=f"{asked.host} was ended before it had started the job")
+        record.append_event("not_submitted", reason=f"{asked.host} was ended before it had started the job")
     else:
-        record.note("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)
+        record.append_event("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)

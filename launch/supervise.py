@@ -35,7 +35,7 @@ PATIENCE_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended 
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
 
-def patiently(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
+def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
     """Act, and again for PATIENCE_S while a service does not answer."""
     again = Retrying(
         retry=retry_if_exception_type((Unreachable, OSError)),
@@ -76,7 +76,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What comes next: another attempt here ("again"), one on other machines or later ("requeue"), or none ("end")."""
 
     next: str
@@ -90,38 +90,38 @@ def look(record: Record) -> Seen:
     return Seen(read_outcome(record.run), max(steps, default=-1))
 
 
-def judge(attempt: Attempt, history: History, cluster: ClusterConfig) -> Verdict:
+def decide(attempt: Attempt, history: History, cluster: ClusterConfig) -> Decision:
     """Decide what follows an attempt."""
     outcome = attempt.outcome
     ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
     if not outcome:
         ended, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
         if attempt.refusal:
-            return Verdict("end", "refused", f"refused: {attempt.refusal}")
+            return Decision("end", "refused", f"refused: {attempt.refusal}")
     if ended in ("done", "refused"):
-        return Verdict("end", ended, reason)
+        return Decision("end", ended, reason)
     if ended == "failed" and outcome and not outcome["goes_on"]:
-        return Verdict("end", "failed", reason)
+        return Decision("end", "failed", reason)
     if history.is_stop_asked:
-        return Verdict("end", "stopped", "stopped as asked")
+        return Decision("end", "stopped", "stopped as asked")
     limit = exhausted(history, cluster)
     if ended == "stopped":
         if attempt.asked is None and not kind.startswith(TAKEN_BACK):
-            return Verdict("end", "stopped", reason)
+            return Decision("end", "stopped", reason)
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
         if limit:
-            return Verdict("end", "failed", limit)
+            return Decision("end", "failed", limit)
         is_here = not cluster.signals_ranks and attempt.asked is None and kind == KILLED
-        return Verdict("again" if is_here else "requeue", "stopped", attempt.asked or reason)
+        return Decision("again" if is_here else "requeue", "stopped", attempt.asked or reason)
     if limit:
-        return Verdict("end", "failed", f"{limit}; the last one {reason}")
-    return Verdict("requeue" if attempt.asked else "again", "failed", reason)
+        return Decision("end", "failed", f"{limit}; the last one {reason}")
+    return Decision("requeue" if attempt.asked else "again", "failed", reason)
 
 
-def prepared(code: int, what: str) -> Verdict:
+def prepared(code: int, what: str) -> Decision:
     """What came of a preparation, or of a part of one, by the exit code of train.prepare."""
     outcome = {DONE: "done", REFUSED: "refused"}.get(code, "failed")
-    return Verdict("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
+    return Decision("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
 
 
 def exhausted(history: History, cluster: ClusterConfig) -> str:
@@ -132,25 +132,25 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
     return ""
 
 
-def settled(verdict: Verdict, record: Record, cluster: ClusterConfig) -> Verdict:
-    """The verdict that stands: a requeue becomes an end once the user has asked for a stop, or a limit is reached."""
-    if verdict.next != "requeue":
-        return verdict
-    history = read_history([*patiently(record.events), Event("requeued", 0.0, "")])
+def settled(decision: Decision, record: Record, cluster: ClusterConfig) -> Decision:
+    """The decision that stands: a requeue becomes an end once the user has asked for a stop, or a limit is reached."""
+    if decision.next != "requeue":
+        return decision
+    history = read_history([*retry(record.events), Event("requeued", 0.0, "")])
     if history.is_stop_asked:
-        return replace(verdict, next="end")
+        return replace(decision, next="end")
     limit = exhausted(history, cluster)
-    return Verdict("end", "failed", f"{limit}; {verdict.reason}") if limit else verdict
+    return Decision("end", "failed", f"{limit}; {decision.reason}") if limit else decision
 
 
 @contextmanager
-def noting_its_end(record: Record) -> Iterator[None]:
+def recording_failure(record: Record) -> Iterator[None]:
     """Whatever ends the job by an error is in the record: else it would look as if its machine had been lost."""
     try:
         yield
     except Exception as error:
         reason = f"the launcher failed: {error or type(error).__name__}"
-        patiently(record.note, "ended", outcome="failed", reason=reason)
+        retry(record.append_event, "ended", outcome="failed", reason=reason)
         raise
 
 
@@ -200,39 +200,39 @@ def supervise(
     stop: StopRequest,
     pause_s: float = PAUSE_S,
     meet: Callable[[], object] = lambda: None,
-) -> Verdict:
-    """Make attempts until the verdict is another than "again", and note each in the record.
+) -> Decision:
+    """Make attempts until the decision is another than "again", and note each in the record.
 
     `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `stop` holds the
     scheduler's request for the machines. `meet` waits between two attempts for machines that may be lost.
     """
     while True:
-        has_stop_file = patiently(record.run.size, STOP_FILE) is not None  # before the events: a stop is noted first
-        events = patiently(record.events)
+        has_stop_file = retry(record.run.size, STOP_FILE) is not None  # before the events: a stop is noted first
+        events = retry(record.events)
         if read_history(events).is_stop_asked:
-            return Verdict("end", "stopped", "stopped as asked")
+            return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # it came between two attempts, or before the first
-            return Verdict("requeue", "stopped", stop.reason)
+            return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
-            patiently(record.run.remove, STOP_FILE)  # of an attempt that died before it could obey
+            retry(record.run.remove, STOP_FILE)  # of an attempt that died before it could obey
         number = 1 + sum(event.kind == "attempt_began" for event in events)
-        before = patiently(look, record)
+        before = retry(look, record)
         begins = Event("attempt_began", 0.0, "", {"number": number, "checkpoint": max(0, before.checkpoint)})
         if limit := exhausted(after(read_history(events), begins), cluster):  # by attempts whose machines were lost
-            return Verdict("end", "failed", limit)
-        patiently(record.note, "attempt_began", number=number, nodes=nodes, checkpoint=max(0, before.checkpoint))
+            return Decision("end", "failed", limit)
+        retry(record.append_event, "attempt_began", number=number, nodes=nodes, checkpoint=max(0, before.checkpoint))
         code = start(number)
-        refusal = patiently(refusal_of, record, attempt_name(number))
-        attempt = Attempt(before, patiently(look, record), code, stop.reason, refusal)
+        refusal = retry(refusal_of, record, attempt_name(number))
+        attempt = Attempt(before, retry(look, record), code, stop.reason, refusal)
         details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
         details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
         details |= {"outcome": attempt.outcome.get("outcome", "failed")}
         ended = Event("attempt_ended", time.time(), "", details)
-        verdict = judge(attempt, read_history([*patiently(record.events), ended]), cluster)
-        details |= {"next": verdict.next, "outcome": verdict.outcome, "reason": verdict.reason}
-        patiently(record.note, "attempt_ended", **details)
-        print(f"attempt {number}: {verdict.outcome}, {verdict.reason}; next: {verdict.next}", flush=True)
-        if verdict.next != "again":
-            return verdict
+        decision = decide(attempt, read_history([*retry(record.events), ended]), cluster)
+        details |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
+        retry(record.append_event, "attempt_ended", **details)
+        print(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}", flush=True)
+        if decision.next != "again":
+            return decision
         time.sleep(pause_s)
         meet()

@@ -83,7 +83,7 @@ class World:
         return remove(self.api, self.record, ["us-east-1"], self.clock, say=self.said.append)
 
     def note(self, kind: str, **details: Any) -> None:
-        self.record.note(kind, **details)
+        self.record.append_event(kind, **details)
 
     def noted(self, kind: str) -> list[dict[str, Any]]:
         return [event.details for event in self.record.events() if event.kind == kind]

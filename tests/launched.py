@@ -72,7 +72,7 @@ class Launched:
         return self.note("submitted", **{"scheduler": "fake", "handle": HANDLE, "nodes": 2, **details})
 
     def note(self, kind: str, **details: Any) -> Launched:
-        self.record.note(kind, **details)
+        self.record.append_event(kind, **details)
         return self
 
     def begin(self, number: int = 1) -> Launched:

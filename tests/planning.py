@@ -82,6 +82,6 @@ def with_module(job: Job, name: str, source: bytes) -> tuple[Job, Record]:
 def node(monkeypatch: pytest.MonkeyPatch, record: Record, name: str, *, hosts: str = "n1,n2", group: int = 0) -> Node:
     """What the machine `name` of a job makes of its record."""
     monkeypatch.setenv("SLURMD_NODENAME", name)
-    names = {"verb": "train", "hosts": hosts, "addresses": ADDRESSES, "port": PORT, "attempt": "attempt_0001"}
+    names = {"command": "train", "hosts": hosts, "addresses": ADDRESSES, "port": PORT, "attempt": "attempt_0001"}
     options = argparse.Namespace(**names, group=group)
     return Node(record, record.job(), options)

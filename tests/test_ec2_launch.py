@@ -234,7 +234,7 @@ def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, capsys, wait
     def end() -> None:
         if ec2.machines() and not seen:
             seen.append(status_of([record.run_dir, *flags(ec2)], capsys))
-            record.note("ended", outcome="done", reason="the last step")
+            record.append_event("ended", outcome="done", reason="the last step")
 
     waits.append(end)
     assert main(settings(ec2, "submit=true")) == 0
@@ -312,7 +312,7 @@ def test_machines_that_no_record_knows_are_not_doubled(ec2, capsys, waits):
 
 
 def test_a_type_that_is_not_in_the_catalogue_is_launched(ec2, capsys, waits):
-    waits.append(lambda: record_of(ec2).note("ended", outcome="done", reason="the last step"))
+    waits.append(lambda: record_of(ec2).append_event("ended", outcome="done", reason="the last step"))
     own = settings(ec2, "submit=true", "processes_per_node=1", "nodes=1")
     types = {"instance=trn1.2xlarge": "instance=g4dn.xlarge"}
     arguments = [types.get(each, each) for each in own if each != "nodes=2"]

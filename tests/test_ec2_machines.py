@@ -192,7 +192,7 @@ def test_machines_that_are_not_fit_end_the_run(cloud):
     run.submit()
     assert run.launcher().run() == 1
     [ended] = run.noted("ended")
-    assert ended["outcome"] == "failed" and "0 of 2 nodes passed the gate" in ended["reason"], run.says()
+    assert ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"], run.says()
     [gate] = run.noted("gate")
     assert set(gate["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
 

@@ -115,8 +115,8 @@ def test_a_record_is_beside_the_run_and_keeps_every_event(tmp_path):
     with pytest.raises(InputError, match="was not launched"):
         record.job()
     for number in range(3):
-        record.note("gate", number=number, failed={"n1": "x\n$(touch y)"})
-    Record(record.run_dir, S3Config()).note("ended")
+        record.append_event("gate", number=number, failed={"n1": "x\n$(touch y)"})
+    Record(record.run_dir, S3Config()).append_event("ended")
     assert [event.kind for event in record.events()] == ["gate"] * 3 + ["ended"]
     assert record.events()[2].details == {"number": 2, "failed": {"n1": "x\n$(touch y)"}}
     record.folder.write("events/00002.json", b"{}")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from planning import plan, script, two_nodes
 
-from launch.gate import pass_gate
 from launch.history import read_history
+from launch.preflight import run_preflight
 from launch.record import Record
 from launch.slurm import batch as module
 from launch.slurm.batch import Batch
-from launch.supervise import Verdict
+from launch.supervise import Decision
 from train.config import S3Config
 from train.host import children
 
@@ -26,7 +26,7 @@ def batch(monkeypatch, tmp_path) -> Batch:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     _, job = plan(["cluster=slurm", "nodes=2", "cluster.stop_before_s=60"], ["experiment=demo", "run_dir=runs/mine"])
     record = Record(str(tmp_path / "run"), S3Config())
-    record.note("submitting")
+    record.append_event("submitting")
     return Batch(record, job, 7)
 
 
@@ -56,7 +56,7 @@ def test_a_run_that_does_not_stop_before_the_limit_comes_back(batch, tmp_path):
 
 def test_a_cancelled_job_that_does_not_stop_before_the_limit_does_not_come_back(batch, tmp_path):
     answering(tmp_path, "exit 0")
-    batch.record.note("cancelled")
+    batch.record.append_event("cancelled")
     batch.is_overdue = True
     batch.meanwhile()
     assert not requests(tmp_path)
@@ -65,9 +65,9 @@ def test_a_cancelled_job_that_does_not_stop_before_the_limit_does_not_come_back(
 def test_a_job_that_was_requeued_too_often_ends(batch, tmp_path):
     answering(tmp_path, "exit 0")
     for _ in range(batch.cluster.idle_attempts - 1):
-        batch.record.note("requeued")
-    verdict = batch.requeue(Verdict("requeue", "failed", "no node is fit"))
-    assert (verdict.next, verdict.outcome) == ("end", "failed") and "cluster.idle_attempts" in verdict.reason
+        batch.record.append_event("requeued")
+    decision = batch.requeue(Decision("requeue", "failed", "no node is fit"))
+    assert (decision.next, decision.outcome) == ("end", "failed") and "cluster.idle_attempts" in decision.reason
     assert not requests(tmp_path)
 
 
@@ -75,21 +75,21 @@ def test_a_node_that_may_not_be_drained_is_left_out_all_the_same(batch, tmp_path
     answering(tmp_path, "echo 'slurm_update error: Invalid user id' >&2; exit 1")
     batch.drain("n1", "no devices")
     assert "update NodeName=n1 State=DRAIN" in requests(tmp_path)
-    assert "gate: n1 was not drained: " in capsys.readouterr().out
+    assert "preflight: n1 was not drained: " in capsys.readouterr().out
 
 
 def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch):
     seen: dict[str, float] = {}
 
-    def on_nodes(verb, nodes, *, name, limit_s, **_):
-        seen[verb] = limit_s
+    def on_nodes(command, nodes, *, name, limit_s, **_):
+        seen[command] = limit_s
         batch.record.folder.write(f"gate/{name}/n1.json", b'{"ok": true}')
         return children.TIMED_OUT
 
     monkeypatch.setattr(batch, "on_nodes", on_nodes)
-    chosen, failed = pass_gate(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
+    chosen, failed = run_preflight(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
     assert (chosen, list(failed)) == (["n1"], ["n2"]) and failed["n2"].startswith("no answer")
-    assert seen == {"gate": 360.0}
+    assert seen == {"preflight": 360.0}
     assert read_history(batch.record.events()).failed_gate == failed
 
 

@@ -11,7 +11,7 @@ from launched import HANDLE, FakeScheduler, Launched
 from planning import plan
 from running import eventually
 
-from launch import local, submit, verbs
+from launch import commands, local, submit
 from launch.config import ClusterConfig
 from launch.history import read_history
 from launch.local import supervisor
@@ -55,7 +55,7 @@ def test_the_job_of_a_launcher_that_was_killed_is_looked_for(run, fake, monkeypa
         assert submit.check_idle(run.record) == 3
         assert read_history(run.record.events()).submission.refusal.endswith("was ended before it had started the job")
     else:
-        assert verbs.main(["cancel", "runs/mine", "--yes"]) == DONE
+        assert commands.main(["cancel", "runs/mine", "--yes"]) == DONE
         assert fake.cancelled == [HANDLE]
 
 

@@ -10,7 +10,7 @@ from launch.config import LocalConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
 from launch.slurm.config import SlurmConfig
-from launch.supervise import Attempt, Seen, StopRequest, judge, look, noting_its_end, patiently, supervise
+from launch.supervise import Attempt, Seen, StopRequest, decide, look, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
@@ -48,15 +48,15 @@ def ended(how, kind="x", *, goes_on=True, asked=None, code=1):
     ],
 )
 def test_what_follows_an_attempt(attempt, expected):
-    verdict = judge(attempt, FIRST, CLUSTER)
-    assert (verdict.next, verdict.outcome) == expected and verdict.reason
+    decision = decide(attempt, FIRST, CLUSTER)
+    assert (decision.next, decision.outcome) == expected and decision.reason
 
 
 def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
     """Its ranks stop on SIGTERM, as those that a scheduler ends; but no scheduler is there to requeue the job."""
     here = LocalConfig()
-    assert judge(ended("stopped", "SIGTERM"), FIRST, here).next == "again"
-    assert judge(ended("stopped", "spot_notice"), FIRST, here).next == "requeue"
+    assert decide(ended("stopped", "SIGTERM"), FIRST, here).next == "again"
+    assert decide(ended("stopped", "spot_notice"), FIRST, here).next == "requeue"
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
@@ -68,15 +68,15 @@ def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
     ],
 )
 def test_a_job_gives_up(kind, history, limit):
-    verdict = judge(ended(kind, asked="the time limit is near"), history, CLUSTER)
-    assert (verdict.next, verdict.outcome) == ("end", "failed") and limit in verdict.reason
+    decision = decide(ended(kind, asked="the time limit is near"), history, CLUSTER)
+    assert (decision.next, decision.outcome) == ("end", "failed") and limit in decision.reason
 
 
 def test_a_stop_that_was_asked_for_ends_even_a_run_that_failed():
     asked = History(faults=1, stop_asked_unix_s=0.0)
-    verdict = judge(ended("failed"), asked, CLUSTER)
-    assert (verdict.next, verdict.outcome) == ("end", "stopped")
-    assert judge(ended("failed", goes_on=False), asked, CLUSTER).outcome == "failed"  # no request hides that
+    decision = decide(ended("failed"), asked, CLUSTER)
+    assert (decision.next, decision.outcome) == ("end", "stopped")
+    assert decide(ended("failed", goes_on=False), asked, CLUSTER).outcome == "failed"  # no request hides that
 
 
 def event(kind, **details):
@@ -97,7 +97,7 @@ STOPPED = event("attempt_ended", made_progress=True, outcome="stopped")
         ([BEGAN, STOPPED, REQUEUED] * 30, 0, 0),  # a chain of time limits, each with something new
         ([event("attempt_began", checkpoint=step) for step in (0, 20)], 1, 0),
         ([event("attempt_began", checkpoint=step) for step in (0, 20, 20, 20)], 3, 2),  # lost with their nodes
-        ([REQUEUED, REQUEUED], 2, 2),  # the gate alone was run, twice
+        ([REQUEUED, REQUEUED], 2, 2),  # the preflight alone was run, twice
         ([BEGAN, BUSY, REQUEUED, BEGAN, BUSY, REQUEUED], 2, 0),
     ],
 )
@@ -109,7 +109,7 @@ def test_attempts_of_a_submission_are_counted(events, faults, idle):
 
 def test_what_ends_the_launcher_is_in_the_record(tmp_path):
     record = Record(str(tmp_path / "run"), S3Config())
-    with pytest.raises(InputError), noting_its_end(record):
+    with pytest.raises(InputError), recording_failure(record):
         check(False, "no such node")
     ended = read_history(record.events()).ended
     assert ended is not None and (ended.outcome, ended.reason) == ("failed", "the launcher failed: no such node")
@@ -117,9 +117,9 @@ def test_what_ends_the_launcher_is_in_the_record(tmp_path):
 
 def test_a_run_that_the_user_stopped_is_not_begun_again(tmp_path):
     run = Run(tmp_path / "run", ("done", 3))
-    run.record.note("stop_asked")
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record))
-    assert (verdict.next, verdict.outcome) == ("end", "stopped") and not run.seen_stop
+    run.record.append_event("stop_asked")
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record))
+    assert (decision.next, decision.outcome) == ("end", "stopped") and not run.seen_stop
 
 
 def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
@@ -132,9 +132,9 @@ def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
             raise answer
         return f"{answer}, {name}"
 
-    assert patiently(ask, "you") == "here, you"
+    assert retry(ask, "you") == "here, you"
     with pytest.raises(InputError):
-        patiently(lambda: check(False, "no patience helps"))
+        retry(lambda: check(False, "no patience helps"))
 
 
 def test_only_committed_checkpoints_are_progress(tmp_path):
@@ -163,8 +163,8 @@ class Run:
 def test_attempts_are_made_until_the_run_is_done(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 6), ("done", 9))
     run.record.run.write(STOP_FILE, b"")  # of a job that was killed
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
-    assert (verdict.outcome, verdict.reason) == ("done", "attempt 3")
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    assert (decision.outcome, decision.reason) == ("done", "attempt 3")
     assert run.seen_stop == [False] * 3
     kinds = [event.kind for event in run.record.events()]
     assert kinds == ["attempt_began", "attempt_ended"] * 3
@@ -173,18 +173,18 @@ def test_attempts_are_made_until_the_run_is_done(tmp_path):
 
 def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 3), ("failed", 3), ("done", 9))
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
-    assert verdict.outcome == "failed" and "2 attempts in a row saved nothing new" in verdict.reason
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    assert decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
     assert read_outcome(run.record.run)["reason"] == "attempt 3"
 
 
 def test_machines_that_are_lost_again_and_again_end_the_job(tmp_path):
     run = Run(tmp_path / "run", ("done", 3))
-    run.record.note("submitting")
+    run.record.append_event("submitting")
     for number in (1, 2):  # each left no end
-        run.record.note("attempt_began", number=number, checkpoint=0)
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
-    assert verdict.outcome == "failed" and "cluster.idle_attempts" in verdict.reason and not run.seen_stop
+        run.record.append_event("attempt_began", number=number, checkpoint=0)
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    assert decision.outcome == "failed" and "cluster.idle_attempts" in decision.reason and not run.seen_stop
 
 
 def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
@@ -204,5 +204,5 @@ def test_no_attempt_begins_after_a_request(tmp_path):
     run = Run(tmp_path / "run", ("done", 3))
     stop = StopRequest(run.record)
     stop.ask("the time limit is near")
-    verdict = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=stop)
-    assert (verdict.next, verdict.outcome) == ("requeue", "stopped") and not run.record.events()
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=stop)
+    assert (decision.next, decision.outcome) == ("requeue", "stopped") and not run.record.events()

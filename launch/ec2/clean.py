@@ -126,7 +126,7 @@ def remove(
         end(api, left)
         clock.sleep(pause_s)
     if not left and not only and record.event_names():
-        record.note("cleaned", regions=[*regions], intents=Intents(record).next - 1)
+        record.append_event("cleaned", regions=[*regions], intents=Intents(record).next - 1)
     return left
 
 

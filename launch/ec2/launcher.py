@@ -22,7 +22,7 @@ from launch.job import Job
 from launch.record import CONFIG, Event, Record
 from launch.spec import State
 from launch.status import shown_step, status
-from launch.supervise import CODES, Verdict, settled
+from launch.supervise import CODES, Decision, settled
 from launch.values import number, shown_duration, shown_moment, text
 from train.cli.command import FAILED, printable
 from train.config import Failure, InputError, Unreachable
@@ -71,7 +71,7 @@ class Launcher:
             if self.is_training:
                 self.say(f"this launch ends here; its machines go on, and end by themselves. {undo(self.record)}")
                 raise
-            self.record.note("ended", outcome="failed", reason=str(error))
+            self.record.append_event("ended", outcome="failed", reason=str(error))
             with suppress(BadCredentials, Unreachable):  # what came before says it
                 self.remove()
             raise
@@ -99,15 +99,15 @@ class Launcher:
             raise Failure(f"machines of the last attempt are still there: {', '.join(map(str, left))}")
         self.is_training = False
         if not is_noted:
-            verdict = settled(Verdict("requeue", "failed", reason), self.record, self.cluster)
-            if verdict.next == "end" or not self.cluster.again:
-                again = "" if verdict.next == "end" else f"; python -m launch resume {self.record.run_dir} goes on"
-                self.record.note("ended", outcome=verdict.outcome, reason=f"{verdict.reason}{again}")
+            decision = settled(Decision("requeue", "failed", reason), self.record, self.cluster)
+            if decision.next == "end" or not self.cluster.again:
+                again = "" if decision.next == "end" else f"; python -m launch resume {self.record.run_dir} goes on"
+                self.record.append_event("ended", outcome=decision.outcome, reason=f"{decision.reason}{again}")
                 return False
-            self.record.note("requeued", reason=reason)
+            self.record.append_event("requeued", reason=reason)
         check(self.record, self.resolved.id)
         if self.clock.now() >= self.ends_unix_s:
-            self.record.note("ended", outcome="stopped", reason="cluster.max_run_s is over")
+            self.record.append_event("ended", outcome="stopped", reason="cluster.max_run_s is over")
             return False
         return True
 
@@ -137,7 +137,7 @@ class Launcher:
                 waited = f"no capacity for {shown_duration(waited_s)} (cluster.max_wait_s)"
                 raise Failure(f"{waited}: {seen}; python -m launch resume {self.record.run_dir} asks again")
             if not is_noted:
-                self.record.note("waiting_for_capacity", reason=seen)
+                self.record.append_event("waiting_for_capacity", reason=seen)
                 is_noted = True
             self.tell(f"no capacity for {self.job.nodes} x {self.job.instance}: {seen}; asked again")
             self.clock.sleep(pause_s)
@@ -163,7 +163,7 @@ class Launcher:
 
         intent = self.make(RUN, site.region, site.subnet, request)
         made = self.intents.answers[intent.number].made
-        self.record.note("machines", request=intent.number, instances=made)
+        self.record.append_event("machines", request=intent.number, instances=made)
         self.say(f"{len(made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(made)}")
         return intent
 

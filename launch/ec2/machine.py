@@ -24,12 +24,12 @@ from typing import TypeVar
 import launch
 from launch import code
 from launch.ec2.config import Ec2Config
-from launch.gate import is_shared, pass_gate, too_few
 from launch.job import Job
-from launch.node import DOCTOR_S, GATE
+from launch.node import DOCTOR_S, PREFLIGHT
+from launch.preflight import is_shared, run_preflight, too_few
 from launch.record import Record
 from launch.schedulers import cluster_of
-from launch.supervise import StopRequest, Verdict, attempt_name, noting_its_end, patiently, settled, supervise
+from launch.supervise import Decision, StopRequest, attempt_name, recording_failure, retry, settled, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable, check
 from train.host import children
@@ -39,7 +39,8 @@ from train.storage.schema import BadContent, FileName, read_object, record
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
-LIMITS_S = {"gate": DOCTOR_S + 60, "collectives": 1800.0, "train": math.inf}  # of steps, by the verb of launch.node
+# Limits of steps, by the command of launch.node
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0, "train": math.inf}
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
 END_S = 60.0  # for what is to end: the trainer may be saving
@@ -63,13 +64,13 @@ class Registration:
 
 @dataclass(frozen=True)
 class Step:
-    verb: str  # of launch.node, or END
+    command: str  # of launch.node, or END
     name: FileName  # of what is tried, for logs and answers
     group: int = 0  # machines that are joined, by their order; 0: all
 
     def __post_init__(self) -> None:
-        if self.verb not in (*LIMITS_S, END):
-            raise BadContent(f"a step has the verb {self.verb!r}, none of {', '.join(LIMITS_S)}")
+        if self.command not in (*LIMITS_S, END):
+            raise BadContent(f"a step has the command {self.command!r}, none of {', '.join(LIMITS_S)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     run = Record(options.run, s3)
-    machine = Machine(run, patiently(run.job), patiently(identity), options.request, options.state)
+    machine = Machine(run, retry(run.job), retry(identity), options.request, options.state)
     return machine.run(time.monotonic() + options.max_run_s)
 
 
@@ -127,24 +128,24 @@ class Machine:
                 return FAILED
             if self.own.index == 0:
                 self.stops_s = stops_s
-                with noting_its_end(self.record):
+                with recording_failure(self.record):
                     self.lead()
             else:
                 self.follow()
         finally:
-            patiently(self.upload)
+            retry(self.upload)
         return DONE
 
     def meet(self) -> bool:
         """Register, and wait for the others; whether all have come in boot_s."""
         folder, until_s = REGISTERED.format(self.request), time.monotonic() + self.cluster.boot_s
-        patiently(self.record.folder.write, f"{folder}{self.own.index:04d}.json", canonical_json(asdict(self.own)))
-        while len(names := patiently(self.record.folder.names, folder)) < self.job.nodes:
+        retry(self.record.folder.write, f"{folder}{self.own.index:04d}.json", canonical_json(asdict(self.own)))
+        while len(names := retry(self.record.folder.names, folder)) < self.job.nodes:
             if time.monotonic() > until_s:
                 reason = f"{len(names)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"
                 print(reason, flush=True)
                 if names[:1] == [f"{folder}{self.own.index:04d}.json"]:  # one is enough to say it
-                    patiently(self.record.note, "ended", outcome="failed", reason=reason)
+                    retry(self.record.append_event, "ended", outcome="failed", reason=reason)
                 return False
             self.meanwhile()
             time.sleep(POLL_S)
@@ -154,39 +155,39 @@ class Machine:
         return True
 
     def has(self, name: str) -> bool:
-        return patiently(self.record.folder.size, name) is not None
+        return retry(self.record.folder.size, name) is not None
 
     def read(self, kind: type[Kind], name: str) -> Kind:
         """A file of the record. BadContent for one that no machine writes."""
-        return record(kind, read_object(patiently(self.record.folder.read, name)))
+        return record(kind, read_object(retry(self.record.folder.read, name)))
 
     # ---- the first machine -------------------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        verdict = self.preflight() if self.cluster.gate else None
-        if verdict is None:
+        decision = self.preflight() if self.cluster.gate else None
+        if decision is None:
             nodes = [str(each.host) for each in self.all]
-            verdict = supervise(self.record, self.cluster, self.attempt, nodes=nodes, stop=self.stop)
-        verdict = settled(verdict, self.record, self.cluster)
-        if verdict.next == "requeue" and self.cluster.again:  # the launch asks for machines again
-            patiently(self.record.note, "requeued", reason=verdict.reason)
+            decision = supervise(self.record, self.cluster, self.attempt, nodes=nodes, stop=self.stop)
+        decision = settled(decision, self.record, self.cluster)
+        if decision.next == "requeue" and self.cluster.again:  # the launch asks for machines again
+            retry(self.record.append_event, "requeued", reason=decision.reason)
         else:
-            hint = f"; python -m launch resume {self.record.run_dir} goes on" if verdict.next == "requeue" else ""
-            patiently(self.record.note, "ended", outcome=verdict.outcome, reason=f"{verdict.reason}{hint}")
+            hint = f"; python -m launch resume {self.record.run_dir} goes on" if decision.next == "requeue" else ""
+            retry(self.record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}")
         self.publish(Step(END, FileName(END)))
 
-    def preflight(self) -> Verdict | None:
-        """Examine all machines; a verdict if one is not fit."""
+    def preflight(self) -> Decision | None:
+        """Examine all machines; a decision if one is not fit."""
         hosts = [str(each.host) for each in self.all]
-        _, failed = pass_gate(self.record, self.job, hosts, self.examine, name=f"gate_{self.request:04d}")
+        _, failed = run_preflight(self.record, self.job, hosts, self.examine, name=f"gate_{self.request:04d}")
         if not failed:
             return None
-        return Verdict("end" if is_shared(failed, hosts) else "requeue", "failed", too_few(hosts, failed, self.job))
+        return Decision("end" if is_shared(failed, hosts) else "requeue", "failed", too_few(hosts, failed, self.job))
 
-    def examine(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+    def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """A part of the preflight on all machines: this one's exit code, once all have answered or the time is over."""
-        until_s, answers = time.monotonic() + LIMITS_S[verb], [GATE.format(name, node) for node in nodes]
-        result = self.step(Step(verb, FileName(name), group))
+        until_s, answers = time.monotonic() + LIMITS_S[command], [PREFLIGHT.format(name, node) for node in nodes]
+        result = self.step(Step(command, FileName(name), group))
         while time.monotonic() < until_s and not all(map(self.has, answers)):
             self.meanwhile()
             time.sleep(POLL_S)
@@ -196,13 +197,13 @@ class Machine:
         return self.step(Step("train", FileName(attempt_name(number))))
 
     def step(self, step: Step) -> int:
-        """Have all machines run a verb of launch.node at the same time; this one's exit code."""
+        """Have all machines run a command of launch.node at the same time; this one's exit code."""
         self.publish(step)
         return self.do(step)
 
     def publish(self, step: Step) -> None:
         self.number += 1
-        patiently(self.record.folder.write, STEPS.format(self.request, self.number), canonical_json(asdict(step)))
+        retry(self.record.folder.write, STEPS.format(self.request, self.number), canonical_json(asdict(step)))
 
     # ---- the others --------------------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Machine:
             if self.has(name):
                 self.number += 1
                 step = self.read(Step, name)
-                if step.verb == END:
+                if step.command == END:
                     return
                 self.do(step)
                 waits_s = time.monotonic()
@@ -230,12 +231,12 @@ class Machine:
     # ---- all ---------------------------------------------------------------------------------------------------------
 
     def do(self, step: Step) -> int:
-        """Run a verb of launch.node. It is ended after its time, or when the first machine has gone on."""
+        """Run a command of launch.node. It is ended after its time, or when the first machine has gone on."""
         port = FIRST_PORT + (self.request * 101 + self.number) % PORTS  # late packets of another attempt reach nobody
         joined = [f"--hosts={','.join(each.host for each in self.all)}", f"--port={port}", f"--group={step.group}"]
         joined += [f"--addresses={','.join(each.address for each in self.all)}", f"--attempt={step.name}"]
         start = str(Path(launch.__file__).parents[1] / code.START)  # of the code that runs now
-        command = [self.job.python, start, "launch.node", step.verb, self.record.run_dir, *joined]
+        command = [self.job.python, start, "launch.node", step.command, self.record.run_dir, *joined]
         children.adopt_orphans()
         process, ends_s = children.start([*command, *self.record.s3.flags()], env=os.environ), math.inf
 
@@ -248,7 +249,7 @@ class Machine:
                 process.terminate()
                 ends_s = time.monotonic() + END_S
 
-        result = children.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S[step.verb])
+        result = children.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S[step.command])
         children.end_orphans(END_S)  # ranks of a torchrun that was killed
         return result
 
@@ -262,7 +263,7 @@ class Machine:
         self.sign_s = now_s
         try:
             if now_s > self.stops_s and not self.is_stop_noted:
-                self.record.note("stop_asked", reason="cluster.max_run_s is over")
+                self.record.append_event("stop_asked", reason="cluster.max_run_s is over")
                 self.is_stop_noted = True
                 self.stop.ask("cluster.max_run_s is over")
             self.stop.write()

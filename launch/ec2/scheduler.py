@@ -104,7 +104,7 @@ class Scheduler:
 
         record, regions = of_handle(handle)
         api = open_api(record)
-        record.note("cancelling")
+        record.append_event("cancelling")
         end(api, left_over(api, record, regions, set(), time.time()))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 

@@ -1,4 +1,4 @@
-"""Within a Slurm job, on its first node: the gate, then attempts of the run, then a requeue where that helps.
+"""Within a Slurm job, on its first node: the preflight, then attempts of the run, then a requeue where that helps.
 
 Slurm sends USR1 to this process alone some time before the limit; the run is asked to stop by its file STOP, since
 signals end torchrun and orphan its ranks. A requeue is asked for only after srun has ended: it would kill the step.
@@ -18,21 +18,21 @@ from types import FrameType
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from launch.gate import is_certain, is_shared, pass_gate, too_few
 from launch.history import History, read_history
 from launch.job import Job
 from launch.node import DOCTOR_S
+from launch.preflight import is_certain, is_shared, run_preflight, too_few
 from launch.record import Record
 from launch.slurm.commands import Slurm
 from launch.slurm.scheduler import settings
 from launch.supervise import (
     CODES,
+    Decision,
     StopRequest,
-    Verdict,
     attempt_name,
-    noting_its_end,
-    patiently,
     prepared,
+    recording_failure,
+    retry,
     settled,
     supervise,
 )
@@ -43,7 +43,8 @@ from train.host import children
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2
-LIMITS_S = {"gate": DOCTOR_S + 60, "collectives": 1800.0}  # of parts of the gate: one node must not hold all others
+# Limits of the parts of the preflight: one node must not hold all others.
+LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0}
 SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 
@@ -63,13 +64,13 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     check("SLURM_JOB_ID" in os.environ, "this is no job of Slurm; submit one with python -m launch cluster=slurm")
     record = Record(options.run, s3)
     job = record.job()
-    with noting_its_end(record):
+    with recording_failure(record):
         batch = Batch(record, job, int(os.environ["SLURM_JOB_ID"]))
         return batch.prepare(merge=options.merge) if job.kind == "prepare" else batch.train()
 
 
 class Interrupted(Exception):
-    """Slurm has ended the gate."""
+    """Slurm has ended the preflight."""
 
 
 class Batch:
@@ -77,7 +78,7 @@ class Batch:
         self.record, self.job, self.job_id = record, job, job_id
         self.cluster = settings(job)
         self.slurm = Slurm()
-        self.all_nodes = list(patiently(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
+        self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
         self.stop = StopRequest(record)
         self.is_ending = False  # Slurm ends the job
@@ -89,21 +90,21 @@ class Batch:
     def train(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self.ask)
-        verdict = self.gate() if self.cluster.gate else None
-        if verdict is None:
-            verdict = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        if verdict.next == "requeue" and self.is_ending:  # Slurm may start the job again, so that this is no end
-            patiently(self.record.note, "interrupted", reason=verdict.reason)
+        decision = self.preflight() if self.cluster.gate else None
+        if decision is None:
+            decision = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
+        if decision.next == "requeue" and self.is_ending:  # Slurm may start the job again, so that this is no end
+            retry(self.record.append_event, "interrupted", reason=decision.reason)
             self.upload()
             return STOPPED
-        if verdict.next == "requeue":
-            verdict = self.requeue(verdict)
-        patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
+        if decision.next == "requeue":
+            decision = self.requeue(decision)
+        retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
         self.upload()
-        return CODES[verdict.outcome]
+        return CODES[decision.outcome]
 
     def history(self) -> History:
-        return read_history(patiently(self.record.events))
+        return read_history(retry(self.record.events))
 
     def ask(self, number: int, _frame: FrameType | None) -> None:
         """Have the run stop with a checkpoint. Slurm sends USR1 before the time limit, after which the job is requeued;
@@ -123,8 +124,8 @@ class Batch:
         """What is done again and again while srun runs."""
         if self.is_overdue and not self.history().is_stop_asked:
             reason = f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
-            verdict = self.requeue(Verdict("requeue", "failed", reason))
-            patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
+            decision = self.requeue(Decision("requeue", "failed", reason))
+            retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
             self.is_overdue = False
         self.stop.write()
 
@@ -133,7 +134,7 @@ class Batch:
 
     def on_nodes(
         self,
-        verb: str,
+        command: str,
         nodes: Sequence[str],
         *,
         name: str,
@@ -141,11 +142,11 @@ class Batch:
         group: int = 0,
         limit_s: float = math.inf,
     ) -> int:
-        """Run a verb of launch.node on nodes, at the same time; srun's exit code."""
-        addresses = [patiently(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
+        """Run a command of launch.node on nodes, at the same time; srun's exit code."""
+        addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
         self.meetings += 1
         port = FIRST_PORT + (self.job_id * 101 + self.meetings) % PORTS  # two jobs may share a node
-        node = [self.job.python, "-m", "launch.node", verb, self.record.run_dir, f"--hosts={','.join(nodes)}"]
+        node = [self.job.python, "-m", "launch.node", command, self.record.run_dir, f"--hosts={','.join(nodes)}"]
         node += [f"--addresses={','.join(addresses)}", f"--port={port}", f"--attempt={name}", f"--group={group}"]
         node += self.record.s3.flags()
         size = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
@@ -162,15 +163,15 @@ class Batch:
             return [f"--container-image={image}", *([f"--container-mounts={bound}"] if mounts else [])]
         return ["apptainer", "exec", *(f"--bind={folder}" for folder in mounts), image]
 
-    def gate(self) -> Verdict | None:
-        """Examine all nodes and choose those that train; a verdict if there are too few. The others are named."""
+    def preflight(self) -> Decision | None:
+        """Examine all nodes and choose those that train; a decision if there are too few. The others are named."""
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # answers of others stay apart
         try:
-            chosen, failed = pass_gate(self.record, self.job, self.all_nodes, self.examine, name=name)
+            chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
         except Interrupted:  # that says nothing of the nodes
-            return Verdict("requeue", "stopped", self.stop.reason or "the gate was interrupted by a signal")
+            return Decision("requeue", "stopped", self.stop.reason or "the preflight was interrupted by a signal")
         for node, reason in failed.items():
-            print(f"gate: {node} is left out: {reason}", flush=True)
+            print(f"preflight: {node} is left out: {reason}", flush=True)
             if self.cluster.drain and is_certain(reason):
                 self.drain(node, reason)
         if len(chosen) == self.job.nodes:
@@ -182,36 +183,37 @@ class Batch:
         try:
             self.slurm.drain(node, f"baretrain: {reason}")
         except Failure as error:  # only operators may; the job does without this node all the same
-            print(f"gate: {node} was not drained: {error}", flush=True)
+            print(f"preflight: {node} was not drained: {error}", flush=True)
 
-    def examine(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """A part of the gate on nodes. Interrupted if Slurm has ended it."""
-        together, limit_s = verb == "collectives" and not group, LIMITS_S[verb]
-        code = self.on_nodes(verb, nodes, name=name, group=group, ends_together=together, limit_s=limit_s)
+    def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        """A part of the preflight on nodes. Interrupted if Slurm has ended it."""
+        together, limit_s = command == "collectives" and not group, LIMITS_S[command]
+        code = self.on_nodes(command, nodes, name=name, group=group, ends_together=together, limit_s=limit_s)
         if self.stop.reason is not None or code in SIGNALLED:
             raise Interrupted
         return code
 
-    def without(self, failed: dict[str, str], reason: str) -> Verdict:
+    def without(self, failed: dict[str, str], reason: str) -> Decision:
         """Try again on other nodes, once for each set of nodes that failed; nodes that fail again end the job."""
         seen = set(self.history().excluded)
         if set(failed) <= seen or is_shared(failed, self.all_nodes):
-            return Verdict("end", "failed", reason)
-        users = patiently(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
+            return Decision("end", "failed", reason)
+        users = retry(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
         self.excluded = sorted({*failed, *seen, *users})
-        return Verdict("requeue", "failed", reason)
+        return Decision("requeue", "failed", reason)
 
-    def requeue(self, verdict: Verdict) -> Verdict:
+    def requeue(self, decision: Decision) -> Decision:
         """Ask Slurm to start the job again, which ends this process: at once by SIGTERM, which is ignored here, and
         some time later (KillWait) for good. Meanwhile the job waits, and only then does Slurm take nodes from it. The
-        verdict that is returned says why that was not done.
+        decision that is returned says why that was not done.
         """
-        verdict = settled(verdict, self.record, self.cluster)
-        if verdict.next != "requeue":
-            return verdict
+        decision = settled(decision, self.record, self.cluster)
+        if decision.next != "requeue":
+            return decision
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        patiently(self.record.note, "requeued", reason=verdict.reason, excluded=self.excluded)  # later there is no time
-        patiently(self.slurm.requeue, self.job_id)
+        # The event comes first: later there is no time.
+        retry(self.record.append_event, "requeued", reason=decision.reason, excluded=self.excluded)
+        retry(self.slurm.requeue, self.job_id)
         if self.excluded:
             until = Retrying(
                 retry=retry_if_exception_type(Failure),
@@ -222,7 +224,7 @@ class Batch:
             until(self.slurm.exclude, self.job_id, self.excluded)
         self.upload()
         time.sleep(REQUEUED_S)
-        return Verdict("end", "failed", "Slurm was asked to requeue this job and did not end it")
+        return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")
 
     def upload(self) -> None:
         """Put what this job has printed into a record in S3: until then it is on this node."""
@@ -236,8 +238,8 @@ class Batch:
         node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.s3.flags()]
         code = children.exit_code(children.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
         if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
-            verdict = prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation")
-            patiently(self.record.note, "ended", outcome=verdict.outcome, reason=verdict.reason)
+            decision = prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation")
+            retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
         self.upload()
         return code
 

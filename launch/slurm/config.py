@@ -26,7 +26,7 @@ class SlurmConfig(ClusterConfig):
 
     kind: str = "slurm"
     gate: bool = True
-    drain: bool = False  # drain nodes that fail the gate (needs Slurm's operator rights)
+    drain: bool = False  # drain nodes that fail the preflight (needs Slurm's operator rights)
     partition: str | None = None  # None: the site's default
     account: str | None = None
     qos: str | None = None

@@ -53,10 +53,10 @@ def clean(options: argparse.Namespace, s3: S3Config) -> int:
         return FAILED if left else DONE
     is_known, has_ended = bool(record.event_names()), read_history(record.events()).has_end
     if is_known:
-        record.note("cleaning")  # first: a launch that still runs makes nothing from here on
+        record.append_event("cleaning")  # first: a launch that still runs makes nothing from here on
     left = cleaning.remove(api, record, regions, clock, say=lambda text: print(printable(text), flush=True))
     if is_known and not has_ended:
-        record.note("cancelled", reason="launch clean")
+        record.append_event("cancelled", reason="launch clean")
     if left:
         print("\n".join(printable(f"still there: {each}") for each in left))
         return FAILED

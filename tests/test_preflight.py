@@ -1,4 +1,4 @@
-"""The gate before a run: which machines it lets train, and how it finds the one whose collectives fail."""
+"""The preflight before a run: which machines it lets train, and how it finds the one whose collectives fail."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from planning import node, plan
 
-from launch.gate import is_certain, pass_gate
 from launch.job import Job
-from launch.node import GATE, rendezvous
+from launch.node import PREFLIGHT, rendezvous
+from launch.preflight import is_certain, run_preflight
 from launch.record import Record
 from launch.schedulers import cluster_of
 from train.config import S3Config
@@ -26,12 +26,12 @@ class Machines:
         self.record, self.ill, self.cut = record, ill, cut
         self.asked: list[tuple[str, int]] = []
 
-    def run(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        self.asked.append((verb, group))
-        failed = [node for node in nodes if node in self.ill] if verb == "gate" else self.apart(nodes, group)
+    def run(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        self.asked.append((command, group))
+        failed = [node for node in nodes if node in self.ill] if command == "preflight" else self.apart(nodes, group)
         for each in nodes:
             answer = {"ok": each not in failed, "fault": "it fails"}
-            self.record.folder.write(GATE.format(name, each), canonical_json(answer))
+            self.record.folder.write(PREFLIGHT.format(name, each), canonical_json(answer))
         return int(bool(failed))
 
     def apart(self, nodes: Sequence[str], group: int) -> list[str]:
@@ -62,7 +62,7 @@ def record(tmp_path: Path) -> Record:
 )
 def test_machines_that_fail_are_left_out_and_spares_take_their_ranks(job, record, ill, cut, chosen, failed):
     machines = Machines(record, ill=ill, cut=cut)
-    passed, reasons = pass_gate(record, job, ALL, machines.run, name="gate_1_0")
+    passed, reasons = run_preflight(record, job, ALL, machines.run, name="gate_1_0")
     assert (passed, sorted(reasons)) == (chosen, failed)
     event = record.events()[-1]
     assert (event.kind, event.details["passed"], sorted(event.details["failed"])) == ("gate", chosen, failed)
@@ -70,10 +70,10 @@ def test_machines_that_fail_are_left_out_and_spares_take_their_ranks(job, record
 
 def test_machines_are_tried_apart_only_if_they_fail_together(job, record):
     machines = Machines(record)
-    pass_gate(record, job, ALL, machines.run, name="gate_1_0")
-    assert machines.asked == [("gate", 0), ("collectives", 0)]
+    run_preflight(record, job, ALL, machines.run, name="gate_1_0")
+    assert machines.asked == [("preflight", 0), ("collectives", 0)]
     machines = Machines(record, cut=[{"n1", "n2"}])
-    _, reasons = pass_gate(record, job, ALL, machines.run, name="gate_1_1")
+    _, reasons = run_preflight(record, job, ALL, machines.run, name="gate_1_1")
     assert machines.asked[1:] == [("collectives", 0), ("collectives", 1), ("collectives", 2), ("collectives", 0)]
     assert reasons["n1"] == "collectives in pairs: it fails" and not is_certain(reasons["n1"])
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from launch import logs, submit
-from launch.ec2 import verbs as ec2
+from launch.ec2 import commands as ec2
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
 from launch.status import Status, clean, columns, lines_of, shown_step, status, watch
@@ -26,7 +26,7 @@ NO_JOB = "nothing to {}: {} has no job ({})"
 
 
 @dataclass(frozen=True)
-class Verb:
+class Command:
     purpose: str
     examples: tuple[str, ...]
     add_flags: Callable[[Parser], None]
@@ -34,12 +34,12 @@ class Verb:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Act on a command line that begins with one of VERBS; the exit code."""
-    name, verb = arguments[0], TABLE[arguments[0]]
-    parser = command_parser(f"launch {name}", verb.purpose, examples=verb.examples)
-    verb.add_flags(parser)
+    """Act on a command line that begins with one of COMMANDS; the exit code."""
+    name, command = arguments[0], TABLE[arguments[0]]
+    parser = command_parser(f"launch {name}", command.purpose, examples=command.examples)
+    command.add_flags(parser)
     add_s3_flags(parser, caches=False)
-    return run_flags(parser, arguments[1:], verb.act)
+    return run_flags(parser, arguments[1:], command.act)
 
 
 def of_run(parser: Parser) -> None:
@@ -155,7 +155,8 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         print(printable(f"{record.run_dir}: the job was cancelled: it had not begun to train ({seen.answer.text})"))
         return DONE
     if seen.history.stop_asked_unix_s is None:
-        record.note("stop_asked", reason="launch stop")  # first: a supervisor removes files STOP that nobody asked for
+        # The event comes first: a supervisor removes files STOP that nobody asked for.
+        record.append_event("stop_asked", reason="launch stop")
     record.run.write(STOP_FILE, b"")
     print(printable(f"{record.run_dir} was asked to stop with a checkpoint; {expected(seen)}"))
     print(printable(f"python -m launch status {record.run_dir} --watch shows when it has"))
@@ -216,7 +217,7 @@ def end(record: Record, seen: Status) -> None:
     scheduler(submission.scheduler).cancel(submission.handle)
     if record.run.size(STOP_FILE) is not None:
         record.run.remove(STOP_FILE)  # or the next start would obey it
-    record.note("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
+    record.append_event("cancelled", step=seen.progress.step, checkpoint=seen.progress.checkpoint)
 
 
 def lost(seen: Status) -> str:
@@ -234,39 +235,39 @@ def lost(seen: Status) -> str:
 # ---- table -----------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    "list": Verb("List the runs that were launched from a folder.", ("", "s3://bucket/runs"), list_flags, list_runs),
-    "status": Verb(
+    "list": Command("List the runs that were launched from a folder.", ("", "s3://bucket/runs"), list_flags, list_runs),
+    "status": Command(
         "Say how a run stands by its scheduler, its record and its run folder.",
         ("runs/mine", "runs/mine --watch", "s3://bucket/runs/mine --json"),
         status_flags,
         show_status,
     ),
-    "logs": Verb(
+    "logs": Command(
         "Print the logs of a run: of its job and of the machines of its last attempt.",
         ("runs/mine", "runs/mine -f", "runs/mine --rank 3 --lines 20"),
         logs_flags,
         show_logs,
     ),
-    "stop": Verb("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
-    "resume": Verb("Start the job of a run again, with its code and settings.", ("runs/mine",), of_run, resume),
-    "cancel": Verb("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
-    "clean": Verb(
+    "stop": Command("Stop a run with a checkpoint; resume continues it.", ("runs/mine",), of_run, stop),
+    "resume": Command("Start the job of a run again, with its code and settings.", ("runs/mine",), of_run, resume),
+    "cancel": Command("End the job of a run at once, without a checkpoint.", ("runs/mine",), cancel_flags, cancel),
+    "clean": Command(
         "Remove all that EC2 has of a run, and prove that nothing is left.",
         ("s3://bucket/runs/mine", "s3://bucket/runs/mine --yes"),
         ec2.clean_flags,
         ec2.clean,
     ),
-    "iam": Verb(
+    "iam": Command(
         "Print the least that must be allowed to you and to the machines on EC2, as policies.",
         ("s3://bucket/runs --data s3://bucket/albert --account 123456789012",),
         ec2.iam_flags,
         ec2.iam,
     ),
-    "quota": Verb(
+    "quota": Command(
         "Say whether the account may run such machines on EC2.",
         ("trn1.32xlarge --nodes 16 --regions us-east-1,us-west-2",),
         ec2.quota_flags,
         ec2.quota,
     ),
 }
-VERBS = tuple(TABLE)
+COMMANDS = tuple(TABLE)

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from launch.job import Job
-from launch.node import GATE
+from launch.node import PREFLIGHT
 from launch.record import Record
-from launch.supervise import patiently
+from launch.supervise import retry
 from train.cli.command import printable
 from train.storage.folders import wait_for_file
 from train.storage.schema import BadContent, read_object
@@ -18,11 +18,11 @@ SHOWN = 300  # characters of a reason
 
 
 class Run(Protocol):
-    def __call__(self, verb: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """Run a verb of launch.node on machines, over all of them or in groups of neighbours; 0 if all ended well."""
+    def __call__(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
+        """Run a command of launch.node on machines, all of them or groups of neighbours; 0 if all ended well."""
 
 
-def pass_gate(
+def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
     """The machines that are to train, fewer than the job needs if too few are fit; and those that failed, with reasons.
@@ -30,8 +30,8 @@ def pass_gate(
     Where collectives fail over the machines chosen, each is tried alone and then in pairs: those that fail are left
     out, and spares take their ranks.
     """
-    run("gate", nodes, name=name)
-    failed = patiently(answers, record, name, nodes)
+    run("preflight", nodes, name=name)
+    failed = retry(answers, record, name, nodes)
     while True:
         passed = [node for node in nodes if node not in failed]
         chosen = passed[: job.nodes]
@@ -41,7 +41,7 @@ def pass_gate(
         if run("collectives", chosen, name=attempt) == 0:
             break
         failed |= suspects(record, chosen, run, name=attempt)
-    patiently(record.note, "gate", passed=chosen, failed=failed)
+    retry(record.append_event, "gate", passed=chosen, failed=failed)
     return chosen, failed
 
 
@@ -51,14 +51,14 @@ def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> di
         if group < len(nodes):
             attempt = f"{name}_{group}"
             run("collectives", nodes, name=attempt, group=group)
-            if failed := patiently(answers, record, attempt, nodes):
+            if failed := retry(answers, record, attempt, nodes):
                 return {node: f"{COLLECTIVES} {which}: {reason}" for node, reason in failed.items()}
     return dict.fromkeys(nodes, f"{COLLECTIVES} over {', '.join(nodes)} fail, see logs/{name}"[:SHOWN])
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
     """What to say if fewer machines are fit than the job needs."""
-    counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the gate, {job.nodes} are needed"
+    counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the preflight, {job.nodes} are needed"
     return "; ".join([counts, *(f"{node}: {reason}" for node, reason in failed.items())])
 
 
@@ -74,7 +74,7 @@ def is_certain(reason: str) -> bool:
 
 def answers(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:
     """The machines that failed, each with the reason."""
-    reasons = {node: reason_of(record, GATE.format(attempt, node)) for node in nodes}
+    reasons = {node: reason_of(record, PREFLIGHT.format(attempt, node)) for node in nodes}
     return {node: printable(reason)[:SHOWN] for node, reason in reasons.items() if reason}
 
 

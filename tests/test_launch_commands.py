@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from launched import HANDLE, NODES, FakeScheduler, Launched
 from running import ROOT
 
-from launch import logs, verbs
+from launch import commands, logs
+from launch.commands import COMMANDS, main
 from launch.config import ClusterConfig
 from launch.logs import Wanted
 from launch.record import Record
@@ -23,7 +24,6 @@ from launch.schedulers import SCHEDULERS
 from launch.spec import State
 from launch.status import columns, lines_of, status
 from launch.values import count, moment, number, shown_duration
-from launch.verbs import VERBS, main
 from train.cli.command import DONE, FAILED, REFUSED
 from train.config import InputError, Unreachable
 from train.storage.folders import LocalFolder
@@ -160,11 +160,11 @@ def test_wrong_flags_are_refused(flags, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb, capsys):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
-        main([verb, "--help"])
-    assert f"python -m launch {verb}" in capsys.readouterr().out
+        main([command, "--help"])
+    assert f"python -m launch {command}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -358,22 +358,22 @@ def test_a_requeued_run_is_cancelled_instead_of_stopped(run, fake):
     assert fake.cancelled == [HANDLE] and run.record.run.size("STOP") is None
 
 
-@pytest.mark.parametrize("verb", [["stop"], ["cancel", "--yes"]])
-def test_where_no_job_runs_nothing_is_done(run, fake, capsys, verb):
+@pytest.mark.parametrize("command", [["stop"], ["cancel", "--yes"]])
+def test_where_no_job_runs_nothing_is_done(run, fake, capsys, command):
     run.begin().trained().note("ended", outcome="failed")
     fake.states = [GONE]
     before = kinds(run)
-    assert main([*verb, "runs/mine"]) == DONE
-    assert capsys.readouterr().out == f"nothing to {verb[0]}: runs/mine has no job (failed)\n"
+    assert main([*command, "runs/mine"]) == DONE
+    assert capsys.readouterr().out == f"nothing to {command[0]}: runs/mine has no job (failed)\n"
     assert kinds(run) == before and fake.cancelled == [] and run.record.run.size("STOP") is None
 
 
-@pytest.mark.parametrize("verb", [["stop"], ["cancel", "--yes"]])
-def test_nothing_is_done_while_the_scheduler_does_not_answer(run, fake, capsys, verb):
+@pytest.mark.parametrize("command", [["stop"], ["cancel", "--yes"]])
+def test_nothing_is_done_while_the_scheduler_does_not_answer(run, fake, capsys, command):
     run.begin().trained()
     fake.states = [Unreachable("slurmctld is silent")]
     before = kinds(run)
-    assert main([*verb, "runs/mine"]) == FAILED
+    assert main([*command, "runs/mine"]) == FAILED
     assert "slurmctld is silent" in capsys.readouterr().err
     assert kinds(run) == before and fake.cancelled == [] and run.record.run.size("STOP") is None
 
@@ -460,7 +460,7 @@ def test_whatever_record_and_run_folder_hold_the_status_is_plain_text(
         assert "\n" not in str(error)
         return
     assert json.loads(seen.to_json())["run_dir"] == seen.run_dir and seen.to_json().isascii()
-    check_output("\n".join([*lines_of(seen), *columns([verbs.row(seen)])]))
+    check_output("\n".join([*lines_of(seen), *columns([commands.row(seen)])]))
 
 
 @settings(quick, max_examples=100)
@@ -478,9 +478,9 @@ def test_whatever_logs_hold_they_are_printed_as_plain_text(tmp_path_factory, cap
 
 
 def test_the_verbs_are_loaded_without_torch():
-    code = "import sys, launch.verbs, launch.status, launch.logs; print(*sys.modules)"
+    code = "import sys, launch.commands, launch.status, launch.logs; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert "launch.verbs" in done.stdout.split()
+    assert "launch.commands" in done.stdout.split()
     assert not {"torch", "transformers", "boto3"} & set(done.stdout.split())
 
 
