@@ -10,10 +10,8 @@ with its 30,000 tokens (11.2 million parameters, 45 MB of gradients), in fp32; i
     plain           DDP as it is by default
     bf16            backend.grad_compression=bf16
     powersgd        backend.grad_compression=powersgd, from step 10 on
-    local_sgd       parallel=local_sgd, weights averaged every 8 steps
     hierarchical    backend.hierarchical_reduction=true, with and without bf16 (with --ranks 2 or more)
-    alone           no gradients or weights are sent, one number a step is (local SGD's norm, which all ranks wait for):
-                    what the computing takes, for the share of the link
+    alone           nothing is sent: what the computing takes, for the share of the link
 
 A CPU core computes thousands of times slower than a GPU, which leaves the link idle: the batch is small so that plain
 DDP spends a share of its time in it as fast devices do, and that share is printed. Bytes are those that the first
@@ -45,7 +43,7 @@ from train import prepare
 from train.backend import slow_links
 from train.backend.ddp import DDP
 from train.cli import compose as cli
-from train.config import BackendConfig, LocalSGDConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
+from train.config import BackendConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.shards.order import ShardSampler
 from train.host import cluster
@@ -56,26 +54,23 @@ from train.tasks import build_task
 from train.tasks.spec import Task
 
 VOCAB_SIZE, TEXT_VOCAB_SIZE = 30_000, 10_000  # of the model, and all that this text can fill
-STEPS = 8  # of a round and contestant: local SGD averages once
+STEPS = 8  # of a round and contestant
 SKIPPED = 2  # first rounds, which are not timed: PowerSGD begins in the second
 POWERSGD_START, WARM_UP, LR = 10, 16, 2e-4  # steps, steps, peak
 HELD_OUT = 32  # batches of each rank
 PLAIN, ALONE = "plain", "alone"
-NEVER = 10**9
 
 
-def contestants(options: argparse.Namespace) -> dict[str, tuple[BackendConfig, ParallelConfig]]:
-    def reducing(**settings: Any) -> tuple[BackendConfig, ParallelConfig]:
-        return BackendConfig(device="cpu", precision="fp32", **settings), ParallelConfig()
+def contestants(options: argparse.Namespace) -> dict[str, BackendConfig]:
+    def reducing(**settings: Any) -> BackendConfig:
+        return BackendConfig(device="cpu", precision="fp32", **settings)
 
-    plain, _ = reducing()
     powersgd = {"powersgd_rank": options.powersgd_rank, "powersgd_start_step": POWERSGD_START}
     result = {
         PLAIN: reducing(),
         "bf16": reducing(grad_compression="bf16"),
         "powersgd": reducing(grad_compression="powersgd", **powersgd),
-        "local_sgd": (plain, LocalSGDConfig(sync_every=STEPS)),
-        ALONE: (plain, LocalSGDConfig(sync_every=NEVER)),
+        ALONE: reducing(),
     }
     if options.ranks > 1:
         result["hierarchical"] = reducing(hierarchical_reduction=True)
@@ -90,36 +85,36 @@ def sent_bytes() -> int:
 
 
 class Contestant:
-    def __init__(self, backend: DDP, cfg: TrainConfig, settings: tuple[BackendConfig, ParallelConfig], task: Task):
-        self.backend = copy.copy(backend)  # one process group for all
-        self.backend.compresses = settings[0].grad_compression == "bf16"
-        self.backend.at_once = slow_links.reducer_for(settings[0], backend.precision)
+    def __init__(self, backend: DDP, cfg: TrainConfig, name: str, settings: BackendConfig, task: Task):
+        self.backend, self.world = copy.copy(backend), backend.world  # one process group for all
+        self.backend.compresses = settings.grad_compression == "bf16"
+        self.backend.at_once = slow_links.reducer_for(settings, backend.precision)
+        if name == ALONE:
+            self.backend.world = backend.world.beside(None)
         torch.manual_seed(0)
         model = build_masked_lm(cfg.model, vocab_size=VOCAB_SIZE, pad_id=0, seq_len=task.seq_len)
         self.task, optim = task, OptimConfig(lr=LR)
-        self.engine: Engine = build_engine(settings[1], optim, self.backend, model, task.loss, accumulation=1)
+        self.engine: Engine = build_engine(ParallelConfig(), optim, self.backend, model, task.loss, accumulation=1)
         self.engine.ready()
         self.step_s: list[float] = []
         self.step_bytes: list[float] = []
         self.num_steps = 0
 
     def round(self, batches: list[Batch]) -> None:
-        world = self.backend.world
-        world.barrier()
+        self.world.barrier()
         began_s, began_bytes = time.perf_counter(), sent_bytes()
         for batch in batches:
             self.num_steps += 1
             self.engine.step([batch], LR * min(1.0, self.num_steps / WARM_UP))
-        world.barrier()
+        self.world.barrier()
         self.step_s.append((time.perf_counter() - began_s) / len(batches))
         self.step_bytes.append((sent_bytes() - began_bytes) / len(batches))
 
     def loss(self, batches: list[Batch]) -> float:
         """The mean over the labels of all ranks' batches."""
-        self.engine.check_replicas()  # local SGD averages
         with torch.no_grad():
             loss_sum = sum(float(self.task.loss(self.engine.model, batch["inputs"])) for batch in batches)
-        total, count = self.backend.world.sum([loss_sum, sum(batch["count"] for batch in batches)])
+        total, count = self.world.sum([loss_sum, sum(batch["count"] for batch in batches)])
         return total / count
 
 
@@ -141,7 +136,9 @@ def rank_main(options: argparse.Namespace) -> None:
         pin_memory=False,
     )
     batches = list(islice(made, HELD_OUT + options.rounds * STEPS))
-    taking_part = {name: Contestant(backend, cfg, settings, task) for name, settings in contestants(options).items()}
+    taking_part = {
+        name: Contestant(backend, cfg, name, settings, task) for name, settings in contestants(options).items()
+    }
     names = list(taking_part)
     for number in range(options.rounds):
         start = HELD_OUT + number * STEPS

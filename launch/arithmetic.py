@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.config import InstanceConfig, LocalSGDConfig, TrainConfig
+from train.config import InstanceConfig, TrainConfig
 from train.models.flops import train_flops_per_sequence
 from train.models.model_sizes import Shape
 
@@ -32,15 +32,14 @@ def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float | 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
     """Bytes that a rank adds up with the others, once a step. Gradients are fp32 whatever the products are computed in,
     but bf16 with that compression, and where the weights themselves are (bf16_stochastic). PowerSGD's are counted in
-    full, which is more than it sends. Local SGD sends as many bytes of weights every few steps: their share of a step.
+    full, which is more than it sends.
     """
     model, head = cfg.model, cfg.task.kind
     trained = shape.trained_parameters(
         head=head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
     )
     is_half = cfg.backend.grad_compression == "bf16" or cfg.backend.precision == "bf16_stochastic"
-    period = cfg.parallel.sync_every if isinstance(cfg.parallel, LocalSGDConfig) else 1
-    return trained * (2 if is_half else 4) // period
+    return trained * (2 if is_half else 4)
 
 
 def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> float | None:

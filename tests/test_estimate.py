@@ -130,8 +130,6 @@ def test_bytes_of_gradients_follow_the_precision_that_is_added_up():
     assert plain == pytest.approx(4 * 335e6, rel=0.01)
     for half in (["backend.grad_compression=bf16"], ["backend=xla", "backend.precision=bf16_stochastic"]):
         assert gradient_bytes(load(*BERT_LARGE, "global_batch_size=8", "max_steps=1", *half), shape) == plain / 2
-    local = load(*BERT_LARGE, "global_batch_size=8", "max_steps=1", "parallel=local_sgd", "parallel.sync_every=4")
-    assert gradient_bytes(local, shape) == plain / 4
 
 
 def test_the_arithmetic_of_a_task_without_a_formula_is_left_out():

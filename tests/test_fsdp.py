@@ -247,7 +247,7 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(pr
         ([FSDP, "backend.hierarchical_reduction=true"], "parallel=fsdp reduces gradients by itself"),
         ([FSDP, "backend.compile=layers"], "backend.compile=layers was never seen to run with parallel=fsdp"),
         (["parallel.name=fsdp"], "parallel.name=fsdp has settings of its own: use parallel=fsdp"),
-        (["parallel=local_sgd", "+parallel.shard_optimizer=true"], "shard_optimizer"),
+        (["parallel=local_sgd"], "there is no such parallel; choose one of: data, fsdp, pipeline"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_in_one_line(prepared, tmp_path, overrides, message):

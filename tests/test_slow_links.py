@@ -10,24 +10,22 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from forks import launch, run_forked
-from running import run, train_overrides
+from running import run, train_config, train_overrides
 from test_equality import grad_norms, losses, weights
 from torch import nn
-from toy import NAN, Toy, ToyConfig, ToyTask
+from toy import NAN
 
+from train import loop
+from train.attempt.preempt import StopRequest
 from train.backend import slow_links
 from train.backend.ddp import DDP
-from train.config import BackendConfig, LocalSGDConfig, ParallelConfig
-from train.optim import OPTIMIZERS
-from train.optim.spec import OptimizerSpec
-from train.tasks import TASKS, mlm
+from train.config import BackendConfig, InputError
 
 RANKS, PER_MACHINE, STEPS = 4, 2, 4
 SIDE, LOW, ENOUGH = 40, 1, 8  # a weight [SIDE, SIDE]; the gradient of one row on each of 4 ranks has rank 4 at most
@@ -155,38 +153,14 @@ def forget(backend):
     }
 
 
-def build_sgd(cfg, groups, _):
-    return torch.optim.SGD(groups, lr=cfg.lr)
-
-
-def train_toys(folder):
-    """Plain SGD in both engines, with an average after each step; and Adam with a NaN on one rank alone."""
-    toy = Toy(Path(folder))
-    TASKS["toy"] = replace(mlm.SPEC, settings=ToyConfig, build=lambda cfg: ToyTask(toy))
-    OPTIMIZERS["sgd"] = OptimizerSpec(build_sgd)
-    parallel = LocalSGDConfig(sync_every=int(os.environ["SYNC_EVERY"])) if "SYNC_EVERY" in os.environ else None
-    if "SPOILT" in os.environ:
-        toy.scale = lambda call: NAN if call == 2 and os.environ["RANK"] == os.environ["SPOILT"] else 1.0
-    optim = {"name": os.environ["OPTIM"], "max_grad_norm": None, "weight_decay": 0.0}
-    toy.train(parallel=parallel or ParallelConfig(), optim=optim)
-
-
-PARTS = {"reduce": reduce_all_ways, "toy": train_toys}
-
-
 # ---- reductions ----------------------------------------------------------------------------------------------------
-
-
-def forked(part, argument, *, ranks, **env):
-    done = run_forked(launch(__file__, [part, str(argument)], ranks=ranks), {**os.environ, **env})
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory):
     path = tmp_path_factory.mktemp("reduced") / "answer.json"
-    forked("reduce", path, ranks=RANKS)
+    done = run_forked(launch(__file__, [str(path)], ranks=RANKS), os.environ)
+    assert done.returncode == 0, done.stderr
     return json.loads(path.read_text())
 
 
@@ -221,12 +195,10 @@ def test_a_reducer_that_goes_on_after_a_save_does_what_one_that_resumes_does(red
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 POWERSGD = ["backend.grad_compression=powersgd", "backend.powersgd_rank=2", "backend.powersgd_start_step=2"]
-LOCAL = ["parallel=local_sgd", "parallel.sync_every=2"]  # 3, where a run is saved, is no multiple of it
 
 
-@pytest.mark.parametrize("options", [POWERSGD, LOCAL], ids=["powersgd", "local_sgd"])
-def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path, options):
-    options = [*options, "micro_batch_size=2", "model.hidden_dropout=0.1"]
+def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
+    options = [*POWERSGD, "micro_batch_size=2", "model.hidden_dropout=0.1"]
     done = run(train_overrides(tmp_path / "whole", prepared, *options), ranks=2)
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.05
@@ -238,29 +210,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path, options):
     assert grad_norms(tmp_path / "cut")[6:] == grad_norms(tmp_path / "whole")[3:]
     for name, tensor in weights(tmp_path / "cut").items():
         assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
-    warned = "which is not the mathematics of one big batch" in done.stderr
-    assert warned == (options[0] == LOCAL[0])
-
-
-def test_local_sgd_that_averages_after_each_step_is_sgd_on_the_whole_batch(tmp_path):
-    """Of plain steps, whose average is the step of the average, with as many labels on each rank."""
-    forked("toy", tmp_path / "whole", ranks=2, OPTIM="sgd")
-    forked("toy", tmp_path / "local", ranks=2, OPTIM="sgd", SYNC_EVERY="1")
-    whole, local = Toy(tmp_path / "whole"), Toy(tmp_path / "local")
-    assert local.values("train", "loss") == pytest.approx(whole.values("train", "loss"), rel=1e-5)
-    assert local.values("eval", "loss") == pytest.approx(whole.values("eval", "loss"), rel=1e-5)
-    assert local.weights(6) == pytest.approx(whole.weights(6), rel=1e-5)
-    assert local.values("train", "grad_norm") != whole.values("train", "grad_norm")  # the mean of those of the ranks
-
-
-def test_a_gradient_of_one_rank_that_is_no_number_is_skipped_by_all_ranks_of_local_sgd(tmp_path):
-    forked("toy", tmp_path, ranks=2, OPTIM="adamw", SYNC_EVERY="4", SPOILT="1")
-    toy = Toy(tmp_path)
-    assert toy.values("train", "step") == [1, 2, 3, 4, 5, 6]
-    (fault,) = toy.faults()
-    assert "1 steps were skipped" in fault
-    before, after = toy.values("eval", "loss")
-    assert after < before
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------
@@ -275,15 +224,6 @@ def test_a_gradient_of_one_rank_that_is_no_number_is_skipped_by_all_ranks_of_loc
         ),
         (["backend.powersgd_rank=0"], "backend.powersgd_rank=0 must be 1 or more"),
         (["backend.powersgd_start_step=1"], "backend.powersgd_start_step=1 must be 2 or more"),
-        (["parallel=local_sgd", "parallel.sync_every=0"], "parallel.sync_every=0 must be"),
-        (["parallel=local_sgd", "backend.grad_compression=bf16"], "parallel=local_sgd sends weights and no gradients"),
-        (["parallel=local_sgd", "backend.hierarchical_reduction=true"], "leave out backend.grad_compression and"),
-        (["parallel.name=local_sgd"], "parallel.name=local_sgd has settings of its own: use parallel=local_sgd"),
-        (
-            ["parallel=local_sgd", "backend.precision=fp16"],
-            "parallel=local_sgd does not go with backend.precision=fp16",
-        ),
-        (["parallel=local_sgd", "backend=xla"], "parallel=local_sgd runs with backend=ddp, not backend=xla"),
         (
             ["backend.grad_compression=powersgd", "backend.precision=fp16"],
             "which backend.precision=fp16 may scale otherwise; set bf16 or fp32",
@@ -291,12 +231,10 @@ def test_a_gradient_of_one_rank_that_is_no_number_is_skipped_by_all_ranks_of_loc
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_in_one_line(prepared, tmp_path, overrides, message):
-    if "backend=xla" in overrides:
-        pytest.importorskip("torch_xla")
-    result = run(train_overrides(tmp_path / "run", prepared, *overrides))
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert result.returncode == 2 and message in line
+    with pytest.raises(InputError) as refusal:
+        loop.run(train_config(tmp_path / "run", prepared, *overrides), StopRequest())
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 if __name__ == "__main__":
-    PARTS[sys.argv[1]](sys.argv[2])
+    reduce_all_ways(sys.argv[1])

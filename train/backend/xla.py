@@ -164,7 +164,6 @@ class XLA(Base):
         self._arrange_layers(model)
 
     def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
-        check(not alone, "parallel=local_sgd runs with backend=ddp, not backend=xla")
         training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
         self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
         return XLAReducer(self, model)

@@ -20,7 +20,6 @@ from train.config.parallel import (
     SPLITS,
     DataParallelConfig,
     FSDPConfig,
-    LocalSGDConfig,
     ParallelConfig,
     PipelineConfig,
 )

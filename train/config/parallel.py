@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config.backend import BackendConfig
-from train.config.checks import check, check_at_least, check_choice, check_positive
+from train.config.checks import check, check_at_least, check_choice
 from train.config.errors import InputError
 
 
@@ -26,9 +26,7 @@ class Held:
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    name: str = (
-        "data"  # data: every rank holds the model and a share of each batch | local_sgd, fsdp, pipeline: see below
-    )
+    name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp, pipeline: see below
 
     def __post_init__(self) -> None:
         check(
@@ -139,25 +137,6 @@ def check_shards(setting: str, *, backend: str, precision: str) -> None:
 
 
 @dataclass(kw_only=True)
-class LocalSGDConfig(ParallelConfig):
-    """Each rank steps by itself, on its share of each batch; the weights of all are averaged from time to time."""
-
-    name: str = "local_sgd"
-    sync_every: int = 8  # steps between two averages; evaluations and saves average as well
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("parallel.", self, "sync_every")
-
-    def check_goes_with(self, backend: BackendConfig) -> None:
-        check(
-            backend.reduces_plainly,
-            "parallel=local_sgd sends weights and no gradients: leave out backend.grad_compression and "
-            "backend.hierarchical_reduction",
-        )
-
-
-@dataclass(kw_only=True)
 class PipelineConfig(ParallelConfig):
     """Each rank holds some of the layers; hidden states go from rank to rank, and their gradients come back.
 
@@ -254,4 +233,4 @@ class PipelineConfig(ParallelConfig):
         )
 
 
-SPLITS: tuple[type[ParallelConfig], ...] = (DataParallelConfig, LocalSGDConfig, FSDPConfig, PipelineConfig)
+SPLITS: tuple[type[ParallelConfig], ...] = (DataParallelConfig, FSDPConfig, PipelineConfig)

@@ -29,8 +29,7 @@ class Stateful(Protocol):
     def state(self) -> dict[str, State]:
         """This rank's part of the state for a checkpoint, empty if other ranks have all of it: "model" by parameter
         names, "optimizer" without settings. No tensor is in two parts, unless as a `piece` in each; all that is no
-        tensor of "model" or of the optimizer's "state" is in the part of rank 0. Ranks that have stepped apart are the
-        same afterwards.
+        tensor of "model" or of the optimizer's "state" is in the part of rank 0.
         """
 
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
@@ -95,7 +94,6 @@ def build_engine(
 
 ENGINES = {
     "data": "train.parallel.data",
-    "local_sgd": "train.parallel.local_sgd",
     "fsdp": "train.parallel.fsdp",
     "pipeline": "train.parallel.pipeline",
 }

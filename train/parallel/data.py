@@ -77,8 +77,6 @@ class Replica:
 class DataParallel(Replica):
     """See `train.parallel.Engine`."""
 
-    alone = False  # whether each rank steps by its own gradients
-
     def __init__(
         self,
         optim: OptimConfig,
@@ -100,7 +98,7 @@ class DataParallel(Replica):
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def build_reducer(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int) -> Reducer:
-        return backend.reducer(model, accumulation=accumulation, lengths=lengths, alone=self.alone)
+        return backend.reducer(model, accumulation=accumulation, lengths=lengths)
 
     def build_optimizer(self, optim: OptimConfig, backend: Backend, head: list[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
