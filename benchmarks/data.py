@@ -214,9 +214,9 @@ class Shuffle:
 
 def epoch_batches(shard_rows: list[int], batch: int, window: int, epoch: int) -> np.ndarray:
     """[batches, batch] row numbers in our order."""
-    from train.data.shards.order import EpochOrder, Windows
+    from train.data.shards.order import EpochOrder, ShuffleBlock
 
-    order = EpochOrder(shard_rows, Windows(window), seed=0, epoch=epoch)
+    order = EpochOrder(shard_rows, ShuffleBlock(window), seed=0, epoch=epoch)
     whole = sum(shard_rows) // batch * batch
     return order.rows(0, whole).reshape(-1, batch)
 
@@ -264,7 +264,7 @@ def prepare_text(folder: Path) -> Path:
 
 
 def shuffle_table(text: Path, epochs: int) -> str:
-    """Windows of K of the shards against a full permutation; each figure the mean over so many epochs."""
+    """ShuffleBlock of K of the shards against a full permutation; each figure the mean over so many epochs."""
     tokens = prepared_tokens(text)
     even = [SHUFFLE_SHARD_ROWS] * SHUFFLE_SHARDS
     parts = [len(part) for part in np.array_split(np.arange(len(tokens)), SHUFFLE_SHARDS)]

@@ -34,7 +34,7 @@ def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     from train.config import S3Config, ShardsConfig
     from train.data.shards.cache import Cache
     from train.data.shards.download import Downloader
-    from train.data.shards.fetcher import keep_memory
+    from train.data.shards.prefetch import keep_memory
     from train.storage.s3 import S3Folder
 
     keep_memory()  # as the process that fetches for a run

@@ -12,7 +12,7 @@ from train import prepare
 from train.data.batches.loader import Batches, MaskedRows, failure_of
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.format import ShardSet, read_manifest
-from train.data.shards.order import PADDING, EvalOrder, ShardSampler, Windows
+from train.data.shards.order import PADDING, EvalOrder, ShardSampler, ShuffleBlock
 
 G = 16
 
@@ -43,7 +43,7 @@ def sampler_of(folder, *, rank, world_size, first_step=0, windows=3):
     return ShardSampler(
         rows,
         seed=7,
-        windows=Windows(windows),
+        windows=ShuffleBlock(windows),
         global_batch_size=G,
         rank=rank,
         world_size=world_size,

@@ -11,9 +11,9 @@ import pytest
 from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache
 from train.data.shards.cache import Room, cache_dir, limit_bytes
-from train.data.shards.fetcher import Need
 from train.data.shards.format import Shard
-from train.data.shards.order import ShardSampler, Windows
+from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.prefetch import Need
 
 MB = 10**6
 
@@ -26,20 +26,23 @@ def manifest_of(num_shards, *, rows=100, size=64 * MB, validation=10 * MB):
 
 def test_the_window_is_all_that_fits_and_grows():
     room = Room.of(manifest_of(20))
-    assert room.windows(10**12) == Windows(20, grow=True)
-    assert room.windows(room.total) == Windows(20, grow=True)
-    assert room.windows(room.total - 1) == Windows(3, grow=True)  # 6 windows of 3 shards and the validation data
-    assert room.windows(10 * MB + 6 * 64 * MB) == Windows(1, grow=True)
+    assert room.shuffle_block(10**12) == ShuffleBlock(20, grow=True)
+    assert room.shuffle_block(room.total) == ShuffleBlock(20, grow=True)
+    # Six windows of 3 shards, and the validation data.
+    assert room.shuffle_block(room.total - 1) == ShuffleBlock(
+        3, grow=True
+    )  # 6 windows of 3 shards and the validation data
+    assert room.shuffle_block(10 * MB + 6 * 64 * MB) == ShuffleBlock(1, grow=True)
     with pytest.raises(InputError, match=r"may take 0.393 GB, windows of 1 shards need 0.394 GB; raise data.cache_gb"):
-        room.windows(10 * MB + 6 * 64 * MB - MB)
+        room.shuffle_block(10 * MB + 6 * 64 * MB - MB)
 
 
 def test_a_batch_larger_than_a_window_is_refused_where_not_all_fits():
     room = Room.of(manifest_of(20))
-    room.check(Windows(2), 10**12, global_batch_size=500)
-    room.check(Windows(2), 800 * MB, global_batch_size=200)
+    room.check(ShuffleBlock(2), 10**12, global_batch_size=500)
+    room.check(ShuffleBlock(2), 800 * MB, global_batch_size=200)
     with pytest.raises(InputError, match="a batch of 201 sequences is more than a window of 2 shards holds"):
-        room.check(Windows(2), 800 * MB, global_batch_size=201)
+        room.check(ShuffleBlock(2), 800 * MB, global_batch_size=201)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -49,7 +52,7 @@ def test_whatever_a_step_reads_is_wanted_and_room_is_kept(window, batch):
     manifest = manifest_of(19)
     limit = 10 * MB + cache.WINDOWS_HELD * window * 64 * MB
     sampler = ShardSampler(
-        [100] * 19, seed=3, windows=Windows(window, grow=True), global_batch_size=batch, rank=0, world_size=1
+        [100] * 19, seed=3, windows=ShuffleBlock(window, grow=True), global_batch_size=batch, rank=0, world_size=1
     )
     need = Need(manifest, sampler, limit)
     assert not need.fits
@@ -69,7 +72,9 @@ def test_whatever_a_step_reads_is_wanted_and_room_is_kept(window, batch):
 
 def test_all_is_wanted_where_all_fits_the_first_windows_first():
     manifest = manifest_of(9)
-    sampler = ShardSampler([100] * 9, seed=0, windows=Windows(9, grow=True), global_batch_size=10, rank=0, world_size=1)
+    sampler = ShardSampler(
+        [100] * 9, seed=0, windows=ShuffleBlock(9, grow=True), global_batch_size=10, rank=0, world_size=1
+    )
     wanted = Need(manifest, sampler, 10**12).wanted()
     order = sampler.epoch_order(0)
     assert len(wanted) == 10 and wanted[2] == manifest.splits["validation"][0]

@@ -3,11 +3,11 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, Windows
+from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, ShuffleBlock
 
 SHARD_ROWS = [40, 30, 8, 20, 5]
 ROWS, G = sum(SHARD_ROWS), 24
-WINDOWS = [Windows(1), Windows(2), Windows(4, grow=True), Windows(len(SHARD_ROWS))]
+WINDOWS = [ShuffleBlock(1), ShuffleBlock(2), ShuffleBlock(4, grow=True), ShuffleBlock(len(SHARD_ROWS))]
 
 
 def sampler(*, rank=0, world_size=1, windows=None, seed=0, consumed_rows=0):
@@ -72,7 +72,7 @@ def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(first_step, 
 
 
 def test_a_window_holds_the_sequences_of_its_shards_and_shuffles_them():
-    order = EpochOrder(SHARD_ROWS, Windows(2), seed=3, epoch=1)
+    order = EpochOrder(SHARD_ROWS, ShuffleBlock(2), seed=3, epoch=1)
     firsts = np.cumsum([0, *SHARD_ROWS])
     start = 0
     for shards, end in zip(order.windows, order.ends, strict=True):
@@ -85,25 +85,25 @@ def test_a_window_holds_the_sequences_of_its_shards_and_shuffles_them():
 
 
 def test_growing_windows_double_in_the_first_epoch_and_are_full_size_later():
-    assert Windows(20, grow=True).sizes(50, epoch=0) == [2, 4, 8, 16, 20]
-    assert Windows(20, grow=True).sizes(50, epoch=1) == [20, 20, 10]
-    assert Windows(20).sizes(50, epoch=0) == [20, 20, 10]
-    assert Windows(1, grow=True).sizes(3, epoch=0) == [1, 1, 1]
+    assert ShuffleBlock(20, grow=True).sizes(50, epoch=0) == [2, 4, 8, 16, 20]
+    assert ShuffleBlock(20, grow=True).sizes(50, epoch=1) == [20, 20, 10]
+    assert ShuffleBlock(20).sizes(50, epoch=0) == [20, 20, 10]
+    assert ShuffleBlock(1, grow=True).sizes(3, epoch=0) == [1, 1, 1]
 
 
 def test_one_window_is_the_full_permutation_that_runs_had_before_windows():
-    order = EpochOrder(SHARD_ROWS, Windows(len(SHARD_ROWS)), seed=5, epoch=2)
+    order = EpochOrder(SHARD_ROWS, ShuffleBlock(len(SHARD_ROWS)), seed=5, epoch=2)
     assert order.rows(0, ROWS).tolist() == np.random.default_rng([5, 2]).permutation(ROWS).tolist()
 
 
 def test_a_rank_reads_every_wth_row_of_a_step():
-    order = sampler(rank=2, world_size=4, windows=Windows(2), consumed_rows=G)
+    order = sampler(rank=2, world_size=4, windows=ShuffleBlock(2), consumed_rows=G)
     expected = order.epoch_order(0).rows(G, 2 * G)[2::4]
     assert next(order.micro_batches(G // 4)).tolist() == expected.tolist()
 
 
 def test_upcoming_windows_begin_with_the_one_that_is_being_read():
-    order = sampler(windows=Windows(2))
+    order = sampler(windows=ShuffleBlock(2))
     ends = order.epoch_order(0).ends
     order.consumed_rows = int(ends[0])
     upcoming = [window.tolist() for window in islice(order.upcoming_windows(), 3)]

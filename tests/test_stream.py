@@ -19,7 +19,7 @@ from train import loop, prepare
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
-from train.data.shards import cache, download, fetch, fetcher
+from train.data.shards import cache, download, fetch, prefetch
 from train.data.shards.cache import Cache
 from train.data.shards.download import Downloader, Part
 from train.data.shards.format import Shard, read_manifest
@@ -371,14 +371,14 @@ def test_a_shard_of_another_length_is_named_before_it_is_fetched(bucket, data):
 
 @pytest.fixture
 def opened(bucket, shards, tmp_path):
-    """Opens the data set in one cache, and makes the supply of a run that reads all of it."""
+    """Opens the data set in one cache, and makes the prefetcher of a run that reads all of it."""
     location = upload(bucket, shards)
 
     def open_it(**settings):
         data = PreparedData(ShardsConfig(path=location, cache_dir=f"{tmp_path}/cache", **settings), bucket.config())
         rows = [shard.rows for shard in data.manifest.splits["train"]]
-        sampler = ShardSampler(rows, seed=0, global_batch_size=8, rank=0, world_size=1, windows=data.windows())
-        return data, lambda: data.supply(sampler, is_first_on_machine=True)
+        sampler = ShardSampler(rows, seed=0, global_batch_size=8, rank=0, world_size=1, windows=data.shuffle_block())
+        return data, lambda: data.prefetcher(sampler, is_first_on_machine=True)
 
     return open_it
 
@@ -396,40 +396,40 @@ def damage(paths):
 
 
 def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened, monkeypatch):
-    monkeypatch.setattr(fetcher, "TAKE_OVER_S", 0.1)
+    monkeypatch.setattr(prefetch, "TAKE_OVER_S", 0.1)
     small = {"cache_gb": float(windowed(shards).partition("=")[2])}
-    whole, supply_whole = opened()
-    windows, supply_windows = opened(**small)
-    with supply_whole():
+    whole, prefetch_whole = opened()
+    windows, prefetch_windows = opened(**small)
+    with prefetch_whole():
         all_tokens(whole)
         bucket.proxy.set()
-        other, supply = opened()
-        with supply():
+        other, prefetcher = opened()
+        with prefetcher():
             all_tokens(other)
         assert not bucket.proxy.requests(f"^GET /{bucket.name}/.*safetensors")
         with pytest.raises(InputError, match=r"another run uses .*, and not all of the data fits"):
-            supply_windows()
+            prefetch_windows()
     sizes = {shard.file: shard.bytes for shard in whole.manifest.shards}
-    with supply_windows():
+    with prefetch_windows():
         eventually(
             lambda: sum(sizes[path.name] for path in windows.folder.glob("*.safetensors")) <= small["cache_gb"] * 1e9
         )
         with pytest.raises(InputError, match=r"another run has .* for itself; give one of them its own data.cache_dir"):
-            supply_whole()
+            prefetch_whole()
 
 
 def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, opened):
     """It replaces what is damaged, fetches nothing else, and a file is never missing for the other run."""
-    first, supply = opened()
-    with supply():
+    first, prefetcher = opened()
+    with prefetcher():
         right = all_tokens(first)
         np.testing.assert_array_equal(right, all_tokens(PreparedData(ShardsConfig(path=str(shards)), S3Config())))
         files = [first.folder / shard.file for shard in first.manifest.splits["train"]]
         damaged, before = files[1::2], {path: path.stat().st_ino for path in files}
         damage(damaged)
         bucket.proxy.set(Fault("delay", "safetensors", seconds=0.2))
-        second, supply = opened()
-        with supply():
+        second, prefetcher = opened()
+        with prefetcher():
             assert all(map(first.cache.is_ready, first.manifest.splits["train"]))
             np.testing.assert_array_equal(all_tokens(second), right)
         asked = [
@@ -441,10 +441,10 @@ def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, 
 
 
 def test_the_loss_of_the_fetching_process_is_named(opened, monkeypatch):
-    monkeypatch.setattr(fetcher.Fetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(prefetch.ShardPrefetcher, "serve", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     monkeypatch.setattr(cache, "STARTS_WITHIN_S", 0.5)
-    data, supply = opened()
-    with supply(), pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
+    data, prefetcher = opened()
+    with prefetcher(), pytest.raises(Unreachable, match="the process that fetches shards on this node is gone"):
         all_tokens(data)
 
 

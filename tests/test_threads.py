@@ -63,7 +63,7 @@ OTHERS = {
     "train/backend/graphs.py",
     "train/cli/progress.py",
     "train/data/shards/download.py",
-    "train/data/shards/fetcher.py",
+    "train/data/shards/prefetch.py",
     "train/data/shards/writer.py",
     "train/data/text/encoding.py",
     "train/entry.py",

@@ -30,8 +30,8 @@ from train.config import (
     TaskConfig,
     TrainConfig,
 )
-from train.data.shards.order import PADDING, Windows
-from train.data.shards.prepared import Supply
+from train.data.shards.order import PADDING, ShuffleBlock
+from train.data.shards.prefetch import Prefetcher
 from train.run_folder.samples import Sample
 from train.tasks import TASKS, mlm
 
@@ -78,11 +78,11 @@ class ToyTask:
 
     def verify_data(self) -> None: ...
 
-    def windows(self) -> Windows:
-        return Windows(1)
+    def shuffle_block(self) -> ShuffleBlock:
+        return ShuffleBlock(1)
 
-    def supply(self, order: object, *, is_first_on_machine: bool) -> Supply:
-        return Supply()
+    def prefetcher(self, order: object, *, is_first_on_machine: bool) -> Prefetcher:
+        return Prefetcher()
 
     def build_model(self) -> Line:
         return Line()

@@ -9,7 +9,7 @@ from train.checkpoints.progress import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, InGroups, failure_of
-from train.data.shards.order import EvalOrder, ShardSampler, Windows
+from train.data.shards.order import EvalOrder, ShardSampler, ShuffleBlock
 from train.tasks import Task
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ def train_order(
     cfg: TrainConfig, plan: Plan, task: Task, world: World, engine: Engine, progress: Progress
 ) -> ShardSampler:
     """This rank's order of the data, from the run's position. In a new run the smallest cache sets the window."""
-    mine = world.agree(task.windows)
+    mine = world.agree(task.shuffle_block)
     if progress.window_shards is None:
         progress.window_shards = min(world.all_gather_object(mine.shards))  # disks differ
         progress.windows_grow = world.broadcast(mine.grow)
-    windows = Windows(progress.window_shards, progress.windows_grow)
+    windows = ShuffleBlock(progress.window_shards, progress.windows_grow)
     wanted = cfg.data.window_shards if isinstance(cfg.data, ShardsConfig) else None
     check(
         wanted is None or mine == windows,

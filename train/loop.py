@@ -25,7 +25,7 @@ from train.checkpoints.saver import Saver
 from train.checkpoints.store import open_store
 from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
-from train.data.shards.prepared import Supply
+from train.data.shards.prefetch import Prefetcher
 from train.evaluation import evaluate, write_samples
 from train.feed import check_same_data, draw, train_batches, train_order
 from train.host.garbage import search_as_usual
@@ -124,7 +124,7 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
         shares = num_blind == 0 or attempt.dry is not None  # which uses a temporary run folder on each machine
         check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
     order = train_order(cfg, plan, task, world, engine, loaded.progress)
-    supply = world.agree(lambda: task.supply(order, is_first_on_machine=world.local_rank == 0))
+    prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
     monitor = open_monitor(
         backend.monitor_kind,
         num_devices=world.local_size,
@@ -134,14 +134,14 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
     flops = partial(task.flops_per_example, model)
     batches = train_batches(cfg, plan, task, backend, engine, order)
     make_recorder, make_saver = (attempt.dry, DrySaver) if attempt.dry else (Recorder, Saver)
-    with supply:  # until the samples of the export have been read
+    with prefetcher:  # until the samples of the export have been read
         with (
             monitor,
             make_recorder(cfg, plan, folder, backend, engine, flops, loaded.progress, monitor) as recorder,
             Recovery(attempt, backend, engine, store, recorder, loaded, make_saver) as recovery,
         ):
             training = Training(
-                attempt, backend, engine, supply, batches, Votes(world, attempt.stop), recorder, recovery
+                attempt, backend, engine, prefetcher, batches, Votes(world, attempt.stop), recorder, recovery
             )
             reason = train(training)
             recovery.finish()
@@ -161,7 +161,7 @@ class Training:
     attempt: Attempt
     backend: Backend
     engine: Engine
-    supply: Supply
+    prefetcher: Prefetcher
     batches: Iterator[list[Batch]]
     votes: Votes
     recorder: Recorder
@@ -226,7 +226,7 @@ def train(t: Training) -> str:
         votes = t.votes.count()
         progress.step += 1
         progress.examples += plan.global_batch_size
-        t.supply.consumed(progress.examples)
+        t.prefetcher.consumed(progress.examples)
         evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
         recorder.end_step(evaluates, lr=lr, micro_batches=micro_batches, seq_len=seq_len, grad_norm=grad_norm)
         if recorder.skips_in_a_row >= cfg.nonfinite.max_skips:

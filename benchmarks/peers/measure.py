@@ -140,10 +140,10 @@ def measure_large(name: str, corpus: Corpus, _: float) -> dict[str, Any]:
     """Our start at 90 % of ten million rows against one at 0 %. The rows are those of the corpus again and again: only
     the order is that of a large one. `name` is the number of shards in a window; 0 for all of them.
     """
-    from train.data.shards.order import Windows
+    from train.data.shards.order import ShuffleBlock
 
     window = int(name)
-    windows = Windows(window) if window else Windows(LARGE_SHARDS, grow=True)
+    windows = ShuffleBlock(window) if window else ShuffleBlock(LARGE_SHARDS, grow=True)
     shard_rows = [LARGE_ROWS // LARGE_SHARDS] * LARGE_SHARDS
     large = {"shard_rows": shard_rows, "windows": windows}
     first = int(sum(shard_rows) // corpus.batch * RESUME_AT)

@@ -60,9 +60,9 @@ def ours(corpus: Corpus, folder: Place, cache: Path) -> Iterator[Iterator[Tensor
         global_batch_size=corpus.batch * dist.get_world_size(),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        windows=data.windows(),
+        windows=data.shuffle_block(),
     )
-    with data.supply(sampler, is_first_on_machine=dist.get_rank() == 0):
+    with data.prefetcher(sampler, is_first_on_machine=dist.get_rank() == 0):
         dist.barrier()  # as in training: none reads before the cache is in order
         batches = Batches(
             Gathered(data.split("train")),
@@ -97,7 +97,7 @@ def again(loader: Any) -> Iterator[Tensor]:
 
 def import_ours() -> None:
     import train.data.batches.loader
-    import train.data.shards.fetcher
+    import train.data.shards.prefetch
     import train.data.shards.prepared  # noqa: F401
 
 

@@ -23,8 +23,8 @@ from train.data.records.table_facts import padding_share
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.cache import cache_dir
-from train.data.shards.order import ShardSampler, Windows
-from train.data.shards.prepared import Supply
+from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.prefetch import Prefetcher
 from train.models.encoder import check_fits, model_config, most_positions
 from train.models.heads import PaddedEncoder
 from train.models.source import resolved, task_tokenizer
@@ -189,11 +189,11 @@ class FineTuning(ABC):
         """Do nothing: with data.verify, checksums were compared when the tables were opened."""
         return
 
-    def windows(self) -> Windows:
-        return Windows(1)
+    def shuffle_block(self) -> ShuffleBlock:
+        return ShuffleBlock(1)
 
-    def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
-        return Supply()
+    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
+        return Prefetcher()
 
     def train_data(self) -> TokenRows:
         return self.train_table

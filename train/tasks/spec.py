@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from train.data.batches.buckets import Buckets
     from train.data.batches.loader import Drawable
-    from train.data.shards.order import ShardSampler, Windows
-    from train.data.shards.prepared import Supply
+    from train.data.shards.order import ShardSampler, ShuffleBlock
+    from train.data.shards.prefetch import Prefetcher
     from train.models.encoder import Network
     from train.run_folder.samples import Sample
     from train.storage.folders import Folder
@@ -81,10 +81,10 @@ class Task(Protocol):
     def verify_data(self) -> None:
         """Compare the data with its checksums. InputError names what is damaged."""
 
-    def windows(self) -> Windows:
+    def shuffle_block(self) -> ShuffleBlock:
         """The number of shards to shuffle together. InputError if this machine cannot hold them."""
 
-    def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Begin to bring the data that `order` needs to this machine. InputError if that is impossible."""
 
     def build_model(self) -> Network: ...

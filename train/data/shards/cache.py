@@ -26,7 +26,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_f
 
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.shards.format import Manifest, Shard
-from train.data.shards.order import Windows
+from train.data.shards.order import ShuffleBlock
 from train.host import machine
 from train.host.launched import launched
 from train.storage.folders import local_path, make_folder, read_json
@@ -174,13 +174,13 @@ class Room:
     def windowed(self, shards: int) -> int:
         return min(self.total, self.validation + WINDOWS_HELD * shards * self.largest)
 
-    def windows(self, limit_bytes: int) -> Windows:
+    def shuffle_block(self, limit_bytes: int) -> ShuffleBlock:
         """The largest windows of which WINDOWS_HELD fit, if not all shards do. InputError if none fits."""
         if self.total <= limit_bytes:
-            return Windows(self.num_shards, grow=True)
+            return ShuffleBlock(self.num_shards, grow=True)
         shards = (limit_bytes - self.validation) // (WINDOWS_HELD * self.largest)
-        self.check(Windows(max(1, shards)), limit_bytes)
-        return Windows(shards, grow=True)
+        self.check(ShuffleBlock(max(1, shards)), limit_bytes)
+        return ShuffleBlock(shards, grow=True)
 
     def check_all(self, limit_bytes: int) -> None:
         check(
@@ -189,7 +189,7 @@ class Room:
             "cache folder",
         )
 
-    def check(self, windows: Windows, limit_bytes: int, *, global_batch_size: int = 0) -> None:
+    def check(self, windows: ShuffleBlock, limit_bytes: int, *, global_batch_size: int = 0) -> None:
         """InputError if the cache cannot hold what these windows need at once."""
         if self.total <= limit_bytes:
             return

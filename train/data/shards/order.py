@@ -20,7 +20,7 @@ FIRST_WINDOW = 2  # shards, where windows grow; they must be there before the fi
 
 
 @dataclass(frozen=True)
-class Windows:
+class ShuffleBlock:
     """How many shards are shuffled together. Growing ones double in the first epoch, from FIRST_WINDOW to `shards`, so
     that training begins when two shards are there; later epochs find the rest in the cache.
     """
@@ -40,7 +40,7 @@ class Windows:
 class EpochOrder:
     """The order of one epoch, a window at a time; a window costs memory and time only when rows of it are asked for."""
 
-    def __init__(self, shard_rows: Sequence[int], windows: Windows, *, seed: int, epoch: int) -> None:
+    def __init__(self, shard_rows: Sequence[int], windows: ShuffleBlock, *, seed: int, epoch: int) -> None:
         self.seed, self.epoch = seed, epoch
         self.firsts, self.counts = np.cumsum([0, *shard_rows]), np.asarray(shard_rows, np.int64)
         sizes = windows.sizes(len(shard_rows), epoch)
@@ -90,10 +90,10 @@ class ShardSampler:
         global_batch_size: int,
         rank: int,
         world_size: int,
-        windows: Windows | None = None,
+        windows: ShuffleBlock | None = None,
         consumed_rows: int = 0,
     ) -> None:
-        self.shard_rows, self.windows = list(shard_rows), windows or Windows(len(shard_rows))
+        self.shard_rows, self.windows = list(shard_rows), windows or ShuffleBlock(len(shard_rows))
         self.seed, self.global_batch_size, self.rank, self.world_size = seed, global_batch_size, rank, world_size
         self.rows = sum(shard_rows)
         self.total_size = self.rows // global_batch_size * global_batch_size  # of an epoch, over all ranks

@@ -19,7 +19,8 @@ from train.data.shards.format import (
     fault_of_shard,
     read_manifest,
 )
-from train.data.shards.order import ShardSampler, Windows
+from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.prefetch import Prefetcher, ShardPrefetcher
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import (
     MISSING_S,
@@ -37,20 +38,6 @@ if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
 TOKENIZER = (TOKENIZER_FILE, "tokenizer/tokenizer_config.json")
-
-
-class Supply:
-    """Keeps the shards coming while a run trains; a context manager. This one is for ranks that need none: their data
-    is on disk, or another rank's process fetches it.
-    """
-
-    def __enter__(self) -> Supply:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def consumed(self, rows: int) -> None:
-        """Say how many sequences of the whole run all ranks have used up."""
 
 
 class PreparedData:
@@ -93,18 +80,18 @@ class PreparedData:
             return remote_fault(self.source, shard, None)
         return remote_fault(self.source, shard, len(content), lambda: sha256_bytes(content))
 
-    def windows(self) -> Windows:
+    def shuffle_block(self) -> ShuffleBlock:
         """The windows that the settings name, or those that this machine has room for."""
         wanted = self.cfg.window_shards
         num_shards = len(self.manifest.splits["train"])
         if wanted is not None:
-            return Windows(min(wanted, num_shards))
+            return ShuffleBlock(min(wanted, num_shards))
         if self.cache is None:
-            return Windows(num_shards, grow=True)
-        return Room.of(self.manifest).windows(limit_bytes(self.cfg, self.folder, self.manifest))
+            return ShuffleBlock(num_shards, grow=True)
+        return Room.of(self.manifest).shuffle_block(limit_bytes(self.cfg, self.folder, self.manifest))
 
     def on_demand(self, name: str) -> ShardSet:
-        """A split that needs no supply: a shard is fetched into the cache when it is first read."""
+        """A split without a prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
         Room.of(self.manifest).check_all(limit_bytes(self.cfg, self.folder, self.manifest))
@@ -113,15 +100,13 @@ class PreparedData:
         downloader = Downloader(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache)
         return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.bring(shard))
 
-    def supply(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Supply:
+    def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Start fetching the shards of `sampler`. InputError if this machine's cache has no room for them."""
         if self.cache is None or not is_first_on_machine:
-            return Supply()
+            return Prefetcher()
         limit = limit_bytes(self.cfg, self.folder, self.manifest)
         Room.of(self.manifest).check(sampler.windows, limit, global_batch_size=sampler.global_batch_size)
-        from train.data.shards.fetcher import Fetcher  # the connector takes long to import
-
-        return Fetcher(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache, sampler, limit)
+        return ShardPrefetcher(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache, sampler, limit)
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:

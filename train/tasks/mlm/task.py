@@ -26,8 +26,9 @@ from train.data.batches.loader import MaskedRows
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.batches.segments import Swapper
 from train.data.shards.cache import cache_dir
-from train.data.shards.order import ShardSampler, Windows
-from train.data.shards.prepared import PreparedData, Supply
+from train.data.shards.order import ShardSampler, ShuffleBlock
+from train.data.shards.prefetch import Prefetcher
+from train.data.shards.prepared import PreparedData
 from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
 from train.models.flops import train_flops_per_sequence
@@ -105,11 +106,11 @@ class MaskedLMTask:
     def verify_data(self) -> None:
         self.data.verify()
 
-    def windows(self) -> Windows:
-        return self.data.windows()
+    def shuffle_block(self) -> ShuffleBlock:
+        return self.data.shuffle_block()
 
-    def supply(self, order: ShardSampler, *, is_first_on_machine: bool) -> Supply:
-        return self.data.supply(order, is_first_on_machine=is_first_on_machine)
+    def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
+        return self.data.prefetcher(order, is_first_on_machine=is_first_on_machine)
 
     def build_model(self) -> MaskedLM:
         return self._model(self.model)

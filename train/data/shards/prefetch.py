@@ -20,20 +20,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
 from train.config import InputError, ShardsConfig, check
 from train.data.shards.cache import Cache, Room, flock, lock
-from train.data.shards.download import Downloader
 from train.data.shards.format import Manifest, Shard
 from train.data.shards.order import ShardSampler
-from train.data.shards.prepared import Supply
 from train.host.launcher import leave_signals_to_the_parent
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import canonical_json
-from train.storage.s3 import S3Folder
+
+if TYPE_CHECKING:
+    from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
 TICK_S, IDLE_S = 0.1, 1.0  # between looks at the cache while shards are missing, and otherwise
@@ -78,7 +78,21 @@ class Need:
             yield from (train[number] for number in window)
 
 
-class Fetcher(Supply):
+class Prefetcher:
+    """Keeps the cache ahead of a run while it trains; a context manager. This one does nothing: it is for ranks whose
+    data is on disk, or is fetched by a process of another rank.
+    """
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def consumed(self, rows: int) -> None:
+        """Tell it how many sequences of the whole run all ranks have consumed."""
+
+
+class ShardPrefetcher(Prefetcher):
     """Starts the process; leaving the context ends it. The first rank of a node has one."""
 
     def __init__(
@@ -90,6 +104,8 @@ class Fetcher(Supply):
         sampler: ShardSampler,
         limit_bytes: int,
     ) -> None:
+        from train.data.shards.download import Downloader  # the connector takes long to import
+
         self.cfg, self.cache = cfg, cache
         self.need = Need(manifest, sampler, limit_bytes)
         held = self.hold()
@@ -123,7 +139,7 @@ class Fetcher(Supply):
         self.cache.begin()
         return held
 
-    def __enter__(self) -> Fetcher:
+    def __enter__(self) -> ShardPrefetcher:
         return self
 
     def __exit__(self, *_: object) -> None:
