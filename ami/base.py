@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from ami.aws import Account, aws_errors, code_of
+from ami.aws import Account, aws_errors
 from ami.config import IMAGES, AmiConfig
 from ami.images import ARCHITECTURE, describe
 from train.config import InputError, check
 from train.host.versions import Versions
+from train.storage.aws_errors import Rejected
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ def read_parameter(ssm: Any, region: str, name: str) -> str:
     try:
         with aws_errors(f"SSM parameter {name} in {region}"):
             return str(ssm.get_parameter(Name=name)["Parameter"]["Value"])
-    except Exception as error:
-        if isinstance(error.__cause__, ClientError) and code_of(error.__cause__) == "ParameterNotFound":
+    except Rejected as error:
+        if error.code == "ParameterNotFound":
             raise InputError(
                 f"{region} has no SSM parameter {name}: AWS may have withdrawn the image; give base=ubuntu, or "
                 "base=ami-... of an older one"

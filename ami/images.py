@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from botocore.exceptions import ClientError
-
-from ami.aws import aws_errors, code_of
+from ami.aws import aws_errors
 from ami.config import IMAGE_ID, IMAGES
 from train.config import InputError, check
 from train.host.versions import Versions
+from train.storage.aws_errors import Rejected
 
 PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the moment and the commit
 TAG = "baretrain:"  # begins the names of tags
@@ -95,8 +94,8 @@ def describe(ec2: Any, region: str, image_id: str) -> Mapping[str, Any]:
     try:
         with aws_errors(f"image {image_id} in {region}"):
             answers = ec2.describe_images(ImageIds=[image_id], IncludeDeprecated=True)["Images"]
-    except Exception as error:
-        if isinstance(error.__cause__, ClientError) and code_of(error.__cause__).startswith("InvalidAMIID"):
+    except Rejected as error:
+        if error.code.startswith("InvalidAMIID"):
             answers = []
         else:
             raise
@@ -165,8 +164,8 @@ def promoted(ssm: Any, region: str, kind: str) -> str | None:
     try:
         with aws_errors(f"SSM parameter {parameter(kind)} in {region}"):
             answer = ssm.get_parameter(Name=parameter(kind))
-    except Exception as error:
-        if isinstance(error.__cause__, ClientError) and code_of(error.__cause__) == "ParameterNotFound":
+    except Rejected as error:
+        if error.code == "ParameterNotFound":
             return None
         raise
     return str(answer["Parameter"]["Value"])

@@ -220,16 +220,16 @@ def test_a_plan_needs_no_credentials_and_a_build_does(aws, capfd, monkeypatch):
         assert code == 0 and err == "" and "there are no AWS credentials" in out and "not resolved (" in out
         assert f" torch {read_versions()['torch']}\n" in out and "nothing was started" in out
     code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
-    assert code == 2 and "there are no AWS credentials; give credentials" in err and err.count("\n") == 1
+    assert code == 2 and "no AWS credentials on this machine; attach a role" in err and err.count("\n") == 1
 
 
 ERRORS = {
-    "ExpiredToken": (InputError, "expired; renew them"),
+    "ExpiredToken": (InputError, "expired (ExpiredToken); renew them"),
     "AuthFailure": (InputError, "AWS does not know these credentials"),
     "UnauthorizedOperation": (InputError, "docs/images.md lists the permissions"),
-    "OptInRequired": (InputError, "has not enabled the region"),
+    "OptInRequired": (InputError, "enable the region"),
     "RequestLimitExceeded": (Unreachable, "AWS answers RequestLimitExceeded"),
-    "Unheard": (Failure, "AWS answers Unheard (a b)"),
+    "Unheard": (InputError, "AWS answers Unheard: a b"),
 }
 
 

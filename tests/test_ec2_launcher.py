@@ -12,12 +12,13 @@ from ec2_launching import KillAt, Killed, World, done, world
 from services.fake_ec2 import fake_ec2
 from test_launch_golden import check_golden
 
-from launch.ec2.api import Api, BadCredentials
+from launch.ec2.api import Api
 from launch.ec2.groups import allow_itself
 from launch.ec2.intents import LISTS_S, SIGNED_S, Intents, Superseded
 from launch.ec2.request import RUN_TAG, run_id
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import Failure, InputError, Unreachable
+from train.storage.aws_errors import BadCredentials
 
 
 @pytest.fixture

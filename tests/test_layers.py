@@ -54,7 +54,7 @@ FOR_LAUNCH += "telemetry.lines"
 FOR_LAUNCH = tuple(f"train.{room}" for room in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
-    "boto3": {"train/storage/s3.py", "train/doctor/checks_s3.py", "ami/aws.py"},
+    "boto3": {"train/storage/s3.py", "ami/aws.py"},
     "psutil": {"launch/local.py", "train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
     "matplotlib": {"train/report/figures.py", "train/compare/figures.py"},

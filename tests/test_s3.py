@@ -263,8 +263,8 @@ IN_EUROPE = "the bucket is in region eu-west-3, not us-east-1; set s3.region"
 REFUSALS = {  # code and status of S3, and what is said of them
     ("RequestTimeTooSkewed", 403): "this machine's clock is wrong",
     ("NotImplemented", 501): "S3 answers 501 NotImplemented: by the fault proxy",
-    ("ExpiredToken", 400): "the AWS credentials have expired; renew them (aws sso login)",
-    ("ExpiredToken", 403): "the AWS credentials have expired; renew them (aws sso login)",
+    ("ExpiredToken", 400): "the AWS credentials have expired (ExpiredToken); renew them (aws sso login)",
+    ("ExpiredToken", 403): "the AWS credentials have expired (ExpiredToken); renew them (aws sso login)",
     ("PermanentRedirect", 301): IN_EUROPE,  # boto3 would ask again there; the connector, for the shards, could not
     ("AuthorizationHeaderMalformed", 400): IN_EUROPE,
     ("IllegalLocationConstraintException", 400): IN_EUROPE,
@@ -386,7 +386,7 @@ def test_credentials_and_settings_that_cannot_be_used_are_named_in_one_line(buck
 
 
 def test_a_bucket_that_is_not_there_or_cannot_be_is_named(bucket):
-    with pytest.raises(InputError, match=r"^s3://no-such-bucket/runs/a: there is no bucket no-such-bucket; check"):
+    with pytest.raises(InputError, match=r"^s3://no-such-bucket/runs/a: there is no such bucket; check"):
         open_folder("s3://no-such-bucket/runs", bucket.config()).read("a")
     assert len(bucket.proxy.requests()) == 1
     with pytest.raises(InputError, match=r"^s3://No_Bucket!/runs/a: .*Invalid bucket name[^\n]*$"):

@@ -139,7 +139,7 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
         (403, "AccessDenied", "no permission to write it"),
         (400, "ExpiredToken", "the AWS credentials have expired"),
         (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
-        (404, "NoSuchBucket", "there is no bucket"),
+        (404, "NoSuchBucket", "there is no such bucket"),
         (503, "SlowDown", "S3 answers 503"),
     ],
 )

@@ -7,22 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,
-    CredentialRetrievalError,
-    EndpointConnectionError,
-    HTTPClientError,
-    NoCredentialsError,
-    NoRegionError,
-    PartialCredentialsError,
-    SSOError,
-    TokenRetrievalError,
-)
+from botocore.exceptions import BotoCoreError, ClientError
 
-from train.config import InputError, S3Config, Unreachable
-from train.storage.s3 import one_line, open_session
+from train.config import S3Config
+from train.storage.aws_errors import NOT_ALLOWED, Rejected, code_of, explain
+from train.storage.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
 LATER, SUBNET, REGION = "later", "subnet", "region"  # when or where else the same request may succeed
@@ -44,22 +33,6 @@ NO_CAPACITY = {
     "MaxSpotInstanceCountExceeded": REGION,
     "VolumeLimitExceeded": REGION,
 }
-RENEW = "renew them (aws sso login, or aws configure)"
-NONE = (
-    "no AWS credentials on this machine: aws configure sso (or aws configure) makes a profile, AWS_PROFILE=... chooses "
-    "it, and aws sts get-caller-identity shows whether it works"
-)
-UNKNOWN = "AWS does not know these credentials: aws sts get-caller-identity shows whose they are"
-CREDENTIALS = {
-    "ExpiredToken": f"the credentials have expired: {RENEW}",
-    "ExpiredTokenException": f"the credentials have expired: {RENEW}",
-    "RequestExpired": "the credentials have expired, or this machine's clock is wrong (chrony)",
-    "AuthFailure": UNKNOWN,
-    "InvalidClientTokenId": UNKNOWN,
-    "UnrecognizedClientException": UNKNOWN,
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key: aws configure",
-}
-NO_PERMISSION = "the policy of your user or role lacks it: python -m launch iam prints one that is enough"
 CURES = {
     "InstanceLimitExceeded": "python -m launch quota says what to ask for",
     "VcpuLimitExceeded": "python -m launch quota says what to ask for",
@@ -67,9 +40,10 @@ CURES = {
     "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets), or keep "
     "cluster.secondary_interfaces=efa-only: one address a machine",
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
-    "UnauthorizedOperation": NO_PERMISSION,
-    "AccessDenied": NO_PERMISSION,
-    "AccessDeniedException": NO_PERMISSION,
+    **dict.fromkeys(
+        NOT_ALLOWED,
+        "the policy of your user or role lacks it: python -m launch iam prints one that is enough",
+    ),
     "IdempotentParameterMismatch": "another request had the same token: python -m launch clean RUN, then launch again",
     "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",
     "InvalidParameterValue": "a setting of cluster= has a value that EC2 does not take",
@@ -80,32 +54,15 @@ CURES = {
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",
     "InvalidIamInstanceProfileName.NotFound": "create it (python -m launch iam prints its policy)",
-    "OptInRequired": "the account has not been enabled for it: enable the region, or the service, in the console",
-    "Blocked": "the account is blocked: ask AWS's support",
-    "PendingVerification": "AWS still verifies the account: try in some minutes",
 }
-TEMPORARY = {"RequestLimitExceeded", "Throttling", "ThrottlingException", "InternalError", "InternalFailure"}
-TEMPORARY |= {"Unavailable", "ServiceUnavailable", "InternalServerError", "RequestTimeout", "BandwidthLimitExceeded"}
 
 
-class Refused(InputError):
-    """An answer of AWS that says no."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class NoCapacity(Refused):
+class NoCapacity(Rejected):
     """There are no such machines in a subnet now, or never for this account in a subnet or a region."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message, code)
         self.scope = NO_CAPACITY[code]  # LATER | SUBNET | REGION
-
-
-class BadCredentials(InputError):
-    """Nothing can be asked: it says nothing about what was asked for."""
 
 
 class Api:
@@ -124,7 +81,7 @@ class Api:
         return self.clients[service, region, tries]
 
     def ask(self, region: str, operation: str, *, service: str = "ec2", **parameters: Any) -> dict[str, Any]:
-        """Call an operation, named as boto3 does. Refused, BadCredentials or Unreachable instead of boto3's errors."""
+        """Call an operation, named as boto3 does. Raises what `train.storage.aws_errors.explain` has, or NoCapacity."""
         with explained(region, operation):
             answer: dict[str, Any] = getattr(self.client(region, service), operation)(**parameters)
         return answer
@@ -152,7 +109,7 @@ class Api:
         """Ask whether EC2 would do it: success is an error too. It does not say whether there is capacity."""
         try:
             self.ask(region, operation, DryRun=True, **parameters)
-        except Refused as error:
+        except Rejected as error:
             if error.code != "DryRunOperation":
                 raise
 
@@ -167,39 +124,8 @@ def growing(first_s: float, most_s: float) -> Iterator[float]:
 @contextmanager
 def explained(region: str, operation: str) -> Iterator[None]:
     """Raise errors of boto3 as one line each."""
-    where = f"AWS, {region}, {operation}"
     try:
         yield
-    except ClientError as error:
-        raise explain(error, where) from error
-    except (NoCredentialsError, PartialCredentialsError) as error:
-        raise BadCredentials(f"{where}: {NONE}") from error
-    except (CredentialRetrievalError, SSOError, TokenRetrievalError) as error:
-        raise BadCredentials(
-            f"{where}: the credentials cannot be renewed ({one_line(error)}): aws sso login"
-        ) from error
-    except NoRegionError as error:
-        raise InputError("no region is named: set cluster.regions, or AWS_DEFAULT_REGION") from error
-    except EndpointConnectionError as error:
-        raise Unreachable(f"{where}: {one_line(error)} (does the region exist?)") from error
-    except (ConnectionError, HTTPClientError) as error:
-        raise Unreachable(f"{where}: no answer: {one_line(error)}") from error
-    except BotoCoreError as error:
-        raise InputError(f"{where}: {one_line(error)}") from error
-
-
-def explain(error: ClientError, where: str) -> Exception:
-    details, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-    code, text = (
-        str(details.get("Code", "")),
-        one_line(details.get("Message", "")).split(" Encoded authorization failure")[0][:500],
-    )
-    if code in CREDENTIALS:
-        return BadCredentials(f"{where}: {code}: {CREDENTIALS[code]}")
-    if code in TEMPORARY or (int(answer.get("HTTPStatusCode", 0)) >= 500 and code not in NO_CAPACITY):
-        return Unreachable(f"{where}: {code}: {text}")
-    if not text.endswith((".", ")")):
-        text += "."
-    cure = f" {CURES[code]}" if code in CURES else ""
-    line = f"{where}: {code}: {text}{cure}"
-    return NoCapacity(line, code) if code in NO_CAPACITY else Refused(line, code)
+    except (BotoCoreError, ClientError) as error:
+        code, line = code_of(error), explain(error, f"{region}, {operation}", cures=CURES)
+        raise (NoCapacity(str(line), code) if code in NO_CAPACITY else line) from error

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.ec2.api import Api, Refused, growing
+from launch.ec2.api import Api, growing
 from launch.ec2.groups import find_placement_groups
 from launch.ec2.intents import LISTS_S, PLACEMENT, RUN, Intents
 from launch.ec2.machines import ALIVE, GONE, by_run, look
 from launch.ec2.request import run_id
 from launch.record import Record
 from launch.values import count, shown_moment
+from train.storage.aws_errors import Rejected
 
 FIRST_S, MOST_S = 5.0, 60.0  # between two looks
 LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
@@ -153,6 +154,6 @@ def call(api: Api, region: str, operation: str, parameters: Mapping[str, Any]) -
     """Delete; what is gone already, or is still in use, is looked at again by the caller."""
     try:
         api.ask(region, operation, **parameters)
-    except Refused as error:
+    except Rejected as error:
         if error.code not in PASSING and not error.code.endswith((".NotFound", ".Malformed")):
             raise

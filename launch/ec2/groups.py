@@ -7,8 +7,9 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
-from launch.ec2.api import Api, Refused
+from launch.ec2.api import Api
 from train.config import InputError
+from train.storage.aws_errors import Rejected
 
 VISIBLE_S, ASKS_S = 30.0, 2.0  # EC2 may not know at once what it has just made
 DUPLICATE = ("InvalidGroup.Duplicate", "InvalidPermission.Duplicate", "InvalidPlacementGroup.Duplicate")
@@ -20,7 +21,7 @@ CURE = (
 
 
 def is_unknown(error: BaseException) -> bool:
-    return isinstance(error, Refused) and error.code in UNKNOWN
+    return isinstance(error, Rejected) and error.code in UNKNOWN
 
 
 def as_soon_as_known(call: Callable[[], Any]) -> Any:
@@ -34,7 +35,7 @@ def made_once(call: Callable[[], Any]) -> Any:
     """Make something; None if it is there already."""
     try:
         return call()
-    except Refused as error:
+    except Rejected as error:
         if error.code not in DUPLICATE:
             raise
         return None

@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from launch.ec2.api import Api, Refused
+from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.resolved import Image
 from train.config import InputError, check
 from train.config.backend import NEURON
 from train.host.versions import read_versions
+from train.storage.aws_errors import Rejected
 from train.storage.schema import FileName
 
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py gives them
@@ -31,7 +32,7 @@ def image_id(api: Api, region: str, cluster: Ec2Config, accelerators: str) -> st
         return given
     try:
         answer = api.ask(region, "get_parameter", service="ssm", Name=given)
-    except Refused as error:
+    except Rejected as error:
         if error.code != "ParameterNotFound":
             raise
         cure = f"python -m ami {accelerators} builds and promotes one" if cluster.image is None else "cluster.image"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from launch.ec2 import clean, groups
-from launch.ec2.api import LATER, REGION, Api, BadCredentials, NoCapacity, Refused, growing
+from launch.ec2.api import LATER, REGION, Api, NoCapacity, growing
 from launch.ec2.boot import user_data
 from launch.ec2.clean import Clock
 from launch.ec2.config import Ec2Config
@@ -26,6 +26,7 @@ from launch.supervise import CODES, Decision, settled
 from launch.values import number, shown_duration, shown_moment, text
 from train.cli.command import FAILED, printable
 from train.config import Failure, InputError, Unreachable
+from train.storage.aws_errors import BadCredentials, Rejected
 from train.storage.schema import read_object, read_yaml
 
 POLL_S = 20.0
@@ -181,7 +182,7 @@ class Launcher:
                 if not is_sent:
                     self.intents.end(intent, now_unix_s=self.clock.now(), error="not sent")
                 raise
-            except Refused as error:
+            except Rejected as error:
                 if error.code in groups.UNKNOWN and waited_s < groups.VISIBLE_S:  # EC2 has just made it
                     self.clock.sleep(groups.ASKS_S)
                     continue

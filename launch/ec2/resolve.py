@@ -8,7 +8,7 @@ from typing import Any
 
 import botocore
 
-from launch.ec2.api import Api, Refused
+from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.groups import check_rules, find_placement_groups, read_security_group
 from launch.ec2.images import image_id, read_image
@@ -18,6 +18,7 @@ from launch.job import Job
 from launch.record import Record
 from train.config import InputError, check
 from train.config.backend import CUDA, NEURON
+from train.storage.aws_errors import Rejected
 from train.storage.schema import FileName
 
 
@@ -73,7 +74,7 @@ def type_info(api: Api, region: str, instance: str) -> Mapping[str, Any] | None:
     """What EC2 says of a type; None if the region has none."""
     try:
         answer = api.ask(region, "describe_instance_types", InstanceTypes=[instance])
-    except Refused as error:
+    except Rejected as error:
         if error.code != "InvalidInstanceType":
             raise
         return None

@@ -8,47 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from typing import Any
 
-import boto3
 from botocore.config import Config
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,
-    HTTPClientError,
-    NoCredentialsError,
-    PartialCredentialsError,
-)
+from botocore.exceptions import BotoCoreError, ClientError
 
+from train.config import S3Config
 from train.doctor.finding import Finding, bad, ok, warn
+from train.storage.aws_errors import NO_ANSWER, code_of, one_line, problem_and_cure
+from train.storage.s3 import open_session
 
 TIMEOUT_S = 5
 REFUSED_CLOCK_S = 15 * 60  # from here on S3 answers RequestTimeTooSkewed
+HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # what a status most likely stands for
 WANTED_CLOCK_S = 5.0  # the header has whole seconds, and the request takes some time
 
 
 def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
     """Findings about `s3://bucket/...`. boto3 decides where the request goes (AWS_ENDPOINT_URL included)."""
     name = location.removeprefix("s3://").split("/")[0]
-    session = boto3.session.Session()
+    session = open_session(S3Config())
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2})
     try:
         answer = session.client("s3", config=config).head_bucket(Bucket=name)
-    except (NoCredentialsError, PartialCredentialsError) as error:
-        cure = "attach a role to the instance, or aws configure (aws sts get-caller-identity shows the identity)"
-        return {"S3": bad(f"{name}: no credentials ({error})", cure=cure)}
-    except (ConnectionError, HTTPClientError) as error:
-        cure = "give the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
-        return {"S3": bad(f"{name}: no route to S3 ({type(error).__name__})", cure=cure)}
     except ClientError as error:
-        metadata = error.response.get("ResponseMetadata", {})
-        return {
-            "S3": refusal(name, error.response, session.region_name),
-            **clock(metadata.get("HTTPHeaders", {}), now_s),
-        }
-    except BotoCoreError as error:  # a name that no bucket can have, credentials that cannot be fetched, ...
-        return {"S3": bad(f"{name}: {error}", cure="check the name; aws sts get-caller-identity")}
+        metadata = error.response["ResponseMetadata"]
+        headers = metadata.get("HTTPHeaders", {})
+        return {"S3": refusal(name, metadata["HTTPStatusCode"], headers, session.region_name), **clock(headers, now_s)}
+    except BotoCoreError as error:
+        cures = dict.fromkeys(
+            NO_ANSWER, "give the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
+        )
+        problem, cure = problem_and_cure(code_of(error), one_line(error), service="S3", cures=cures)
+        return {"S3": bad(f"{name}: {problem}", cure=cure or "check the name; aws sts get-caller-identity")}
     headers = answer["ResponseMetadata"]["HTTPHeaders"]
     return {"S3": region(name, region_of(headers), session.region_name), **clock(headers, now_s)}
 
@@ -71,23 +62,20 @@ def region(name: str, bucket_region: str, own_region: str | None) -> Finding:
     return ok(f"{name} answers, in {bucket_region} like this session")
 
 
-def refusal(name: str, response: Mapping[str, Any], own_region: str | None) -> Finding:
-    """The finding for a refused request, by its status: the answer to a HEAD request has no body."""
-    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    where = region_of(response.get("ResponseMetadata", {}).get("HTTPHeaders", {}))
-    if status == 404:
-        return bad(f"{name}: there is no such bucket (404)", cure="check the name: aws s3 ls")
-    if status == 403:
-        cure = f"allow s3:ListBucket on arn:aws:s3:::{name} and s3:GetObject, s3:PutObject on arn:aws:s3:::{name}/*; "
-        return bad(f"{name}: access refused (403)", cure=cure + "aws sts get-caller-identity shows the identity")
+def refusal(name: str, status: int, headers: Mapping[str, str], own_region: str | None) -> Finding:
+    """The finding for a rejected request, by its status: the answer to a HEAD request has no body."""
     if status in (301, 307):
+        where = region_of(headers)
         text = f"{name} is in another region ({where or 'unknown'}; this session: {own_region or 'none'})"
         return bad(text, cure=f"export AWS_DEFAULT_REGION={where or 'the region of the bucket'}")
-    if status == 400:
-        text = f"{name}: request refused (400), as with an expired session token"
-        return bad(text, cure="renew the credentials: aws sso login, or unset AWS_SESSION_TOKEN")
-    code = response.get("Error", {}).get("Code", "?")
-    return bad(f"{name}: S3 answers {status or code}", cure="try again; if it stays, see the AWS health page")
+    cures = {
+        "AccessDenied": f"allow s3:ListBucket on arn:aws:s3:::{name} and s3:GetObject, s3:PutObject on its objects"
+    }
+    problem, cure = problem_and_cure(HEAD.get(status, ""), service="S3", cures=cures)
+    return bad(
+        f"{name}: S3 answers {status}{problem and f', most likely {problem}'}",
+        cure=cure or "try again; if it stays, see the AWS health page",
+    )
 
 
 def clock(headers: Mapping[str, str], now_s: float) -> dict[str, Finding]:

@@ -30,7 +30,6 @@ from botocore.exceptions import (
     FlexibleChecksumError,
     HTTPClientError,
     IncompleteReadError,
-    NoCredentialsError,
     ProfileNotFound,
     ReadTimeoutError,
     ResponseStreamingError,
@@ -38,7 +37,9 @@ from botocore.exceptions import (
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay
 
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
-from train.storage.s3_retry import ATTEMPTS, NotAnswered, Patience, is_temporary
+from train.storage import aws_errors
+from train.storage.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
+from train.storage.s3_retry import ATTEMPTS, NotAnswered, Patience
 from train.storage.schema import is_path, shown
 
 logger = logging.getLogger("train")
@@ -58,8 +59,6 @@ BODY_BROKEN = (ReadTimeoutError, ResponseStreamingError, IncompleteReadError, Fl
 BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
 MISSING = ("NoSuchKey", "NotFound", "404")  # the last is of HEAD, whose answers have no text
 TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
-EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
-UNKNOWN = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 WRITER = "writer"  # metadata of a created object: a mark of the call that created it
@@ -142,10 +141,6 @@ def refuse_another_region(response: tuple[Any, dict[str, Any]] | None, operation
     status, code = parsed["ResponseMetadata"].get("HTTPStatusCode"), parsed.get("Error", {}).get("Code")
     if status == 301 or code in (*ELSEWHERE, "400"):  # 400: an answer to HEAD has no text
         raise ClientError(parsed, operation.name)
-
-
-def one_line(error: object) -> str:
-    return " ".join(str(error).split())
 
 
 class S3Folder:
@@ -284,46 +279,26 @@ class S3Folder:
             yield
         except ClientError as error:
             raise self.explain(error, verb, url) from error
-        except NoCredentialsError as error:
-            raise InputError(
-                f"{url}: no AWS credentials on this machine; attach a role to the instance, or aws configure"
-            ) from error
         except BROKEN_OFF as error:
             where, reason = self.s3.endpoint or "S3", one_line(error).replace(' on endpoint URL: "None"', "")
             raise Unreachable(f"{url}: no whole answer from {where}: {reason}") from error
         except BotoCoreError as error:
-            raise InputError(f"{url}: {one_line(error)}") from error
+            raise aws_errors.explain(error, url, service="S3") from error
 
     def explain(self, error: ClientError, verb: str, url: str) -> Exception:
-        details, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-        code, status = str(details.get("Code", "")), int(answer.get("HTTPStatusCode", 0))
-        if code == "NoSuchBucket":
-            return InputError(f"{url}: there is no bucket {self.bucket}; check the name (aws s3 ls)")
+        """The exception for an answer of S3; `verb` is what was tried: read, write, delete or list."""
+        code, answer = code_of(error), error.response.get("ResponseMetadata", {})
         if code in MISSING:
             return FileNotFoundError(url)
         if code in TAKEN:
             return FileExistsError(url)
-        if code in EXPIRED:
-            return InputError(f"{url}: the AWS credentials have expired; renew them (aws sso login)")
-        if code in UNKNOWN:
-            return InputError(f"{url}: S3 does not know these credentials ({code}); aws sts get-caller-identity")
-        if code in ELSEWHERE or status == 301:
-            region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region") or details.get("Region", "another one")
+        if code in ELSEWHERE or answer.get("HTTPStatusCode") == 301:
+            region = answer.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+            region = region or error.response["Error"].get("Region", "another one")
             here = self.client.meta.region_name
-            return InputError(f"{url}: the bucket is in region {region}, not {here}; set s3.region")
-        if code in ("AccessDenied", "AllAccessDisabled"):
+            return Rejected(f"{url}: the bucket is in region {region}, not {here}; set s3.region", code)
+        if code in NOT_ALLOWED:
             hint = " (or it is missing: S3 says so only to users that may list the bucket)" if verb == "read" else ""
             kind = NotPermitted if verb == "delete" else InputError
-            return kind(
-                f"{url}: no permission to {verb} it{hint}; the role or user needs it in its policy (or the "
-                "bucket's); aws sts get-caller-identity shows the user"
-            )
-        if code == "RequestTimeTooSkewed":
-            return InputError(
-                f"{url}: this machine's clock is wrong, S3 does not accept its signature; set it (chrony)"
-            )
-        if is_temporary(status, code):
-            times = answer.get("RetryAttempts", 0) + 1
-            return Unreachable(f"{url}: S3 answers {status} {code}{f', {times} times' if times > 1 else ''}")
-        text = one_line(details.get("Message") or "")
-        return InputError(f"{url}: S3 answers {status} {code}{text and f': {text}'}")
+            return kind(f"{url}: no permission to {verb} it{hint}; {aws_errors.TABLE[code][1]}")
+        return aws_errors.explain(error, url, service="S3")

@@ -16,19 +16,11 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
 from train.host.launched import is_first
+from train.storage.aws_errors import is_temporary
 
 logger = logging.getLogger("train")
 ATTEMPTS = 7  # at most, of a request that fails at once; the pauses between them take some 30 s
 SILENT_ATTEMPTS = 6  # of a request that gets no answer, within s3.timeout_s
-TEMPORARY = (429, 500, 502, 503, 504)
-# With status 400: a body that came late, or damaged, by several names.
-BODY_LOST = (
-    "RequestTimeout",
-    "IncompleteBody",
-    "BadDigest",
-    "XAmzContentSHA256Mismatch",
-    "XAmzContentChecksumMismatch",
-)
 REFUSED_S = 15.0  # a new role takes seconds to be known everywhere: until S3 has accepted one request, 403 is retried
 FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # of waiting, before a warning is logged
 
@@ -112,7 +104,3 @@ class Patience:
             self.warned_s = now_s
             text = "waiting for S3: %s; retried for up to %.0f s"
             logger.log(logging.WARNING if is_first() else logging.DEBUG, text, reason, until_s - now_s)
-
-
-def is_temporary(status: int, code: str | None) -> bool:
-    return status in TEMPORARY or code in BODY_LOST

@@ -15,6 +15,7 @@ from typing import Any
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
 
 from train.config import Unreachable
+from train.storage.aws_errors import TABLE, one_line, problem_and_cure
 from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 16 * 2**10, 8 * 2**20  # of a request when a download continues in the middle
@@ -22,17 +23,17 @@ PIECE_S = 1.0  # that a piece should take: a faster one is followed by a larger 
 MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
 CONNECTOR_ATTEMPTS = 3
 ASK_EVERY_S = 30.0  # for renewed credentials
-REFUSALS = {  # phrases in the connector's errors that retries will not change, and what they mean
-    "bucket does not exist": "there is no such bucket",
-    "No signing credentials": "there are no AWS credentials on this machine",
+FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's code or what they mean
+    "bucket does not exist": "NoSuchBucket",
+    "No signing credentials": "NoCredentialsError",
     "InvalidRange": "it is shorter than the manifest says",
 }
-DENIALS = {  # that time may change: a new role takes a while to be known everywhere, a copy may be under way
-    "TIME_TOO_SKEWED": "this machine's clock is wrong, S3 does not accept its signature; set it (chrony)",
-    "TOKEN_EXPIRED": "the AWS credentials have expired; renew them (aws sso login)",
+PASSING = {  # that time may change: a new role takes a while to be known everywhere, a copy may be under way
+    "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
+    "TOKEN_EXPIRED": "ExpiredToken",
     "key does not exist": "it is not in the bucket",
-    "Forbidden": "S3 refuses access to it",
-    "AccessDenied": "S3 refuses access to it",
+    "Forbidden": "AccessDenied",
+    "AccessDenied": "AccessDenied",
 }
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 put_here: dict[str, str] = {}  # credentials that this process has put into its environment
@@ -146,8 +147,9 @@ def put(credentials: tuple[str | None, ...]) -> None:
 
 
 def explain(error: Exception) -> Exception:
-    text = " ".join(str(error).split())
-    for phrase, meaning in (REFUSALS | DENIALS).items():
+    text = one_line(error)
+    for phrase, meaning in (FINAL | PASSING).items():
         if phrase in text:
-            return (Doubtful if phrase in REFUSALS else Unreachable)(f"{meaning} ({text})")
+            known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
+            return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
     return Unreachable(text)

@@ -1,0 +1,153 @@
+"""What an error of AWS means and what to do about it, in one line: one table for S3, EC2, SSM and IAM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from train.config import InputError, Unreachable
+
+RENEW = "renew them (aws sso login)"
+GET_SOME = (
+    "attach a role to the instance; elsewhere aws configure sso (or aws configure) makes a profile, which "
+    "AWS_PROFILE=... chooses"
+)
+EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
+UNKNOWN = (
+    "InvalidAccessKeyId",
+    "InvalidClientTokenId",
+    "InvalidToken",
+    "AuthFailure",
+    "SignatureDoesNotMatch",
+    "UnrecognizedClientException",
+)
+NOT_ALLOWED = ("AccessDenied", "AccessDeniedException", "AllAccessDisabled", "UnauthorizedOperation")
+THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded")
+DOWN = ("InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable")
+# With status 400: a body that came late, or damaged, by several names.
+BODY_LOST = (
+    "RequestTimeout",
+    "IncompleteBody",
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
+)
+TEMPORARY_CODES = {*THROTTLED, *DOWN, *BODY_LOST}
+TEMPORARY_STATUS = (429, 500, 502, 503, 504)
+NO_RENEWAL = ("CredentialRetrievalError", "SSOError", "TokenRetrievalError")
+NO_ANSWER = ("ConnectionError", "HTTPClientError", "EndpointConnectionError")
+CREDENTIALS = (
+    *EXPIRED,
+    *UNKNOWN,
+    *NO_RENEWAL,
+    "NoCredentialsError",
+    "PartialCredentialsError",
+)  # codes that say nothing about what was asked for
+SAID = "{service} answers {answer}: {text}"  # in AWS's own words
+TABLE = {  # code of AWS, or class of botocore's error: what is wrong, and what to do
+    **dict.fromkeys(EXPIRED, ("the AWS credentials have expired ({code})", RENEW)),
+    "RequestExpired": (
+        "the AWS credentials have expired, or this machine's clock is wrong ({code})",
+        f"{RENEW}, or set the clock (chrony)",
+    ),
+    **dict.fromkeys(
+        UNKNOWN,
+        (
+            "{service} does not know these credentials ({code})",
+            "aws sts get-caller-identity shows whose they are, aws configure sets others",
+        ),
+    ),
+    **dict.fromkeys(
+        NOT_ALLOWED,
+        (
+            "no permission ({code}): {text}",
+            "the role or user needs it in its policy (or the bucket's); aws sts get-caller-identity shows the user",
+        ),
+    ),
+    "RequestTimeTooSkewed": (
+        "this machine's clock is wrong, {service} does not accept its signature",
+        "set it (chrony)",
+    ),
+    "NoSuchBucket": ("there is no such bucket", "check the name (aws s3 ls)"),
+    "OptInRequired": (SAID, "enable the region, or the service, in the console"),
+    "Blocked": (SAID, "the account is blocked: ask AWS's support"),
+    "PendingVerification": (SAID, "AWS still verifies the account: try in some minutes"),
+    "NoCredentialsError": ("no AWS credentials on this machine", GET_SOME),
+    "PartialCredentialsError": ("{text}", GET_SOME),
+    **dict.fromkeys(NO_RENEWAL, ("the AWS credentials cannot be renewed ({text})", RENEW)),
+    "NoRegionError": ("no region is named", "set it in the settings, or AWS_DEFAULT_REGION"),
+    **dict.fromkeys(NO_ANSWER, ("no answer from {service}: {text}", "")),
+    "EndpointConnectionError": ("{text}", "is there such a region, and a route to it?"),
+}
+
+
+class Rejected(InputError):
+    """An answer of AWS that says no, with its code."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class BadCredentials(Rejected):
+    """Credentials that are absent, expired or unknown: nothing can be asked."""
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())
+
+
+def code_of(error: BaseException) -> str:
+    """Code of AWS's answer; of an error without one, the name of its class or base class that TABLE has, or ""."""
+    if isinstance(error, ClientError):
+        return str(error.response.get("Error", {}).get("Code", ""))
+    return next((each.__name__ for each in type(error).__mro__ if each.__name__ in TABLE), "")
+
+
+def is_temporary(status: int, code: str | None) -> bool:
+    """Whether the same request may succeed later. EC2 answers 500 for a lack of capacity too, which is no such case."""
+    return code in TEMPORARY_CODES or (status in TEMPORARY_STATUS and "Capacity" not in (code or ""))
+
+
+def problem_and_cure(
+    code: str, text: str = "", *, status: int = 0, service: str = "AWS", cures: Mapping[str, str] | None = None
+) -> tuple[str, str]:
+    """What a code, with AWS's own text, means, and what to do ("" if nothing is known). `cures` go before TABLE's."""
+    problem, cure = TABLE.get(code, (SAID if code or status else "{text}", ""))
+    answer = f"{status or ''} {code}".strip()
+    if is_temporary(status, code):
+        problem, cure = "{service} answers {answer}", ""
+    problem = problem.format(service=service, answer=answer, code=code, text=text)
+    return problem.rstrip(" .:"), (cures or {}).get(code, cure)
+
+
+def explain(
+    error: BaseException, where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None
+) -> Exception:
+    """Rejected, BadCredentials or Unreachable for an error of boto3: one line that begins with `where`."""
+    code, text, status, times = code_of(error), one_line(error), 0, 1
+    if isinstance(error, ClientError):
+        metadata = error.response.get("ResponseMetadata", {})
+        status, times = int(metadata.get("HTTPStatusCode", 0)), int(metadata.get("RetryAttempts", 0)) + 1
+        text = one_line(error.response.get("Error", {}).get("Message") or "")
+        text = text.split(" Encoded authorization failure")[0][:500]
+    problem, cure = problem_and_cure(code, text, status=status, service=service, cures=cures)
+    line = f"{where}: {problem}"
+    if is_temporary(status, code) and times > 1:
+        line += f", {times} times"
+    if cure:
+        line += f"; {cure}"
+    if is_temporary(status, code) or code in NO_ANSWER:
+        return Unreachable(line)
+    return (BadCredentials if code in CREDENTIALS else Rejected)(line, code)
+
+
+@contextmanager
+def explained(where: str, *, service: str = "AWS", cures: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Raise errors of boto3 as `explain` has them."""
+    try:
+        yield
+    except (BotoCoreError, ClientError) as error:
+        raise explain(error, where, service=service, cures=cures) from error
