@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from train.config import InstanceConfig, RecordsConfig, TrainConfig
+from train.models.model_sizes import Shape, train_flops_per_sequence
 
-from train.config import InstanceConfig, TrainConfig
-from train.models.flops import train_flops_per_sequence
-from train.models.model_sizes import Shape
-
-LABELS = 2  # of a classifier, whose number the data decides; each more costs a classifier 6 x hidden size
 WITHOUT_BF16 = ("V100", "T4")
 NETWORK_HOP_S = 50e-6  # assumed, of a message between two machines, software included
 DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
 
 
 def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float | None:
-    """FLOPs to train on one sequence, as the run's own MFU counts them; None for a model or task without a formula."""
-    kind = cfg.task.kind
-    if kind == "mlm":
-        task: Any = cfg.task  # its settings are a class of the task's own room
-        predictions = task.max_predictions or max(1, round(seq_len * task.mask_rate))
-        labels = 2 if task.sop else 0
-        return train_flops_per_sequence(shape, seq_len=seq_len, predictions=predictions, labels=labels)
-    if kind not in ("classify", "qa"):
-        return None
-    frozen, has_spans = cfg.model.freeze_layers, kind == "qa"
-    labels = 0 if has_spans else LABELS
-    return train_flops_per_sequence(shape, seq_len=seq_len, labels=labels, has_spans=has_spans, frozen=frozen)
+    """FLOPs to train on one sequence, as the run's own MFU counts them; None for a model without a formula."""
+    labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
+    head = cfg.task.head_size(seq_len, labels)
+    return train_flops_per_sequence(shape, head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
@@ -34,9 +22,8 @@ def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
     but bf16 with that compression, and where the weights themselves are (bf16_stochastic). PowerSGD's are counted in
     full, which is more than it sends.
     """
-    model, head = cfg.model, cfg.task.kind
     trained = shape.trained_parameters(
-        head=head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
+        cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers
     )
     is_half = cfg.backend.grad_compression == "bf16" or cfg.backend.precision == "bf16_stochastic"
     return trained * (2 if is_half else 4)

@@ -14,15 +14,16 @@ from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClas
 
 from train.backend.ddp import DDP
 from train.backend.guards import watch_masks
-from train.config import BackendConfig, InputError, ModelConfig
+from train.config import BackendConfig, HeadSize, InputError, ModelConfig
 from train.models.encoder import build_masked_lm
-from train.models.heads import build_classifier, build_span_reader
+from train.models.heads import Classifier, SpanReader, build_with_head
 from train.tasks.finetune import logits_of
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
 COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40, "intermediate_size": 64}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+SIZES = {"label": HeadSize(labels=3), "span": HeadSize(token_labels=2)}
 HEADS = {"label": AutoModelForSequenceClassification, "span": AutoModelForQuestionAnswering}
 
 
@@ -34,7 +35,8 @@ def sizes(architecture="bert", **changes):
 def build(head, cfg, *, labels=LABELS, sharp=True):
     torch.manual_seed(0)
     settings = {"vocab_size": V, "pad_id": PAD, "seq_len": S}
-    model = build_classifier(cfg, labels=labels, **settings) if head == "label" else build_span_reader(cfg, **settings)
+    settings["labels"] = labels if head == "label" else ("start", "end")
+    model = build_with_head(Classifier if head == "label" else SpanReader, cfg, **settings)
     with torch.no_grad():
         for parameter in model.parameters() if sharp else ():
             if parameter.ndim > 1:
@@ -346,7 +348,11 @@ def test_sizes_that_do_not_fit_are_refused(encoder_folder):
     for head, cfg, message in (
         ("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64), "model.hidden_size=64, but"),
         ("label", sizes(max_positions=8), "seq_len=12 is longer than the model's 8 positions"),
-        ("span", ModelConfig(architecture="gpt_neox_japanese"), "no model to answer questions of type gpt_neox_japan"),
+        (
+            "span",
+            ModelConfig(architecture="gpt_neox_japanese"),
+            "no AutoModelForQuestionAnswering of type gpt_neox_japan",
+        ),
         ("label", sizes(freeze_layers=3), "model.freeze_layers=3, but this bert has 2 layers"),
         ("label", sizes("albert", freeze_layers=1), "model.freeze_layers=1: albert shares one layer"),
     ):
@@ -400,7 +406,7 @@ def test_embeddings_alone_and_the_whole_encoder_can_be_frozen():
 
 
 def test_flops_of_an_unknown_architecture_are_unknown():
-    assert build("label", sizes("electra")).train_flops(S) is None
+    assert build("label", sizes("electra")).train_flops(HeadSize(labels=3), S) is None
 
 
 @pytest.mark.parametrize(
@@ -414,5 +420,6 @@ def test_flops_are_those_that_torch_counts(head, architecture, freeze):
     counter = FlopCounterMode(display=False)
     with counter:
         model(*(tensor[:1] for tensor in batch())).sum().backward()
+    flops = model.train_flops(SIZES[head], S)
     # The first layer that learns needs no gradient for its input, so the count is a little below 3 x forward.
-    assert counter.get_total_flops() == pytest.approx(model.train_flops(S), rel=0.06 if freeze else 0.02)
+    assert counter.get_total_flops() == pytest.approx(flops, rel=0.06 if freeze else 0.02)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from launch.estimate import estimate
 from train.cli import compose as cli
-from train.config import TrainConfig
+from train.config import HeadSize, TrainConfig
 from train.models.encoder import build_masked_lm
 from train.models.memory import GIB, Memory, activation_bytes, advice, memory_of
 from train.models.model_sizes import PUBLISHED, shape_of_model
@@ -59,7 +59,7 @@ def test_activations_are_what_a_forward_pass_keeps(architecture: str):
 
 
 def test_each_split_divides_its_own_states():
-    weights = PUBLISHED["bert-large-uncased"].trained_parameters(head="mlm")
+    weights = PUBLISHED["bert-large-uncased"].trained_parameters(HeadSize(predictions=20))
     data, sharded, fsdp = of(), of("parallel.shard_optimizer=true"), of("parallel=fsdp")
     assert (data.weights, data.gradients, data.moments, data.copies) == tuple(each * weights for each in (4, 4, 8, 2))
     assert sharded.moments == data.moments / 8 and sharded.gradients == data.gradients

@@ -7,14 +7,27 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from train.config import InputError, ModelConfig
-from train.models.flops import train_flops_per_sequence
-from train.models.model_sizes import DEFAULTS, PUBLISHED, Shape, find_shape, knows_vocabulary, shape_of
+from train.config import HeadSize, InputError, ModelConfig
+from train.models.model_sizes import (
+    DEFAULTS,
+    PUBLISHED,
+    Shape,
+    find_shape,
+    knows_vocabulary,
+    shape_of,
+    train_flops_per_sequence,
+)
 from train.storage.schema import BadContent
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+VOCABULARY, LABELS = HeadSize(predictions=10), HeadSize(labels=3)
 
 
 @pytest.mark.parametrize("architecture", DEFAULTS)
@@ -23,16 +36,21 @@ def test_defaults_are_those_of_transformers(architecture: str):
     values = json.loads(config.to_json_string())
     assert shape_of(values) == DEFAULTS[architecture]
     assert config.hidden_size == DEFAULTS[architecture].hidden_size
-    assert train_flops_per_sequence(config, seq_len=64, predictions=10) == train_flops_per_sequence(
-        DEFAULTS[architecture], seq_len=64, predictions=10
+    assert train_flops_per_sequence(config, VOCABULARY, seq_len=64) == train_flops_per_sequence(
+        DEFAULTS[architecture], VOCABULARY, seq_len=64
     )
 
 
 @pytest.mark.parametrize("architecture", DEFAULTS)
 @pytest.mark.parametrize(
-    ("head", "auto"), [("mlm", AutoModelForMaskedLM), ("classify", AutoModelForSequenceClassification)]
+    ("head", "auto"),
+    [
+        (VOCABULARY, AutoModelForMaskedLM),
+        (LABELS, AutoModelForSequenceClassification),
+        (HeadSize(token_labels=2), AutoModelForTokenClassification),
+    ],
 )
-def test_parameters_are_counted_as_in_the_model(architecture: str, head: str, auto):
+def test_parameters_are_counted_as_in_the_model(architecture: str, head: HeadSize, auto):
     shape = replace(DEFAULTS[architecture], hidden_size=96, intermediate_size=384, num_hidden_layers=3, vocab_size=500)
     shape = replace(shape, embedding_size=32) if shape.is_albert else shape
     sizes = {name: getattr(shape, name) for name in NAMES} | {"num_attention_heads": 4}
@@ -43,20 +61,20 @@ def test_parameters_are_counted_as_in_the_model(architecture: str, head: str, au
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.for_model(architecture, **sizes))
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert shape.trained_parameters(head=head) == pytest.approx(count, rel=0.01)
+    assert shape.trained_parameters(head) == pytest.approx(count, rel=0.01)
 
 
 def test_the_published_counts_of_parameters():
     """BERT-large has 335 million with its head, ALBERT-base 11.2 with its own."""
-    assert PUBLISHED["bert-large-uncased"].trained_parameters(head="mlm") == pytest.approx(335e6, rel=0.01)
-    assert PUBLISHED["albert-base-v2"].trained_parameters(head="mlm") == pytest.approx(11.2e6, rel=0.01)
+    assert PUBLISHED["bert-large-uncased"].trained_parameters(VOCABULARY) == pytest.approx(335e6, rel=0.01)
+    assert PUBLISHED["albert-base-v2"].trained_parameters(VOCABULARY) == pytest.approx(11.2e6, rel=0.01)
 
 
 def test_frozen_parts_have_no_gradients():
     shape = PUBLISHED["bert-base-cased"]
-    whole = shape.trained_parameters(head="classify")
-    assert shape.trained_parameters(head="classify", freeze_embeddings=True) == whole - shape.embedding_parameters()
-    four = shape.trained_parameters(head="classify", freeze_layers=4)
+    whole = shape.trained_parameters(LABELS)
+    assert shape.trained_parameters(LABELS, freeze_embeddings=True) == whole - shape.embedding_parameters()
+    four = shape.trained_parameters(LABELS, freeze_layers=4)
     assert four == whole - shape.embedding_parameters() - 4 * shape.layer_parameters()
 
 
@@ -109,5 +127,5 @@ def test_any_configuration_gives_a_shape_nothing_or_a_refusal(values: dict[str, 
         return
     assert (shape is None) == (kind not in DEFAULTS)
     if shape is not None:
-        assert shape.trained_parameters(head="mlm") > 0
-        assert (train_flops_per_sequence(shape, seq_len=8) or 0) > 0
+        assert shape.trained_parameters(VOCABULARY) > 0
+        assert (train_flops_per_sequence(shape, LABELS, seq_len=8) or 0) > 0

@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AlbertConfig, AutoModelForMaskedLM
 from transformers.activations import ACT2FN
 
-from train.config import InputError, ModelConfig
+from train.config import HeadSize, InputError, ModelConfig
 from train.models.encoder import build_masked_lm, products_at, rows_at
-from train.models.flops import train_flops_per_sequence
+from train.models.model_sizes import train_flops_per_sequence
 
 S, P, V = 24, 5, 101
 COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40}
@@ -95,7 +95,7 @@ def test_flops_are_those_that_torch_counts(architecture):
     ids, segments, positions = batch(1)
     with counter:
         model(ids, segments, positions).sum().backward()
-    formula = train_flops_per_sequence(model.network.config, seq_len=S, predictions=P)
+    formula = model.train_flops(HeadSize(predictions=P), S)
     # The embedding needs no gradient for its input, nor does what follows it: the count is a little below 3 x forward.
     assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
 
@@ -103,7 +103,7 @@ def test_flops_are_those_that_torch_counts(architecture):
 def test_flops_of_albert_base_are_the_published_figure():
     sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072}
     config = AlbertConfig(vocab_size=30000, **sizes)
-    per_token = train_flops_per_sequence(config, seq_len=512, predictions=77) / 512
+    per_token = train_flops_per_sequence(config, HeadSize(predictions=77), seq_len=512) / 512
     assert per_token == pytest.approx(570.4e6, rel=1e-3)
 
 

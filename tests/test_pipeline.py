@@ -24,7 +24,7 @@ from train.cli import compose as cli
 from train.config import InputError, ModelConfig, PipelineConfig, TrainConfig, make_plan
 from train.models.chain import KNOWN, Chain
 from train.models.encoder import build_masked_lm
-from train.models.heads import build_classifier, build_span_reader
+from train.models.heads import Classifier, SpanReader, build_with_head
 from train.parallel.pipeline import cut
 from train.report import page
 from train.report import run as report_run
@@ -187,7 +187,7 @@ def built(head, cfg):
     sizes = {"vocab_size": V, "pad_id": 1, "seq_len": S}
     if head == "tokens":
         return build_masked_lm(cfg, **sizes).eval()
-    model = build_classifier(cfg, labels=["a", "b"], **sizes) if head == "label" else build_span_reader(cfg, **sizes)
+    model = build_with_head(Classifier if head == "label" else SpanReader, cfg, labels=["a", "b"], **sizes)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from train import predict
 from train.cli import compose as cli
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
-from train.models.heads import build_classifier
+from train.models.heads import Classifier, build_with_head
 from train.tasks import predictor
 
 LABELS = ["bad", "fair", "good"]
@@ -57,7 +57,7 @@ def folder(tokenizer_folder, tmp_path_factory):
     """A model of transformers that no run of ours made."""
     path = tmp_path_factory.mktemp("folder")
     torch.manual_seed(0)
-    build_classifier(BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(path)
+    build_with_head(Classifier, BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(path)
     shutil.copytree(tokenizer_folder, path, dirs_exist_ok=True)
     return path
 

@@ -10,7 +10,7 @@ from typing import Any
 from train.config import InstanceConfig
 
 GIB = 2**30
-FLOPS_SOURCE = "train/models/flops.py: a multiply-add is 2 operations, the backward pass twice the forward pass"
+FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the backward pass twice the forward pass"
 
 
 @dataclass(frozen=True)

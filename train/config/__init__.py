@@ -35,6 +35,6 @@ from train.config.prepare import (
 )
 from train.config.publish import HubConfig
 from train.config.s3 import S3Config, check_endpoint
-from train.config.tasks import TaskConfig
+from train.config.tasks import HeadSize, TaskConfig
 from train.config.telemetry import StragglerConfig
 from train.config.train import TrainConfig

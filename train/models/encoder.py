@@ -22,18 +22,20 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from train.config import InputError, ModelConfig, check
+from train.config import HeadSize, InputError, ModelConfig, check
 from train.host.memory import total_memory_bytes
 from train.models.layers import (
     Checkpoint,
     Run,
     freeze,
+    frozen_layers,
     recompute_layers,
     repeated_layers,
     run_shared_layer_by,
     separate_layers,
     shared_layer,
 )
+from train.models.model_sizes import Shape, train_flops_per_sequence
 from train.models.pretrained import read_model_config, read_weights
 
 # The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
@@ -89,6 +91,11 @@ class Network(nn.Module):
         encoder = set(self.network.base_model.parameters())
         named = self.network.named_parameters()
         return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
+
+    def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
+        """FLOPs to train on one sequence of `seq_len` tokens; None for an architecture without a known formula."""
+        frozen = frozen_layers(self.network)
+        return train_flops_per_sequence(self.network.config, head, seq_len=seq_len, frozen=frozen)
 
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
         """Keep only the input of each layer for the backward pass. RuntimeError if no layer was recognised."""
@@ -313,7 +320,18 @@ def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> No
         f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
         "prepare shorter sequences",
     )
-    needed_bytes, memory_bytes = 4 * count_parameters(config), total_memory_bytes()
+    # About the sizes of any encoder, whatever its architecture calls them.
+    shape = Shape(
+        model_type=config.model_type,
+        vocab_size=size_of(config, "vocab_size"),
+        hidden_size=config.hidden_size,
+        intermediate_size=size_of(config, "intermediate_size"),
+        num_hidden_layers=size_of(config, "num_layers"),
+        max_position_embeddings=size_of(config, "max_positions"),
+        embedding_size=size_of(config, "embedding_size"),
+        num_hidden_groups=getattr(config, "num_hidden_groups", 1),
+    )
+    needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
     sizes = ", ".join(f"{ours} {value}" for ours in SIZES if "dropout" not in ours and (value := size_of(config, ours)))
     check(
         needed_bytes < memory_bytes,
@@ -328,15 +346,6 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     if positions and config.model_type in OFFSET_POSITIONS:
         return positions - config.pad_token_id - 1
     return positions
-
-
-def count_parameters(config: PreTrainedConfig) -> int:
-    """About the number of an encoder's parameters: its embeddings and the matrices of its layers."""
-    hidden = config.hidden_size
-    embedded = size_of(config, "vocab_size") + size_of(config, "max_positions")
-    layers = getattr(config, "num_hidden_groups", None) or size_of(config, "num_layers")  # ALBERT's share their weights
-    per_layer = 4 * hidden**2 + 2 * hidden * size_of(config, "intermediate_size")
-    return embedded * (size_of(config, "embedding_size") or hidden) + layers * per_layer
 
 
 def size_of(config: PreTrainedConfig, ours: str) -> int:

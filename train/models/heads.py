@@ -1,4 +1,4 @@
-"""Encoders of `transformers` with a head that predicts a label or the span of an answer.
+"""Encoders of `transformers` with a head that predicts a label of the text or of each token, or the span of an answer.
 
 Shapes: B sequences, S tokens, C labels.
 """
@@ -6,25 +6,24 @@ Shapes: B sequences, S tokens, C labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from train.config import ModelConfig, check
 from train.models.encoder import Network, check_fits, make_network, model_config
-from train.models.flops import train_flops_per_sequence
-from train.models.layers import frozen_layers
 
 # The names of a head's dropout in the configurations of transformers.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
 class PaddedEncoder(Network):
-    """An encoder with a head that reads padded sequences."""
+    """An encoder with a head that reads padded sequences. A task whose head is another one extends it."""
 
-    has_spans = False  # whether the head scores each token, and not the sequence
+    head = ""  # transformers loads an export as AutoModelFor<head>
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Logits of sequences. The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding."""
@@ -34,66 +33,57 @@ class PaddedEncoder(Network):
 
     def logits(self, output: Any) -> Tensor:
         """The logits of the head, from the output of the model of transformers."""
-        raise NotImplementedError
-
-    def train_flops(self, seq_len: int) -> float | None:
-        """FLOPs to train on one sequence of `seq_len` tokens; None for an architecture without a known formula."""
-        config = self.network.config
-        labels = 0 if self.has_spans else config.num_labels
-        frozen = frozen_layers(self.network)
-        return train_flops_per_sequence(config, seq_len=seq_len, labels=labels, has_spans=self.has_spans, frozen=frozen)
+        logits: Tensor = output.logits
+        return logits
 
 
 class Classifier(PaddedEncoder):
     """One label for a sequence: logits [B, C]."""
 
-    def logits(self, output: Any) -> Tensor:
-        logits: Tensor = output.logits
-        return logits
+    head = "SequenceClassification"
 
 
 class SpanReader(PaddedEncoder):
     """The span of an answer: logits [B, S, 2] of its start and end."""
 
-    has_spans = True
-    head_share = 1.0
+    head, head_share = "QuestionAnswering", 1.0
 
     def logits(self, output: Any) -> Tensor:
         return torch.stack([output.start_logits, output.end_logits], dim=-1)
 
 
-def build_classifier(
-    cfg: ModelConfig, *, labels: Sequence[str], vocab_size: int, pad_id: int, seq_len: int
-) -> Classifier:
+AnyHead = TypeVar("AnyHead", bound=PaddedEncoder)
+
+
+def build_with_head(
+    kind: type[AnyHead],
+    cfg: ModelConfig,
+    *,
+    labels: Sequence[str],
+    vocab_size: int,
+    pad_id: int,
+    seq_len: int,
+) -> AnyHead:
     """A model for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and sequences of at most
-    `seq_len`. InputError if they do not fit, or if the checkpoint has a head for other labels.
+    `seq_len`. model.hidden_dropout is the head's dropout as well. InputError if they do not fit, or if the checkpoint
+    has a head for other labels.
     """
-    config = head_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
-    check_labels(cfg, config, labels)
-    config.id2label = dict(enumerate(labels))
-    config.label2id = {label: number for number, label in enumerate(labels)}
-    config.problem_type = "single_label_classification"
-    auto, what = AutoModelForSequenceClassification, "model to classify sequences"
-    return Classifier(*make_network(auto, cfg, config, what=what, new_head=cfg.new_head))
-
-
-def build_span_reader(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> SpanReader:
-    """A model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
-    config = head_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
-    config.num_labels = 2  # start and end; a checkpoint may have labels of its own
-    auto, what = AutoModelForQuestionAnswering, "model to answer questions"
-    return SpanReader(*make_network(auto, cfg, config, what=what, new_head=cfg.new_head))
-
-
-def head_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
-    """The encoder's configuration. model.hidden_dropout is the head's dropout as well."""
     config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, cfg.hidden_dropout)
-    return config
+    if "Classification" in kind.head:
+        check_labels(cfg, config, labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+    else:
+        config.num_labels = len(labels)  # a checkpoint may have labels of its own
+    if kind.head == "SequenceClassification":
+        config.problem_type = "single_label_classification"
+    auto = getattr(transformers, f"AutoModelFor{kind.head}")
+    return kind(*make_network(auto, cfg, config, what=f"AutoModelFor{kind.head}", new_head=cfg.new_head))
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from train.config import TrainConfig
 from train.config.parallel import Held
@@ -57,16 +56,16 @@ def memory_of(
     precision: str,
 ) -> Memory:
     """The memory of a rank that trains on micro batches of this size."""
-    model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.kind
+    model, held, head = cfg.model, cfg.parallel.held(world_size), cfg.task.head_size(seq_len)
     separate = shape.num_hidden_groups if shape.is_albert else shape.num_hidden_layers
     in_layers = separate * shape.layer_parameters()
-    every = shape.trained_parameters(head=head)
+    every = shape.trained_parameters(head)
     # A stage of a pipeline has its share of the layers, or all of those that are shared; the fullest one has the
     # embedding or the head as well.
     depth, own_layers = shape.num_hidden_layers, layers_of_rank(shape, held)
     here = every - in_layers * (depth - own_layers) / depth if separate == depth else every
     unfrozen = shape.trained_parameters(
-        head=head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
+        head, freeze_embeddings=model.freeze_embeddings, freeze_layers=model.freeze_layers
     )
     trained = unfrozen * here / every
     value = PRODUCT_BYTES.get(precision, 2)
@@ -104,10 +103,7 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
     else:
         layers = num_layers * layer
     layers += held.buffers * tokens * hidden * STATE_BYTES
-    task: Any = cfg.task  # its settings are a class of the task's own room
-    if cfg.task.kind != "mlm":
-        return layers
-    predictions = task.max_predictions or max(1, round(seq_len * task.mask_rate))
+    predictions = cfg.task.head_size(seq_len).predictions
     logits = tokens / seq_len * predictions * shape.vocab_size * (value_bytes + LOGIT_BYTES)
     return layers + logits * held.activations
 

@@ -203,7 +203,7 @@ class FineTuning(ABC):
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, PaddedEncoder)
-        return model.train_flops(seq_len)
+        return model.train_flops(self.cfg.task.head_size(seq_len, len(self.tables.facts["labels"])), seq_len)
 
     @abstractmethod
     def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.config import TaskConfig, TrainConfig, check
+from train.config import HeadSize, TaskConfig, TrainConfig, check
 from train.tasks.spec import CardText, Prediction, Task, TaskSpec
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class ClassifyConfig(TaskConfig):
         weights = self.class_weights
         check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
         check(not (self.balanced and weights), "task.balanced=true computes the weights: leave task.class_weights out")
+
+    def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
+        return HeadSize(labels=labels or 2)  # one more costs 6 x hidden size FLOPs
 
 
 def build(cfg: TrainConfig) -> Task:

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from train.config import check
-from train.models.heads import Classifier, build_classifier
+from train.models.heads import Classifier, build_with_head
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import scores
 from train.tasks.classify.task import COLUMNS, ClassifyFeaturizer, predicted, probabilities, statistics
@@ -54,7 +54,7 @@ class LabelPredictor(Predictor):
 
     def build_model(self) -> Classifier:
         sizes = self.trained.sizes
-        return build_classifier(sizes.model, labels=self.trained.labels, **sizes.fit)
+        return build_with_head(Classifier, sizes.model, labels=self.trained.labels, **sizes.fit)
 
     def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return statistics(logits, inputs["labels"])  # rows have no label here, so the loss means nothing

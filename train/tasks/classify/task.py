@@ -19,7 +19,7 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
-from train.models.heads import Classifier, build_classifier, check_labels
+from train.models.heads import Classifier, build_with_head, check_labels
 from train.tasks.classify import ClassifyConfig, scores
 from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
 from train.tasks.texts import TextFeaturizer, second_at
@@ -125,7 +125,7 @@ class ClassifyTask(FineTuning):
         self.weights = None if weights is None else torch.from_numpy(weights)
 
     def build_model(self) -> Classifier:
-        return build_classifier(self.sizes.model, labels=self.labels, **self.sizes.fit)
+        return build_with_head(Classifier, self.sizes.model, labels=self.labels, **self.sizes.fit)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """The loss summed over the texts. Divided by the sum of their weights ("count") it is torch's weighted mean."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from train.config import ShardsConfig, TaskConfig, TrainConfig, check
+from train.config import HeadSize, ShardsConfig, TaskConfig, TrainConfig, check
 from train.config.checks import check_positive
 from train.tasks.spec import CardText, Task, TaskSpec
 
@@ -27,6 +27,10 @@ class MLMConfig(TaskConfig):
     def __post_init__(self) -> None:
         check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")
         check_positive("task.", self, "max_predictions", "max_ngram")
+
+    def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
+        predictions = self.max_predictions or max(1, round(seq_len * self.mask_rate))
+        return HeadSize(predictions=predictions, labels=2 if self.sop else 0)
 
 
 def build(cfg: TrainConfig) -> Task:

@@ -31,7 +31,6 @@ from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, word_starts
 from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
-from train.models.flops import train_flops_per_sequence
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Sample
 from train.storage.folders import Folder
@@ -54,7 +53,8 @@ class MaskedLMTask:
             cfg.seq_len in (None, self.seq_len),
             f"seq_len={cfg.seq_len}, but {cfg.data.path} has {self.seq_len}; leave it out, or prepare the data again",
         )
-        self.predictions = cfg.task.max_predictions or max(1, round(self.seq_len * cfg.task.mask_rate))
+        self.head = cfg.task.head_size(self.seq_len)
+        self.predictions = self.head.predictions
         check(
             self.predictions <= self.seq_len - 3,
             f"task.max_predictions={self.predictions} leaves nothing of a sequence of {self.seq_len} tokens to read; "
@@ -172,10 +172,7 @@ class MaskedLMTask:
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, MaskedLM)
-        labels = 0 if self.swapper is None else 2
-        return train_flops_per_sequence(
-            model.network.config, seq_len=seq_len, predictions=self.predictions, labels=labels
-        )
+        return model.train_flops(self.head, seq_len)
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         """Write nothing: the tokenizer is in the data."""

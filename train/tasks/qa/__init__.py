@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.config import TaskConfig, TrainConfig, check
+from train.config import HeadSize, TaskConfig, TrainConfig, check
 from train.config.checks import check_positive
 from train.tasks.spec import CardText, Prediction, Task, TaskSpec
 
@@ -29,6 +29,9 @@ class QAConfig(TaskConfig):
     def __post_init__(self) -> None:
         check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")
         check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
+
+    def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
+        return HeadSize(token_labels=2)
 
 
 def build(cfg: TrainConfig) -> Task:

@@ -11,12 +11,12 @@ from datasets import Dataset
 from torch import Tensor
 
 from train.config import InputError
-from train.models.heads import SpanReader, build_span_reader
+from train.models.heads import SpanReader, build_with_head
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.finetune import Sizes
 from train.tasks.predictor import Predictor, Trained
 from train.tasks.qa import QAConfig, spans
-from train.tasks.qa.task import CONTEXT, TARGETS, answered, statistics
+from train.tasks.qa.task import CONTEXT, SCORES, TARGETS, answered, statistics
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.spec import Origin
 
@@ -64,7 +64,7 @@ class AnswerPredictor(Predictor):
         return QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=task)
 
     def build_model(self) -> SpanReader:
-        return build_span_reader(self.trained.sizes.model, **self.trained.sizes.fit)
+        return build_with_head(SpanReader, self.trained.sizes.model, labels=SCORES, **self.trained.sizes.fit)
 
     def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return statistics(logits, inputs, self.k)

@@ -18,7 +18,7 @@ from train.config import TrainConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import SpanReader, build_span_reader
+from train.models.heads import SpanReader, build_with_head
 from train.storage.folders import canonical_json
 from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
 from train.tasks.qa import QAConfig, spans
@@ -28,6 +28,7 @@ from train.tasks.topk import topk
 if TYPE_CHECKING:
     from datasets import Dataset
 
+SCORES = ("start", "end")  # of each token
 TARGETS = {"start": "start", "end": "end"}
 CONTEXT = {"context_first": "context_first", "context_end": "context_end"}
 
@@ -118,7 +119,7 @@ class QATask(FineTuning):
         return int(np.searchsorted(owners, owners[most])) or int(np.searchsorted(owners, owners[0], side="right"))
 
     def build_model(self) -> SpanReader:
-        return build_span_reader(self.sizes.model, **self.sizes.fit)
+        return build_with_head(SpanReader, self.sizes.model, labels=SCORES, **self.sizes.fit)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return losses_of(logits_of(model, inputs), inputs).sum()
