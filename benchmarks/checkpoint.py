@@ -50,9 +50,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from train.backend.ddp import DDP
 from train.checkpoints import loader
-from train.checkpoints.manifest import step_name
+from train.checkpoints.manifest import Manifest, step_name
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Facts, Saver
+from train.checkpoints.saver import Saver
 from train.checkpoints.staging import num_bytes_of
 from train.checkpoints.store_disk import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
@@ -70,7 +70,7 @@ MODELS = {
 VOCAB_SIZE, SEQ_LEN = 30000, 512
 PROBE_BYTES = 2**29  # of memory, touched for the first time and again
 SAMPLE_S = 0.05  # between looks at the memory of a side
-NO_FACTS = Facts(fence=1, identity={}, settings={}, versions={})
+DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 
 
 # ---- the state -----------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Ours(TorchSave):
             self.store,
             self.state.replica,
             self.state.backend,
-            NO_FACTS,
+            DRAFT,
             may_commit=lambda: None,
             after_commit=lambda: None,
         )
@@ -180,8 +180,8 @@ class Ours(TorchSave):
     def save(self, number: int) -> Future[Any]:
         self.check()
         self.saver.save(Progress(step=number), {}, metric=None)
-        assert self.saver.flight is not None
-        return self.saver.flight
+        assert self.saver.pending is not None
+        return self.saver.pending
 
     def check(self) -> None:
         for saved in self.saver.take():

@@ -34,7 +34,7 @@ def store_of(run_dir):
 
 
 def aside(run_dir, word):
-    return [name for name in store_of(run_dir).aside() if f".{word}-" in name]
+    return [name for name in store_of(run_dir).quarantined() if f".{word}-" in name]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ DAMAGES += [(how, "manifest.json") for how in ("bit", "{}", "missing")]
 
 
 @pytest.mark.parametrize(("how", "name"), DAMAGES)
-def test_a_damaged_checkpoint_is_put_aside_for_an_older_one(run_dir, how, name):
+def test_a_damaged_checkpoint_is_quarantined_for_an_older_one(run_dir, how, name):
     damage(run_dir, 6, how, name)
     manifest, (fault,) = newest_valid(store_of(run_dir))
     assert manifest.step == 3
@@ -122,7 +122,7 @@ def test_a_disk_that_may_come_back_is_not_a_damaged_checkpoint(run_dir, monkeypa
     monkeypatch.setattr(manifests, "sha256_file", stale)
     with pytest.raises(OSError, match="Stale"):
         newest_valid(store_of(run_dir))
-    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
 
 
 def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
     path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
     with pytest.raises(OtherVersion, match="of step 6 is of format 1, this version reads 2"):
         train(run_dir, prepared)
-    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
     assert json.loads((run_dir / "outcome.json").read_text())["goes_on"] is False
 
 
@@ -142,13 +142,13 @@ def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir,
             train(run_dir, prepared)
     outcome = json.loads((run_dir / "outcome.json").read_text())
     assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("failed", "no_valid_checkpoint", False)
-    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).aside()
+    assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
 
 
-def test_what_was_put_aside_is_no_reason_to_start_over(run_dir, prepared):
+def test_what_is_in_quarantine_is_no_reason_to_start_over(run_dir, prepared):
     for step in (3, 6):
-        store_of(run_dir).put_aside(step, "damaged")
-    with pytest.raises(NoneValid, match="all were put aside"):
+        store_of(run_dir).quarantine(step, "damaged")
+    with pytest.raises(NoneValid, match="all are in quarantine"):
         train(run_dir, prepared)
 
 
@@ -279,13 +279,13 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
         sync_and_write(path, content)
         if path.parent == scratch:
             store.collect_garbage(ended_below=1)
-            store.commit(store.scratch(6, 0), theirs)
+            store.commit(store.begin(6, 0), theirs)
 
-    scratch = store.scratch(6, 0)
+    scratch = store.begin(6, 0)
     monkeypatch.setattr(store_disk, "write_atomic", wake_up_late)
     with pytest.raises(FileNotFoundError):
         store.commit(scratch, ours)
-    assert store.manifest(6) == theirs and store.aside() == []
+    assert store.manifest(6) == theirs and store.quarantined() == []
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):

@@ -95,10 +95,10 @@ def test_list_shows_what_the_manifests_say(run_dir, capsys):
     assert called(capsys, run_dir, "list") == (0, output)
 
 
-def test_list_shows_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
+def test_list_shows_damage_what_is_in_quarantine_and_a_wrong_hint(run_dir, capsys):
     copy_step(run_dir, 3, 4, metric=None)
     copy_step(run_dir, 3, 5, metric=9.0)
-    name = store_of(run_dir).put_aside(5, "damaged")
+    name = store_of(run_dir).quarantine(5, "damaged")
     (step_folder(run_dir, 6) / "model.pt").write_bytes(b"short")
     flip(step_folder(run_dir, 4) / "model.pt")  # only reading back shows it
     (run_dir / "checkpoints/LATEST").write_text("step_00000099\n")
@@ -108,7 +108,7 @@ def test_list_shows_damage_what_was_put_aside_and_a_wrong_hint(run_dir, capsys):
     assert code == 0
     assert third.endswith("unverified  (best)") and fourth.endswith("unverified  (newest)")
     assert re.search(r" 6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
-    assert "step 99" in hint and aside == f"put aside: {name}"
+    assert "step 99" in hint and aside == f"in quarantine: {name}"
     assert content(run_dir) == before
 
 
@@ -155,7 +155,7 @@ def test_verify_says_when_the_next_start_refuses_or_begins_anew(run_dir, capsys)
     code, output = called(capsys, run_dir, "verify")
     assert code == 1 and output.out.splitlines()[-1].startswith("the next start refuses")
     for step in (3, 6):
-        store_of(run_dir).put_aside(step, "damaged")
+        store_of(run_dir).quarantine(step, "damaged")
     code, output = called(capsys, run_dir, "verify")
     assert code == 1 and output.out.splitlines() == ["the next start refuses: there are checkpoints, and none is valid"]
     shutil.rmtree(run_dir / "checkpoints")

@@ -26,8 +26,9 @@ from train.attempt import refusal as announcing
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
 from train.backend.graphs import Compilers, GraphBudget
+from train.checkpoints.manifest import Manifest
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Facts, Saver
+from train.checkpoints.saver import Saver
 from train.checkpoints.store_disk import LocalStore
 from train.cli import compose as cli
 from train.config import (
@@ -462,8 +463,8 @@ def rank_of_two(folder):
         model.norm.bias.data += 0.5
         backend.rng_state = went_on  # else it would wait for rank 0, as it should
     store = LocalStore(Path(folder) / "saved")
-    facts = Facts(fence=1, identity={}, settings={}, versions={})
-    saver = Saver(CheckpointConfig(), store, engine, backend, facts, may_commit=print, after_commit=print)
+    draft = Manifest(0, 1, {}, {}, {}, 2, "ddp", None)
+    saver = Saver(CheckpointConfig(), store, engine, backend, draft, may_commit=print, after_commit=print)
     result["other"] = failure(functools.partial(saver.save, Progress(), {}, metric=None))
     saver.close(waits=True)
     backend.close()

@@ -99,7 +99,7 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(bucket, p
     for step in store.steps():
         for name in ("model.pt", "optimizer.pt"):
             assert store.manifest(step).files[name] == local.manifest(step).files[name]
-        store.let_go(store.fetch(step))
+        store.release(store.fetch(step))
     exported = [path.relative_to(on_disk).as_posix() for path in (on_disk / "export").rglob("*") if path.is_file()]
     exported.remove("export/README.md")  # it says how long the run took
     assert bucket.get("run/export/README.md").startswith(b"---\nlibrary_name: transformers")

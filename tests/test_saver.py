@@ -19,9 +19,9 @@ from train.backend.ddp import DDP
 from train.backend.guards import tied_names
 from train.checkpoints import saver as saver_module
 from train.checkpoints.loader import load, newest_valid
-from train.checkpoints.manifest import LATEST, step_of
+from train.checkpoints.manifest import LATEST, Manifest, step_of
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Facts, Saver, SavesFail
+from train.checkpoints.saver import Saver, SavesFail
 from train.checkpoints.store_disk import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.optim import build_optimizer
@@ -29,6 +29,7 @@ from train.parallel.data import Replica
 from train.run_folder.ownership import LeaseLost
 from train.tasks import build_task
 
+DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 PATIENCE_S = 300.0  # never waited for unless a test fails
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -40,10 +41,10 @@ class Gate(LocalStore):
         super().__init__(path)
         self.reached, self.opened = threading.Event(), threading.Event()
 
-    def scratch(self, step, num_bytes):
+    def begin(self, step, num_bytes):
         self.reached.set()
         assert self.opened.wait(PATIENCE_S)
-        return super().scratch(step, num_bytes)
+        return super().begin(step, num_bytes)
 
 
 def backend():
@@ -52,8 +53,7 @@ def backend():
 
 def saver_of(store, *, may_commit=lambda: None, after_commit=lambda: None, **settings):
     cfg = CheckpointConfig(**settings)
-    facts = Facts(1, {}, {}, {})
-    return Saver(cfg, store, replica(*built()), backend(), facts, may_commit=may_commit, after_commit=after_commit)
+    return Saver(cfg, store, replica(*built()), backend(), DRAFT, may_commit=may_commit, after_commit=after_commit)
 
 
 def replica(model, optimizer):
@@ -164,7 +164,7 @@ def test_a_run_that_leaves_at_once_waits_for_no_save(tmp_path):
     save(saver, 3, trained)
     assert store.reached.wait(PATIENCE_S)
     saver.close(waits=False)
-    assert not saver.flight.done() and store.steps() == []
+    assert not saver.pending.done() and store.steps() == []
     store.opened.set()  # for the thread of this process
 
 
@@ -243,8 +243,8 @@ class Refusing(LocalStore):
 
     refused = ""
 
-    def scratch(self, step, num_bytes):
-        folder = super().scratch(step, num_bytes)
+    def begin(self, step, num_bytes):
+        folder = super().begin(step, num_bytes)
         if self.refused.endswith(".pt"):
             (folder / self.refused).symlink_to("/dev/full")  # the kernel refuses every byte, as on a full disk
         return folder
@@ -351,7 +351,7 @@ def outcome(run_dir):
 def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, step):
     """Not if the one before has, even if that is known only when the last one begins. The same command continues."""
     last_begins = threading.Event()
-    wait, scratch = Saver.wait, LocalStore.scratch
+    wait, begin = Saver.wait, LocalStore.begin
 
     def waiting(self, *options):
         last_begins.set()
@@ -361,10 +361,10 @@ def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, 
         if now == step:
             assert last_begins.wait(PATIENCE_S)
             raise FULL
-        return scratch(self, now, num_bytes)
+        return begin(self, now, num_bytes)
 
     monkeypatch.setattr(Saver, "wait", waiting)
-    monkeypatch.setattr(LocalStore, "scratch", refusing)
+    monkeypatch.setattr(LocalStore, "begin", refusing)
     if step == 5:
         assert train(tmp_path / "run", prepared) == ("done", 6)
         assert outcome(tmp_path / "run")["checkpoint"] == 6

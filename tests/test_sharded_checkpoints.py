@@ -16,7 +16,7 @@ from s3_fixtures import Bucket
 from safetensors.torch import load_file
 from services.fault_proxy import Fault
 from test_equality import losses, weights
-from test_saver import FULL, Refusing, left
+from test_saver import DRAFT, FULL, Refusing, left
 from torch import nn
 
 from train import loop
@@ -26,7 +26,7 @@ from train.checkpoints.__main__ import main as checkpoints
 from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read_weights
 from train.checkpoints.manifest import FILE, Manifest, Untrusted, check_files
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Facts, Saver
+from train.checkpoints.saver import Saver
 from train.checkpoints.store_disk import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import BackendConfig, CheckpointConfig
@@ -146,18 +146,18 @@ class Failing(Refusing):
 
     refused = ""
 
-    def scratch(self, step, num_bytes):
-        if self.refused == "scratch":
+    def begin(self, step, num_bytes):
+        if self.refused == "begin":
             raise FULL
-        return super().scratch(step, num_bytes)
+        return super().begin(step, num_bytes)
 
-    def part(self, *arguments):
+    def join(self, *arguments):
         if self.refused == "rank":
             os._exit(0)
-        return super().part(*arguments)
+        return super().join(*arguments)
 
 
-FAULTS = {1: "", 2: "model_00001.pt", 3: "model.pt", 4: "scratch", 5: "NaN", 6: "", 7: "rank"}
+FAULTS = {1: "", 2: "model_00001.pt", 3: "model.pt", 4: "begin", 5: "NaN", 6: "", 7: "rank"}
 
 
 def main(folder):
@@ -166,12 +166,12 @@ def main(folder):
     model = nn.Linear(2, 2, bias=False)
     options = {"may_commit": lambda: None, "after_commit": lambda: None}
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
-    saver = Saver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, Facts(1, {}, {}, {}), **options)
+    saver = Saver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, **options)
     failures = []
     for step, store.refused in FAULTS.items():
         model.weight.data.fill_(float("nan" if store.refused == "NaN" and backend.world.rank == 1 else step))
         saver.save(Progress(step=step), {}, metric=None, must=store.refused != "rank")
-        failures.append(getattr(saver.flight.result(), "failure", None))
+        failures.append(getattr(saver.pending.result(), "failure", None))
     (Path(folder) / "failures.json").write_text(json.dumps([failures, store.steps(), left(store)]))
     os._exit(0)  # the group has lost a rank
 

@@ -10,7 +10,7 @@ from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
 
 from train.attempt import recovery
-from train.checkpoints import writer as writer_module
+from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
 from train.config import CheckpointConfig, InputError, ShardsConfig, TrainConfig
@@ -24,8 +24,7 @@ AWAY = Fault("status", match="/checkpoints/")
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch, pauses):
-    monkeypatch.setattr(writer_module, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(writer_module, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(saver_module, "LONGEST_PAUSE_S", 0.05)
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_a_start_names_the_copy_until_s3_has_the_step(store, unsent, caplog, nam
     """Its step is that of its manifest: commit b14c56c named the folder by a random number alone."""
     (folder,) = copies(store)
     folder = folder.rename(folder.with_name(name or folder.name))
-    killed = store.scratch(9, 0)
+    killed = store.begin(9, 0)
     store.collect_garbage(ended_below=2)
     assert copies(store) == [folder] and not killed.exists()
     assert [line for line in caplog.messages if f"{folder} holds a save that is not in S3" in line]
@@ -128,7 +127,7 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
     def lost():
         raise LeaseLost("another job owns it now")
 
-    unsent.saver.writer.may_commit = lost
+    unsent.saver.may_commit = lost
     assert "LeaseLost" in saved(unsent.saver, 9, unsent.trained)
     assert copies(store) == []
 

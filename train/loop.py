@@ -77,8 +77,7 @@ def open_and_fit(attempt: Attempt) -> tuple[str, int]:
     with attempt.stop.nothing_to_save():
         backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs)
     world, attempt.watch.compiles = backend.world, backend.compilers.are_busy
-    # If rank 0 did not own the run folder, it would not have joined.
-    attempt.joined(*world.broadcast((attempt.folder.previous, attempt.owner)))
+    attempt.joined(world)
     refused: Exception | None = None
     try:
         if cfg.data.verify:

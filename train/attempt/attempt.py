@@ -21,7 +21,9 @@ from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig, U
 from train.host import machine
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
+from train.host.processes import read_process
 from train.models.memory import advice
+from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
 from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_go_on
@@ -67,12 +69,19 @@ class Attempt:
         """The owner that rank 0's lease names; empty on other ranks."""
         return "" if self.lease is None else str(self.lease.claim["owner"])
 
-    def joined(self, previous: dict[str, Any], owner: str) -> None:
-        """Note what rank 0 shares: how the last attempt ended, and who owns the folder. Every rank calls it."""
-        self.folder.previous = previous
+    def joined(self, world: World) -> None:
+        """Learn how the last attempt ended and who owns the folder from rank 0, which has joined because it owns it,
+        and the processes of this machine's ranks. Every rank calls it.
+        """
+        process = read_process(os.getpid())
+        own = self.folder.previous, self.owner, (os.getpid(), process.started if process else 0)
+        everyone = world.all_gather_object(own)
+        self.folder.previous, owner, _ = everyone[0]
         if self.lease is None:
             self.folder.guard = partial(check_owner, self.folder.storage, owner)
-        self.watch.joined()
+        first = world.rank - world.local_rank
+        here = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
+        self.watch.joined(here if launched().is_under_torchrun else {})  # else they may be in other containers
 
     def may_log(self) -> bool:
         """Whether log lines may go to the run folder: not after it was lost, unless it is this machine's copy."""

@@ -18,7 +18,7 @@ from train.checkpoints.loader import Loaded, fitting, read_weights
 from train.checkpoints.manifest import Damaged, Manifest
 from train.checkpoints.progress import Progress
 from train.checkpoints.retention import best
-from train.checkpoints.saver import Facts, Saved, Saver, SavesFail
+from train.checkpoints.saver import Saved, Saver, SavesFail
 from train.checkpoints.store import Store
 from train.config import TrainConfig, flat
 from train.host.environment import versions
@@ -56,7 +56,17 @@ class Recovery:
             store,
             engine,
             backend,
-            Facts(lease.number if lease else 0, attempt.identity, flat(attempt.cfg), versions()),
+            Manifest(
+                step=0,
+                fence=lease.number if lease else 0,
+                identity=attempt.identity,
+                settings=flat(attempt.cfg),
+                progress={},
+                world_size=self.world.size,
+                backend=backend.name,
+                metric=None,
+                versions=versions(),
+            ),
             may_commit=self._before_commit,
             after_commit=attempt.folder.check_owner,  # older checkpoints are removed next
             newest=loaded.progress.step if loaded.ranks else None,
@@ -182,7 +192,7 @@ class Recovery:
             raise FloatingPointError(
                 f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks={limit}); try a lower optim.lr"
             )
-        self.world.run_on_rank0(self._put_aside_what_failed, self.attempt.watch.beat)
+        self.world.run_on_rank0(self._quarantine_what_failed, self.attempt.watch.beat)
         loaded = load_newest(self.attempt, self.store, self.engine, self.backend)
         if not loaded.ranks:
             raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
@@ -198,14 +208,14 @@ class Recovery:
         )
         return progress
 
-    def _put_aside_what_failed(self) -> None:
-        """Put aside the checkpoint of the last rollback if the run has saved nothing newer and older ones are left."""
+    def _quarantine_what_failed(self) -> None:
+        """Quarantine the checkpoint of the last rollback if the run has saved nothing newer and older ones are left."""
         self.attempt.folder.check_owner()
         last, steps = self.last_rollback, self.store.steps()
         since = [step for step in steps if last is not None and step in (last, last + 1)]
         if since and since[-1] == steps[-1] and len(since) < len(steps):
             for step in since:
-                self.store.put_aside(step, "rolled-back")
+                self.store.quarantine(step, "rolled-back")
 
     # ---- at the end ----------------------------------------------------------------------------------------------
 
@@ -259,7 +269,7 @@ class Recovery:
             logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
             with fitting(path):
                 put_weights(self.engine.model, read_weights(path, manifests[step]))
-            self.store.let_go(path)
+            self.store.release(path)
             return
 
     def _manifests(self) -> dict[int, Manifest]:

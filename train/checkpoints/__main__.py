@@ -58,7 +58,7 @@ def newest_valid(store: Store) -> int | None:
     """The newest step that matches its manifest. Damaged ones stay as they are; the start of a run puts them aside."""
     for step in reversed(store.steps()):
         try:
-            store.let_go(fetch(store, step))
+            store.release(fetch(store, step))
         except Damaged as error:
             print(f"passed over: {error}", file=sys.stderr)
             continue
@@ -86,8 +86,8 @@ def table(folder: Folder, store: Store) -> Iterator[str]:
         yield f"{store.location}: no checkpoint"
     if hint is not None and hint not in rows:
         yield f"{LATEST} says step {hint}, which is not there; it is only a hint"
-    for name in store.aside():
-        yield f"put aside: {name}"
+    for name in store.quarantined():
+        yield f"in quarantine: {name}"
 
 
 def row(manifest: Manifest) -> list[str]:
@@ -124,7 +124,7 @@ def verify(store: Store, step: int | None) -> int:
     valid = []
     for each in steps:
         try:
-            store.let_go(fetch(store, each))
+            store.release(fetch(store, each))
         except Damaged as error:
             print(f"{step_name(each)}  damaged: {str(error).removeprefix(f'step {each}: ')}", flush=True)
         else:
@@ -134,7 +134,7 @@ def verify(store: Store, step: int | None) -> int:
         return cli.DONE if valid else cli.FAILED
     if valid:
         print(f"the next start resumes from step {valid[-1]}")
-    elif steps or store.aside():
+    elif steps or store.quarantined():
         print("the next start refuses: there are checkpoints, and none is valid")
         return cli.FAILED
     else:
@@ -187,7 +187,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     except InputError as error:
         hint = "; give --endpoint, --region and --profile for its data: those in config.yaml are not used"
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
-    store.let_go(path)
+    store.release(path)
     print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
     return cli.DONE
 

@@ -38,7 +38,7 @@ class Loaded:
 
 def newest_valid(store: Store) -> tuple[Manifest | None, list[str]]:
     """The newest checkpoint that matches its manifest, None if there never was one, and what is wrong with newer ones,
-    which are put aside.
+    which are put in quarantine.
 
     Raises:
         NoneValid: there are checkpoints, and none is valid. All stay as they are.
@@ -53,12 +53,12 @@ def newest_valid(store: Store) -> tuple[Manifest | None, list[str]]:
             logger.warning(faults[step])
             continue
         for damaged in faults:
-            logger.warning("put aside as %s", store.put_aside(damaged, "damaged"))
+            logger.warning("in quarantine as %s", store.quarantine(damaged, "damaged"))
         return manifest, list(faults.values())
-    if faults or store.aside():
+    if faults or store.quarantined():
         raise NoneValid(
             f"none of the checkpoints in {store.location} is valid "
-            f"({'; '.join(faults.values()) or 'all were put aside'}); repair one, or choose another run_dir"
+            f"({'; '.join(faults.values()) or 'all are in quarantine'}); repair one, or choose another run_dir"
         )
     return None, []
 
@@ -99,7 +99,7 @@ def load(
 
     plain = world.agree(put_back)
     if world.local_rank == 0:
-        store.let_go(path)
+        store.release(path)
     logger.info("resuming from the checkpoint of step %d", manifest.step)
     return Loaded(Progress(**manifest.progress), faults, plain)
 

@@ -1,35 +1,48 @@
-"""Save beside the training, load what was saved. The loop's door to checkpoints.
+"""Save beside the training.
 
 A save costs the training a copy to host memory. A thread of each rank that has a part of the state writes and uploads
-that, and rank 0's commits it; at most one is in flight. A save that fails is an alarm, several in a row end the run.
+that part, and rank 0's thread commits the step; at most one save is pending. A save that fails is an alarm, several in
+a row end the run.
+
+The threads communicate in a group of their own. An engine that splits nothing has its whole state on rank 0: then no
+other rank takes part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import random
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from train.checkpoints.manifest import Manifest
+from train.checkpoints.manifest import FILE, Manifest, file_name
 from train.checkpoints.progress import Progress
 from train.checkpoints.retention import Retention
-from train.checkpoints.staging import Staging, State
+from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
-from train.checkpoints.writer import Writer
-from train.config import CheckpointConfig, Failure, NotPermitted
+from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
 from train.host.threads import pool_beside_training
 from train.ranks import no_beat
+from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.parallel import Stateful
+    from train.ranks import World
 
 logger = logging.getLogger("train")
+UNSENT = (InputError, Unreachable)  # errors of a service that is away or rejects: it may take the files later
+LONGEST_PAUSE_S = 10.0  # between two attempts at a request of the last save
+Result = TypeVar("Result")
 
 
 class SavesFail(Failure):
@@ -47,16 +60,6 @@ class Saved:
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the manifests of one attempt have in common."""
-
-    fence: int
-    identity: dict[str, Any]
-    settings: dict[str, Any]
-    versions: dict[str, Any]
-
-
 class Saver:
     """Saves checkpoints. All ranks make a Saver and call `save` and `wait` at the same steps; rank 0 commits."""
 
@@ -66,26 +69,27 @@ class Saver:
         store: Store,
         engine: Stateful,
         backend: Backend,
-        facts: Facts,
+        draft: Manifest,
         *,
         may_commit: Callable[[], None],
         after_commit: Callable[[], None],
         newest: int | None = None,
     ) -> None:
-        """`may_commit` raises if the run folder is no longer ours; `after_commit` is called in the thread. `newest` is
-        the step of the checkpoint that the run resumes from.
+        """`draft` has what the manifests of this attempt have in common. `may_commit` raises if the run folder belongs
+        to another job by now; `after_commit` is called in the thread. `newest` is the step that the run resumes from.
         """
-        self.cfg, self.store, self.facts = cfg, store, facts
+        self.cfg, self.store, self.draft = cfg, store, draft
         self.engine, self.backend, self.world = engine, backend, backend.world
-        self.after_commit = after_commit
+        self.may_commit, self.after_commit = may_commit, after_commit
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
-        self.writer = Writer(store, backend, may_commit)
+        self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
         self.pool = pool_beside_training("save")
-        self.flight: Future[Saved | None] | None = None  # gives None on other ranks than rank 0
-        self.flight_began_s = 0.0
+        self.pending: Future[Saved | None] | None = None  # returns None on other ranks than rank 0
+        self.pending_began_s = 0.0
         self.results: list[Saved] = []  # since the last call of `take`
         self.failures: list[str] = []  # the reasons of saves that failed in a row
         self.newest = newest  # committed
+        self.unsent: tuple[int, Path] | None = None  # step and local copy of a save that could not be uploaded
         self.stalls_s: list[float] = []
         self.save_s = 0.0  # how long the last save took
         self.warming = self.pool.submit(lambda: None)
@@ -104,8 +108,8 @@ class Saver:
     ) -> None:
         """Begin to save this step. `own` is this rank's own state: small, plain values or tensors on the host.
 
-        While the last save is being written, the next one waits for checkpoint.max_wait_s and is then left out; with
-        `must` it waits as long as it takes. A commit that fails is retried for `patience_s`.
+        While the last save is pending, the next one waits for checkpoint.max_wait_s and is then left out; with `must`
+        it waits as long as it takes. A request to S3 that fails is retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -115,60 +119,61 @@ class Saver:
         self.engine.check_replicas()
         ranks = self.world.gather({"rng": self.backend.rng_state(), **own})
         part = self.engine.state()
-        self.writer.open(part)
-        if self.world.rank != 0 and not self.writer.is_split:
+        writers = self.join(part)
+        if self.world.rank != 0 and not writers.is_distributed:
             return
         self.warming.result()
         state = self.staging.copy(part, self.backend)
-        if self.world.rank != 0:
-            self.flight = self.pool.submit(self.writer.write_part, state, patience_s)
-            return
-        manifest = Manifest(
-            step=progress.step,
-            **vars(self.facts),
-            progress=asdict(progress),
-            world_size=self.world.size,
-            backend=self.backend.name,
-            metric=metric,
-        )
-        self.flight_began_s = time.monotonic()
-        stall_s = self.flight_began_s - began_s
+        if self.world.rank == 0:
+            state = {**state, "ranks": {"ranks": ranks}}
+        manifest = replace(self.draft, step=progress.step, progress=asdict(progress), metric=metric)
+        self.pending_began_s = time.monotonic()
+        stall_s = self.pending_began_s - began_s
         self.stalls_s.append(stall_s)
-        state = {**state, "ranks": {"ranks": ranks}}
-        self.flight = self.pool.submit(self._write, state, manifest, stall_s, began_s, patience_s)
+        self.pending = self.pool.submit(self._save, state, manifest, stall_s, began_s, patience_s)
+
+    def join(self, part: State) -> World:
+        """Return the ranks whose threads write: all if other ranks than rank 0 have a part of the state."""
+        if self.writers is None:
+            is_split = self.world.sum([self.world.rank != 0 and bool(part)])[0] > 0
+            self.writers = self.world.beside(self.backend.subgroup(list(range(self.world.size))) if is_split else None)
+        return self.writers
 
     def warm(self) -> None:
-        """Make the host memory of the first save in the thread, while the first steps run."""
+        """Allocate the host memory of the first save in the thread, while the first steps run."""
         part = self.engine.state()
-        self.writer.open(part)
+        self.join(part)
         if part:
             self.warming = self.pool.submit(self.staging.warm, part, self.backend)
 
     def wait(self, beat: Callable[[], None] = no_beat) -> None:
         """Wait until the last save is committed or has failed."""
-        self.world.wait_until(lambda: self.flight is None or self.flight.done(), beat)
+        self.world.wait_until(lambda: self.pending is None or self.pending.done(), beat)
 
     def is_free(self, step: int, began_s: float) -> bool:
         """Whether the last save has ended, on rank 0; waits for it a while."""
-        if self.flight is None:
+        if self.pending is None:
             return True
-        wait_for([self.flight], timeout=max(0.0, self.cfg.max_wait_s - (time.monotonic() - began_s)))
+        wait_for([self.pending], timeout=max(0.0, self.cfg.max_wait_s - (time.monotonic() - began_s)))
         self.collect()
-        if self.flight is None:
+        if self.pending is None:
             return True
         now_s = time.monotonic()
-        why = f"left out: the save before has been under way for {now_s - self.flight_began_s:.0f} s"
+        why = f"left out: the save before has been under way for {now_s - self.pending_began_s:.0f} s"
         self.results.append(Saved(step, now_s - began_s, now_s - began_s, 0, why))
-        # A slow save is no failure until more work is at risk than may be lost.
-        if now_s - self.flight_began_s > self.cfg.max_loss_s:
+        # A slow save counts as a failure once more work is at risk than may be lost.
+        if now_s - self.pending_began_s > self.cfg.max_loss_s:
             self.failures.append(why)
         return False
+
+    def close(self, *, waits: bool) -> None:
+        self.pool.shutdown(wait=waits, cancel_futures=not waits)
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        if self.flight is not None and self.flight.done():
-            saved, self.flight = self.flight.result(), None
+        if self.pending is not None and self.pending.done():
+            saved, self.pending = self.pending.result(), None
             if saved is None:
                 return
             if saved.num_bytes:
@@ -177,7 +182,7 @@ class Saver:
             self.results.append(saved)
 
     def take(self) -> list[Saved]:
-        """The results of the saves that ended since the last call."""
+        """Return the results of the saves that ended since the last call."""
         self.collect()
         results, self.results = self.results, []
         return results
@@ -194,22 +199,150 @@ class Saver:
     @property
     def newest_text(self) -> str:
         newest = "there is no checkpoint" if self.newest is None else f"the newest checkpoint is of step {self.newest}"
-        return f"{newest} ({self.store.location}){self.writer.kept_text}"
+        return f"{newest} ({self.store.location}){self.unsent_text}"
 
-    def _write(self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float) -> Saved:
-        """Write, commit and prune, in the thread. A failure is logged and returned; several in a row end the run."""
+    @property
+    def unsent_text(self) -> str:
+        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # it may have made room for a newer one
+            return ""
+        step, folder = self.unsent
+        return f"; step {step} is whole in {folder}; docs/faults.md says how to upload it"
+
+    # ---- in the thread of each rank that writes -------------------------------------------------------------------
+
+    def _save(
+        self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float
+    ) -> Saved | None:
+        """Write a step and, on rank 0, commit and prune. A failure is logged and returned; several in a row end the
+        run.
+        """
         num_bytes, failure = 0, None
         try:
-            num_bytes = self.writer.publish(state, manifest, patience_s)
-            self.after_commit()
-            if self.failures:
-                with suppress(NotPermitted):
-                    self.store.remove_uncommitted(range(self.facts.fence, self.facts.fence + 1))
-            self.retention.prune()
+            num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
+            if self.world.rank == 0:
+                self.after_commit()
+                if self.failures:
+                    with suppress(NotPermitted):
+                        self.store.remove_uncommitted(range(self.draft.fence, self.draft.fence + 1))
+                self.retention.prune()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not num_bytes else f"it is there, but {error}"
-            logger.error("saving step %d: %s%s", manifest.step, failure, self.writer.kept_text)
+            level = logging.ERROR if self.world.rank == 0 else logging.WARNING  # rank 0 names the rank that failed
+            logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
+        if self.world.rank != 0:
+            return None
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
 
-    def close(self, *, waits: bool) -> None:
-        self.pool.shutdown(wait=waits, cancel_futures=not waits)
+    def _write(self, state: State, manifest: Manifest, until_s: float) -> int:
+        """Write this rank's files of a step; rank 0 commits it, or leaves nothing of it. Returns the bytes of all.
+
+        Requests to S3 are retried until then, by time.monotonic(). A step that is whole on this machine and was not
+        taken by S3 stays there: `unsent`.
+        """
+        is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
+        scratch = self._on_all(lambda: self.store.begin(manifest.step, num_bytes) if is_first else None)[0]
+        assert scratch is not None  # of rank 0
+        folder, keeps = scratch if is_first else None, False
+        try:
+
+            def write_files() -> dict[FileName, FileEntry]:
+                nonlocal folder
+                folder = folder or (self.store.join(scratch.name, num_bytes) if state else None)
+                return {} if folder is None else self._write_files(state, folder)
+
+            def prepare() -> Manifest:
+                prepared = self._retried(lambda: self.store.prepare(scratch, manifest), manifest.step, until_s)
+                self._retried(self.may_commit, manifest.step, until_s)
+                return prepared
+
+            def send() -> None:
+                if folder is not None:
+                    self._retried(lambda: self.store.send(folder, manifest, list(own)), manifest.step, until_s)
+
+            parts = self._on_all(write_files)
+            own = parts[self.world.rank if len(parts) > 1 else 0]
+            manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
+            manifest = self._on_all(lambda: prepare() if is_first else manifest)[0]
+            self._on_all(send)
+            if is_first:
+                self._retried(lambda: self.store.commit(scratch, manifest), manifest.step, until_s)
+                self.unsent = None
+            return manifest.num_bytes
+        except UNSENT:
+            keeps = is_first and (scratch / FILE).is_file()
+            if keeps:
+                self.unsent = manifest.step, scratch
+            raise
+        finally:
+            is_own = folder is not None and (is_first or folder.name != scratch.name)
+            if folder is not None and is_own and not keeps and folder.is_dir():  # on disk a commit has renamed it
+                shutil.rmtree(folder)
+
+    def _on_all(self, action: Callable[[], Result]) -> list[Result]:
+        """Take an action on every rank that writes. Returns the results of all, in the order of the ranks. If one has
+        failed, its rank raises that failure, and the others a RuntimeError that names it.
+        """
+        assert self.writers is not None
+        result: Result | None = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:  # raised below: the other ranks wait
+            failure = error
+        answers = self.writers.all_gather_object((result, failure and f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        for rank, (_, text) in enumerate(answers):
+            if text is not None:
+                raise RuntimeError(f"rank {rank}: {text}")
+        return [each for each, _ in answers]  # type: ignore[misc]
+
+    def _retried(self, action: Callable[[], Result], step: int, until_s: float) -> Result:
+        """Take an action, again and again until then while the service does not answer or rejects it."""
+        while True:
+            try:
+                return action()
+            except UNSENT as error:
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise
+                logger.warning("saving step %d: %s; tried again for up to %.0f s", step, error, left_s)
+                time.sleep(min(random.uniform(0, LONGEST_PAUSE_S), left_s))
+
+    def _write_files(self, state: State, folder: Path) -> dict[FileName, FileEntry]:
+        name = first_not_finite({"weights": state.get("model"), "moments": state.get("optimizer")})
+        if name is not None:
+            raise FloatingPointError(f"{name} is no longer finite; such a state is not saved")
+        files = {}
+        for content, value in state.items():
+            own = file_name(content, self.world.rank)
+            with (folder / own).open("wb") as raw:
+                file = Hashing(raw)
+                try:
+                    self.backend.save(value, file)  # type: ignore[arg-type]
+                except RuntimeError as error:
+                    raise file.failure or error from None  # torch's own error is about its archive: "unexpected pos"
+                raw.flush()
+                os.fsync(raw.fileno())
+            files[own] = FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
+        return files
+
+
+class Hashing:
+    """A file that computes the checksum of the bytes it is given, whatever the disk then makes of them."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None  # the disk's error
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.digest.update(content)
+        self.num_bytes += memoryview(content).nbytes
+        try:
+            return self.file.write(content)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()

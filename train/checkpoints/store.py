@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +12,10 @@ from train.storage.schema import FileName
 
 
 class Store(Protocol):
-    """The checkpoints of a run, by their steps. A broken one is put aside under another name, never deleted.
+    """The checkpoints of a run, by their steps. A broken one is put in quarantine under another name, never deleted.
 
-    A save goes `scratch`, `keep`, `commit`; one that several ranks write `begin_parts` before that, and on the others
-    `part`, `send_part` before `keep`; a load `fetch`, `path_of`, `let_go`.
+    A save calls `begin`, on other ranks with a part of the state `join`, then `prepare`, `send` on every rank, and
+    `commit`; a load calls `fetch`, `path_of`, `release`.
     """
 
     location: str
@@ -25,8 +24,8 @@ class Store(Protocol):
     def steps(self) -> list[int]:
         """The steps that are there by name, ascending, valid or not."""
 
-    def aside(self) -> list[str]:
-        """Names of the checkpoints that were put aside."""
+    def quarantined(self) -> list[str]:
+        """Names of the checkpoints in quarantine."""
 
     def manifest(self, step: int) -> Manifest:
         """Raises Damaged."""
@@ -40,32 +39,29 @@ class Store(Protocol):
     def path_of(self, manifest: Manifest) -> Path:
         """The folder to which this or another rank of this machine has fetched the step."""
 
-    def let_go(self, fetched: Path) -> None:
+    def release(self, fetched: Path) -> None:
         """Remove the files that `fetch` has copied."""
 
-    def scratch(self, step: int, num_bytes: int) -> Path:
-        """An empty folder of this machine to write a step's files to. OSError if there is no room for `num_bytes`."""
+    def begin(self, step: int, num_bytes: int) -> Path:
+        """An empty folder of this machine for rank 0's files of a step. OSError if `num_bytes` do not fit."""
 
-    def begin_parts(self, manifest: Manifest, names: list[FileName]) -> Manifest:
-        """Return the manifest that other ranks need to write their files; `names` are those of all ranks."""
-
-    def part(self, scratch: str, manifest: Manifest, num_bytes: int) -> AbstractContextManager[Path]:
-        """A folder of this machine for the files of another rank than rank 0, whose `scratch` has this name. OSError if
-        there is no room for `num_bytes`, or rank 0's folder is gone.
+    def join(self, name: str, num_bytes: int) -> Path:
+        """A folder of this machine for the files of another rank; `name` is that of rank 0's folder. OSError if
+        `num_bytes` do not fit, or rank 0's folder is gone.
         """
 
-    def send_part(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
-        """Bring the synced files in the folder of `part` to where `commit` needs them."""
-
-    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
-        """Return the manifest to commit. For S3, which may be away for long, `scratch` now outlasts this process, if it
-        holds all files of the step.
+    def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
+        """Return the manifest to commit, now that all files of the step are written on their machines. In S3 it says
+        where they go; if `scratch` has all of them, it is from now on a checkpoint that can be uploaded by hand.
         """
+
+    def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
+        """Bring a rank's files to where `commit` needs them. They are synced."""
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
-        """Make a step of the synced files in `scratch`. It exists when this returns, and not before."""
+        """Make a step of the files that were sent. It exists when this returns, and not before."""
 
-    def put_aside(self, step: int, why: str) -> str:
+    def quarantine(self, step: int, why: str) -> str:
         """Rename a step so that it no longer counts, and return the new name, which says why."""
 
     def remove(self, step: int) -> None: ...

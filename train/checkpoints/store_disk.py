@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from train.checkpoints.manifest import FILE, LATEST, Damaged, Manifest, check_files, check_sizes, step_name, step_of
@@ -35,7 +33,7 @@ class LocalStore:
         numbers = [step_of(path.name) for path in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(step for step in numbers if step is not None)
 
-    def aside(self) -> list[str]:
+    def quarantined(self) -> list[str]:
         return sorted(path.name for path in self.path.glob("step_*.*")) if self.path.is_dir() else []
 
     def manifest(self, step: int) -> Manifest:
@@ -58,25 +56,21 @@ class LocalStore:
     def path_of(self, manifest: Manifest) -> Path:
         return self.path_of_step(manifest.step)
 
-    def let_go(self, fetched: Path) -> None: ...
+    def release(self, fetched: Path) -> None: ...
 
-    def scratch(self, step: int, num_bytes: int) -> Path:
+    def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path_of_step(step))
         check_room(folder, num_bytes)
         return folder
 
-    def begin_parts(self, manifest: Manifest, names: list[FileName]) -> Manifest:
+    def join(self, name: str, num_bytes: int) -> Path:
+        check_room(self.path / name, num_bytes)
+        return self.path / name  # never made here: a new owner of the run folder may have removed it
+
+    def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
         return manifest
 
-    @contextmanager
-    def part(self, scratch: str, manifest: Manifest, num_bytes: int) -> Iterator[Path]:
-        check_room(self.path / scratch, num_bytes)
-        yield self.path / scratch  # never made here: a new owner of the run folder may have removed it
-
-    def send_part(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None: ...
-
-    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
-        return manifest
+    def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None: ...
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Fails, and changes nothing, if a new owner of the run folder has removed `scratch`."""
@@ -85,11 +79,11 @@ class LocalStore:
         try:
             publish_folder(scratch, path)
         except FileExistsError:
-            self.put_aside(manifest.step, "replaced")
+            self.quarantine(manifest.step, "replaced")
             publish_folder(scratch, path)
         write_atomic(self.path / LATEST, f"{path.name}\n".encode())
 
-    def put_aside(self, step: int, why: str) -> str:
+    def quarantine(self, step: int, why: str) -> str:
         path = self.path_of_step(step)
         target = path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}")
         path.rename(target)

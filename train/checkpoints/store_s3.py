@@ -7,10 +7,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
@@ -37,8 +36,6 @@ logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
 PARTS = "parts"  # in the folder of this machine
 UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
-WRITTEN = re.compile(r"\d{8,}-[0-9a-f]{8}/.*")  # a file in such a folder
-MAX_NAMED = 3  # steps in a message
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
@@ -50,7 +47,7 @@ class S3Store:
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: no two saves share it
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
-    checkpoints/step_00001000/manifest.damaged-9e1f.json     put aside, with the files it names
+    checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
 
     Only files that such a mark names are ever removed. All else stays: the files of a checkpoint whose manifest
     somebody deleted, and objects of the user.
@@ -76,8 +73,8 @@ class S3Store:
     def steps(self) -> list[int]:
         return sorted({step for step, name in self.names() if name == FILE})
 
-    def aside(self) -> list[str]:
-        return [f"{step_name(step)}/{name}" for step, name in self.names() if is_aside(name)]
+    def quarantined(self) -> list[str]:
+        return [f"{step_name(step)}/{name}" for step, name in self.names() if in_quarantine(name)]
 
     @read_again
     def manifest(self, step: int) -> Manifest:
@@ -118,14 +115,14 @@ class S3Store:
         assert manifest.folder is not None  # in S3
         return self.local / "fetched" / step_name(manifest.step) / manifest.folder
 
-    def let_go(self, fetched: Path) -> None:
+    def release(self, fetched: Path) -> None:
         shutil.rmtree(fetched)
 
     def clear(self, name: str) -> None:
         if (self.local / name).is_dir():
             shutil.rmtree(self.local / name)
 
-    def scratch(self, step: int, num_bytes: int) -> Path:
+    def begin(self, step: int, num_bytes: int) -> Path:
         folder = self.local / SAVING / f"{step_name(step)}.{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
         try:
@@ -136,70 +133,53 @@ class S3Store:
             check_room(folder, num_bytes)
         return folder
 
-    def begin_parts(self, manifest: Manifest, names: list[FileName]) -> Manifest:
-        manifest = self.with_folder(manifest)
-        self.mark(manifest, names)
-        return manifest
-
-    @contextmanager
-    def part(self, scratch: str, manifest: Manifest, num_bytes: int) -> Iterator[Path]:
+    def join(self, name: str, num_bytes: int) -> Path:
         folder = self.local / PARTS / uuid.uuid4().hex
         folder.mkdir(parents=True)
-        try:
-            check_room(folder, num_bytes)
-            yield folder
-        finally:
-            shutil.rmtree(folder)
+        check_room(folder, num_bytes)
+        return folder
 
-    def send_part(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
+    def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
+        manifest = replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
+        if not any(map(is_part, manifest.files)):  # which are on other machines
+            write_atomic(scratch / FILE, manifest.to_json())
+            for older in scratch.parent.iterdir():
+                if older != scratch:
+                    shutil.rmtree(older)
+        self.mark(manifest)
+        return manifest
+
+    def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
         for name in names:
             self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), folder / name)
 
-    def keep(self, scratch: Path, manifest: Manifest) -> Manifest:
-        if manifest.folder:
-            return manifest  # the files of other ranks are not here: a copy would not be whole
-        manifest = self.with_folder(manifest)  # each attempt to commit overwrites what the one before has uploaded
-        write_atomic(scratch / FILE, manifest.to_json())
-        for older in scratch.parent.iterdir():
-            if older != scratch:
-                shutil.rmtree(older)
-        return manifest
-
-    def with_folder(self, manifest: Manifest) -> Manifest:
-        return replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
-
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, and commits nothing, if another job took the run folder during the upload."""
-        manifest = manifest if manifest.folder else self.with_folder(manifest)
-        with self.unfinished(manifest):
-            self.send_part(scratch, manifest, [name for name in manifest.files if not is_part(name)])
-            self.check_fence(manifest.fence)
+        self.check_fence(manifest.fence)
+        if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
+            self.check_fence(manifest.fence)  # a step of a newer owner stays
+            self.quarantine(manifest.step, "replaced")
             if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                self.check_fence(manifest.fence)  # a step of a newer owner stays
-                self.put_aside(manifest.step, "replaced")
-                if not self.folder.create(self.key(manifest.step, FILE), manifest.to_json()):
-                    raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
-        shutil.rmtree(scratch)
+                raise FileExistsError(f"{self.location}/{step_name(manifest.step)}: another job writes it as well")
+        self.remove_mark(manifest)
 
-    @contextmanager
-    def unfinished(self, manifest: Manifest, *, removes: bool = False) -> Iterator[None]:
-        """Mark the files of a manifest as leftovers, which they are if the work that is done meanwhile is cut off."""
-        mark = self.mark(manifest, list(manifest.files), removes=removes)
-        yield
+    def mark_of(self, manifest: Manifest) -> str:
+        return self.key(manifest.step, f"{manifest.folder}.unfinished")
+
+    def mark(self, manifest: Manifest) -> None:
+        """Mark the files of a manifest as leftovers, which they are while no manifest names them."""
+        self.folder.write(self.mark_of(manifest), canonical_json({"files": sorted(manifest.files)}))
+
+    def remove_mark(self, manifest: Manifest) -> None:
         with suppress(InputError, Failure):  # the work is done; while its manifest is there a mark means nothing
-            self.folder.remove(mark)
-
-    def mark(self, manifest: Manifest, names: list[FileName], *, removes: bool = False) -> str:
-        mark = self.key(manifest.step, f"{manifest.folder}.unfinished")
-        self.folder.write(mark, canonical_json({"files": sorted(names), "removes": removes}))
-        return mark
+            self.folder.remove(self.mark_of(manifest))
 
     def check_fence(self, fence: int) -> None:
         newest = max(numbers(self.folder), default=0)
         if newest > fence:
             raise LeaseLost(f"{self.folder.location} has a newer owner, by {name_of(newest)}: nothing is committed")
 
-    def put_aside(self, step: int, why: str) -> str:
+    def quarantine(self, step: int, why: str) -> str:
         target = f"manifest.{why}-{uuid.uuid4().hex[:8]}.json"
         self.folder.write(self.key(step, target), self.folder.read(self.key(step, FILE)))
         self.folder.remove(self.key(step, FILE))
@@ -207,44 +187,27 @@ class S3Store:
 
     def remove(self, step: int) -> None:
         manifest = self.manifest(step)
-        with self.unfinished(manifest, removes=True):
-            self.folder.remove(self.key(step, FILE))  # first: from here on it is none
-            for name in manifest.files:
-                self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
+        self.mark(manifest)
+        self.folder.remove(self.key(step, FILE))  # first: from here on there is no such checkpoint
+        for name in manifest.files:
+            self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
+        self.remove_mark(manifest)
 
     def collect_garbage(self, *, ended_below: int) -> None:
-        """Remove files that a mark names and no manifest does, unless the save is complete. Marks of a lease that may
-        not have ended stay: its owner may be about to commit.
+        """Remove files that a mark names and no manifest does. Marks of a lease that may not have ended stay: its owner
+        may be about to commit.
         """
         self.clear("fetched")
-        objects = self.names()
-        self.tidy_saving(max((step for step, name in objects if name == FILE), default=0))
-        left = []
-        for found in self.leftovers(objects, range(ended_below)):
-            if found.is_whole:  # it may have been committed, and only its manifest be lost
-                left.append(found.step)
-            else:
-                self.remove_names(found.names)
-        for step, names in by_step(objects):
-            is_known = any(name == FILE or is_aside(name) or UNFINISHED.fullmatch(name) for name in names)
-            if not is_known and any(map(WRITTEN.fullmatch, names)):
-                left.append(step)
-        if left:
-            named = ", ".join(map(step_name, sorted(set(left))[:MAX_NAMED])) + (" ..." if left[MAX_NAMED:] else "")
-            logger.warning(
-                f"{self.location}: no {FILE} for the files of {named}: they do not count as checkpoints, and none is "
-                "removed; `prune` of train.checkpoints removes those that a save of this run has left"
-            )
+        self.tidy_saving(max(self.steps(), default=0))
+        self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
-        found = list(self.leftovers(self.names(), leases))
-        for each in [] if dry else found:
-            self.remove_names(each.names)
-        return [f"{step_name(each.step)}/{each.folder}" for each in found if each.names[1:]]
-
-    def remove_names(self, names: list[str]) -> None:
-        for name in names:
-            self.folder.remove(name)
+        left = []
+        for step, folder, names in self.leftovers(leases):
+            for name in [] if dry else names:
+                self.folder.remove(name)
+            left += [f"{step_name(step)}/{folder}"] if names[1:] else []
+        return left
 
     def tidy_saving(self, newest: int) -> None:
         """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
@@ -260,34 +223,23 @@ class S3Store:
         with suppress(OSError):  # it is not empty, or absent
             (self.local / SAVING).rmdir()
 
-    def leftovers(self, objects: list[tuple[int, str]], leases: range) -> Iterator[Leftover]:
-        """What the marks of these leases name. Steps of which a manifest was put aside are left out, because it may be
-        unreadable, and marks that are not certainly of a save of ours.
+    def leftovers(self, leases: range) -> Iterator[tuple[int, str, list[str]]]:
+        """Yield step, folder and names of what the marks of these leases name, in the order in which it is removed: the
+        mark is the last. Steps with a manifest in quarantine are left out, because that may be unreadable, and marks
+        that are not certainly of a save of a run.
         """
-        for step, names in by_step(objects):
-            for mark in filter(None, map(UNFINISHED.fullmatch, names)):
-                if int(mark[2]) in leases and not any(map(is_aside, names)):
+        for step, names in by_step(self.names()):
+            for match in filter(None, map(UNFINISHED.fullmatch, names)):
+                if int(match[2]) in leases and not any(map(in_quarantine, names)):
                     with suppress(Damaged, FileNotFoundError, BadContent):
-                        yield self.leftover(step, mark[1], names)
+                        yield step, match[1], self.leftover(step, match[1], names)
 
-    def leftover(self, step: int, folder: str, names: list[str]) -> Leftover:
+    def leftover(self, step: int, folder: str, names: list[str]) -> list[str]:
         mark = self.key(step, f"{folder}.unfinished")
         if FILE in names and self.manifest(step).folder == folder:
-            return Leftover(step, folder, [mark], is_whole=False)
-        content = read_object(self.folder.read(mark))
-        files = of_type(list[FileName], content.get("files"), "files")
-        is_whole = FILE not in names and content.get("removes") is not True
-        is_whole = is_whole and all(f"{folder}/{name}" in names for name in files)
-        return Leftover(step, folder, [*(self.key(step, f"{folder}/{name}") for name in files), mark], is_whole)
-
-
-class Leftover(NamedTuple):
-    """What a save that was not committed, or a removal that was cut off, has left."""
-
-    step: int
-    folder: str
-    names: list[str]  # to be removed in this order; the mark is the last
-    is_whole: bool  # no file is missing but a manifest
+            return [mark]
+        files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
+        return [*(self.key(step, f"{folder}/{name}") for name in files), mark]
 
 
 def by_step(objects: list[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
@@ -295,5 +247,5 @@ def by_step(objects: list[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
         yield step, [name for number, name in objects if number == step]
 
 
-def is_aside(name: str) -> bool:
+def in_quarantine(name: str) -> bool:
     return name.startswith("manifest.") and name != FILE

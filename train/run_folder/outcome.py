@@ -41,15 +41,19 @@ def may_go_on(kind: str, previous: str) -> bool:
 
 def write_outcome(
     folder: Folder, outcome: Outcome, *, replaces: Collection[str] = (), replaces_all: bool = False
-) -> None:
-    """Write the outcome unless there is one. An outcome of a kind in `replaces` is replaced, except its checkpoint."""
+) -> bool:
+    """Write the outcome unless there is one. An outcome of a kind in `replaces` is replaced, except its checkpoint.
+    Returns whether it was written.
+    """
     if replaces_all:
         folder.write(NAME, canonical_json(asdict(outcome)))
     elif not folder.create(NAME, canonical_json(asdict(outcome))):
         first = read_outcome(folder)
-        if not first or first["kind"] in replaces:
-            checkpoint = first.get("checkpoint", outcome.checkpoint)
-            folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=checkpoint))))
+        if first and first["kind"] not in replaces:
+            return False
+        checkpoint = first.get("checkpoint", outcome.checkpoint)
+        folder.write(NAME, canonical_json(asdict(replace(outcome, checkpoint=checkpoint))))
+    return True
 
 
 def read_outcome(folder: Folder) -> dict[str, Any]:
