@@ -18,7 +18,7 @@ NODES = ["n1", "n2"]
 OUTCOME = {"kind": "last_step", "reason": "the last step", "step": 100, "checkpoint": 100, "goes_on": False}
 OUTCOME |= {"launch": [], "time_unix_s": 0.0, "outcome": "done"}
 LEASE = {"number": 1, "owner": "x", "host": "n1", "pid": 5, "process_start": 1, "boot_id": None, "pid_namespace": None}
-LEASE |= {"job": "mine-1.1", "torchrun": None, "restart": 0, "started": "", "ttl_s": 30, "beats": 1, "step": 0}
+LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0}
 LEASE |= {"released": False}
 
 

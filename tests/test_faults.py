@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 
@@ -336,26 +335,6 @@ def test_weights_that_are_no_numbers_are_never_saved(toy):
 
 
 # ---- what ends a run, and what it then goes on with ------------------------------------------------------------------
-
-
-def test_a_clock_that_was_set_back_by_an_hour_gives_no_negative_times(toy):
-    toy.scale = lambda call: 1.0 if call < 6 else killed()
-    with pytest.raises(RuntimeError, match="killed"):
-        toy.train()
-    for name in ("environment.json", "metrics.jsonl"):  # as if they had been written by a clock that was ahead
-        path = toy.folder / "run" / name
-        shifted = re.sub(
-            r'(unix_s":\s*)([0-9.]+)', lambda match: f"{match[1]}{float(match[2]) + 3600}", path.read_text()
-        )
-        path.write_text(shifted)
-    toy.scale = spoilt([])
-    assert toy.train() == ("done", 6)
-    assert sum("the clock was set back" in reason for reason in toy.faults()) == 1
-    (fault,) = (line for line in toy.lines("fault") if "steps_lost" in line)
-    summary = toy.lines("summary")[-1]
-    assert fault["recover_s"] > 0 and fault["steps_lost"] == 2
-    assert summary["wall_s"] > fault["recover_s"] and summary["mttf_s"] > 0
-    assert all(0 < line["goodput"] < 1 for line in [*toy.lines("train"), summary])
 
 
 def killed():

@@ -259,18 +259,12 @@ def test_a_lease_number_that_no_run_reaches_is_named(folder, new):
         new(0.1).take()
 
 
-def test_a_job_that_waits_says_so_every_ten_seconds_and_until_when(folder, new, monkeypatch):
-    leave(folder, ttl_s=60.0)
-    waited, lines = [], []
+def test_an_owner_is_watched_for_its_own_time(folder, new, monkeypatch):
+    leave(folder, ttl_s=600.0)
+    waited = []
     monkeypatch.setattr(lease.time, "sleep", waited.append)
-    new(60.0, on_wait=lambda text: lines.append((sum(waited), text))).take()
-    assert [seconds for seconds, _ in lines] == [0, 10, 20, 30, 40, 50]
-    until = re.search(r"\(until \d\d:\d\d:\d\d UTC\)", lines[0][1])[0]
-    assert lines[3][1] == f"watching for a heartbeat, up to 60 s {until}: none for 30 s"
-    leave(folder, number=3, ttl_s=600.0)
-    waited.clear()
-    new(60.0, on_wait=lambda _: None).take()  # an owner is watched for its own time, which is longer
-    assert max(waited) <= 10 and sum(waited) == pytest.approx(600)
+    new(60.0, on_wait=lambda _: None).take()
+    assert sum(waited) == pytest.approx(600)
 
 
 def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder, new, monkeypatch):
@@ -303,48 +297,6 @@ def test_a_server_that_ignores_conditions_is_refused_at_once(bucket, folder, new
     with pytest.raises(InputError, match=r"^run_dir=s3://.*/run: its server ignores If-None-Match, so two jobs could"):
         new().take()
     assert bucket.keys() == []
-
-
-# ---- torchrun -------------------------------------------------------------------------------------------------------
-
-
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29500",
-}
-RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
-
-
-def everywhere(address):
-    """An address that each machine has does not identify a torchrun."""
-    return {"MASTER_ADDR": address}, RESTARTED, True
-
-
-@pytest.mark.parametrize(
-    ("before", "changes", "waits"),
-    [
-        ({}, RESTARTED, False),
-        ({"MASTER_ADDR": "node-1"}, RESTARTED, False),
-        ({}, {}, True),
-        ({}, {**RESTARTED, "TORCHELASTIC_RUN_ID": "mine"}, True),
-        ({}, {**RESTARTED, "MASTER_ADDR": "10.0.0.2"}, True),
-        *map(everywhere, ("localhost", "127.1.2.3", "::1", "")),
-    ],
-    ids=str,
-)
-def test_only_the_rank_that_the_same_torchrun_restarts_elsewhere_follows_at_once(
-    folder, new, monkeypatch, before, changes, waits
-):
-    for name, value in {**TORCHRUN, **before}.items():
-        monkeypatch.setenv(name, value)
-    leave(folder)
-    for name, value in changes.items():
-        monkeypatch.setenv(name, value)
-    lines = []
-    new(0.1, on_wait=lines.append).take()
-    assert len(lines) == waits and kept(folder, 2)["job"] == changes.get("TORCHELASTIC_RUN_ID")
 
 
 # ---- takeovers ------------------------------------------------------------------------------------------------------

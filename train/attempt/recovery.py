@@ -76,11 +76,9 @@ class Recovery:
         self._put_back_window(loaded)
         for fault in loaded.faults:
             recorder.fault(fault)
-        skew = attempt.folder.clock.go_on(max(recorder.progress.attempts_s, recorder.progress.productive_s))
+        attempt.folder.clock.attempts_before_s = max(recorder.progress.attempts_s, recorder.progress.productive_s)
         self.lost: goodput.Lost | None = None
         if self.world.rank == 0:
-            if skew is not None:
-                recorder.alarm(skew)
             assert recorder.journal is not None
             self.lost = goodput.lost(
                 attempt.folder.metrics,

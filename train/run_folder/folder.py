@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,7 +43,6 @@ from train.host.environment import environment
 from train.host.launched import launched
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_location, check_no_links
-from train.run_folder.run_clock import RunClock
 from train.storage.atomic_io import sync_file, write_atomic
 from train.storage.folders import (
     Folder,
@@ -183,7 +183,10 @@ class RunFolder:
     def clock(self) -> RunClock:
         before = json.loads(self.environment.read_bytes()) if self.environment.is_file() else {}
         first = before.get("first_started_unix_s")
-        return RunClock(first, age_s=machine.age_s(os.getpid()) if first is None else time.monotonic() - self.began_s)
+        if isinstance(first, int | float):
+            return RunClock(self.began_s, float(first))
+        age_s = machine.age_s(os.getpid())
+        return RunClock(time.monotonic() - age_s, time.time() - age_s)
 
     def mirror(self) -> None:
         """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
@@ -260,6 +263,26 @@ class RunFolder:
     def last_outcome(self) -> dict[str, Any]:
         """How the last attempt ended; empty if it left no outcome, neither in S3 nor on this machine."""
         return read_outcome(self.storage) or read_outcome(LocalFolder(self.path))
+
+
+@dataclass
+class RunClock:
+    """How long a run has taken, by this machine's clock."""
+
+    began_s: float  # of this attempt, by time.monotonic()
+    first_started_unix_s: float  # of the first attempt
+    attempts_before_s: float = 0.0  # how long earlier attempts took, without the pauses between them
+
+    def attempt_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    def attempts_s(self) -> float:
+        """How long all attempts took, without the pauses between them and without what no checkpoint has."""
+        return self.attempts_before_s + self.attempt_s()
+
+    def run_s(self) -> float:
+        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempts_s`."""
+        return max(time.time() - self.first_started_unix_s, self.attempts_s())
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:

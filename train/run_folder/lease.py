@@ -1,4 +1,4 @@
-"""The lease of a run folder: a second job is refused, and a job that lost the folder notices before it commits.
+"""The lease of a run folder: a second job is rejected, and a job that lost the folder notices before it commits.
 
     lease/00000007.json   a file for each owner; the highest number is the owner's, and its fencing number
 
@@ -13,9 +13,7 @@ not show them.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-import math
 import os
 import platform
 import threading
@@ -35,7 +33,6 @@ from train.storage.folders import Folder, canonical_json
 logger = logging.getLogger("train")
 
 BEATS, LOOKS = 6, 12  # of the owner, and of a job that watches it, in `ttl_s`
-REPORT_S = 10.0  # between two reports of a job that waits, and at most between two looks
 
 
 class Lease:
@@ -163,28 +160,24 @@ class Lease:
             alive = is_alive(lease["pid"], lease["process_start"]) if same_machine(lease, self.claim) else None
             if alive and not lease["released"]:
                 raise InputError(self.refusal(content))
-            if alive is False or lease["released"] or same_torchrun_before(lease, self.claim):
+            if alive is False or lease["released"]:
                 self.ended_below = number + 1
                 return True
         self.ended_below = number
         ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # the owner beats at its own pace
         until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
-        owner = f"{self.folder.location} was last used by {describe(content)}"
-        text = f"watching for a heartbeat, up to {ttl_s:g} s (until {until})"
-        self.on_wait(f"{owner}, whose state is not known here: {text}")
-        looks, reported_s = max(LOOKS, math.ceil(ttl_s / REPORT_S)), 0.0
-        for look in range(1, looks + 1):  # counted, not timed: an answer that took long says nothing about the owner
-            time.sleep(ttl_s / looks)
+        self.on_wait(
+            f"{self.folder.location} was last used by {describe(content)}, whose state is not known here: watching for "
+            f"a heartbeat, up to {ttl_s:g} s (until {until})"
+        )
+        for _ in range(LOOKS):  # counted, not timed: an answer that took long says nothing about the owner
+            time.sleep(ttl_s / LOOKS)
             now = newest(self.folder)
             if now != (number, content):
                 seen = parse(now[1])
                 if now[0] == number and not (seen and seen["released"]):
                     raise InputError(self.refusal(now[1]))
                 return False
-            waited_s = ttl_s * look / looks
-            if look < looks and waited_s - reported_s >= REPORT_S:
-                reported_s = waited_s
-                self.on_wait(f"{text}: none for {waited_s:.0f} s")
         return True
 
     def refusal(self, content: bytes) -> str:
@@ -199,8 +192,7 @@ class Lease:
 
 def identity() -> dict[str, Any]:
     """The process and the job of this lease, as far as the system says."""
-    launch, process = launched(), read_process(os.getpid())
-    run_id = launch.run_id if launch.run_id != "none" else None  # torchrun's default
+    process, run_id = read_process(os.getpid()), launched().run_id
     boot_id: str | None = None
     pid_namespace: str | None = None
     try:
@@ -214,9 +206,7 @@ def identity() -> dict[str, Any]:
         "process_start": process.started if process else None,
         "boot_id": boot_id,
         "pid_namespace": pid_namespace,
-        "job": os.environ.get("SLURM_JOB_ID") or run_id,
-        "torchrun": launch.torchrun if launch.is_under_torchrun else None,
-        "restart": launch.restart_count,
+        "job": os.environ.get("SLURM_JOB_ID") or (None if run_id == "none" else run_id),  # torchrun's default
     }
 
 
@@ -224,18 +214,3 @@ def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether process ids mean the same to both. The host counts too: copies of a virtual machine share a boot id."""
     keys = ("host", "boot_id", "pid_namespace")
     return all(one[key] is not None and one[key] == other[key] for key in keys)
-
-
-def same_torchrun_before(owner: dict[str, Any], own: dict[str, Any]) -> bool:
-    """Whether the owner was a rank of our own torchrun before a restart, by which torchrun has ended all ranks
-    everywhere.
-
-    A run id alone does not identify a torchrun, the default is "none"; nor does a loopback address.
-    """
-    if own["torchrun"] is None or owner["torchrun"] != own["torchrun"] or owner["restart"] >= own["restart"]:
-        return False
-    address = own["torchrun"][1]
-    try:
-        return not ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name
-        return address not in ("", "localhost")

@@ -33,8 +33,6 @@ KINDS: dict[str, Any] = {
     "boot_id": str | None,
     "pid_namespace": str | None,
     "job": str | None,  # the id of Slurm's job or of torchrun's run
-    "torchrun": list | None,  # run id, address and port of the master
-    "restart": int,  # by torchrun
     "started": str,  # for people only
     "ttl_s": float | int,
     "beats": int,
