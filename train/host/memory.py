@@ -32,16 +32,6 @@ def limit_allocations(most_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, hard))
 
 
-def peak_memory(pid: int) -> int | None:
-    """Peak bytes of host memory of a process; None if it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    peaks = [line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:")]
-    return int(peaks[0]) * 1024 if peaks else None
-
-
 def find_oom_counter(*, cgroups: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Path | None:
     """The file that counts processes killed for lack of memory: of this process's cgroup, or of the machine.
 

@@ -329,18 +329,10 @@ def set_up_logging(folder: Path | None, *, may_write: Callable[[], bool] = lambd
     terminal.setFormatter(logging.Formatter("%(message)s"))
     root.handlers = [terminal]
     if folder is not None:
-        file = LogFile(folder / f"rank_{launched().rank:04d}.txt")
+        file = logging.FileHandler(folder / f"rank_{launched().rank:04d}.txt")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         file.addFilter(lambda _: may_write())
         root.handlers = [file, terminal]
-
-
-class LogFile(logging.FileHandler):
-    """A log file that loses lines on a full disk without a traceback for each; the terminal shows them."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
 
 
 class TerminalHandler(logging.StreamHandler):
