@@ -105,7 +105,9 @@ class Contestant:
         began_s, began_bytes = time.perf_counter(), sent_bytes()
         for batch in batches:
             self.num_steps += 1
-            self.engine.step([batch], LR * min(1.0, self.num_steps / WARM_UP))
+            self.engine.begin_step(batch["count"], LR * min(1.0, self.num_steps / WARM_UP))
+            self.engine.forward_backward(batch, is_last=True)
+            self.engine.optimizer_step(self.engine.reduce_and_clip())
         self.world.barrier()
         self.step_s.append((time.perf_counter() - began_s) / len(batches))
         self.step_bytes.append((sent_bytes() - began_bytes) / len(batches))

@@ -39,7 +39,6 @@ from train.backend.ddp import DDP
 from train.config import BackendConfig, ModelConfig, OptimConfig, PipelineConfig
 from train.models.encoder import build_masked_lm
 from train.parallel import build_engine
-from train.parallel.pipeline import bubble
 
 ROOT = Path(__file__).parent.parent
 VOCAB_SIZE, PREDICTIONS = 2000, 19
@@ -125,12 +124,12 @@ def rank_main(options: argparse.Namespace) -> None:
         own_round = []
         for engine in engines:
             backend.world.barrier()
-            backend.work.take_s(), engine.take_span_s()
+            backend.work.take_s(), backend.span.take_s()
             began_s = time.perf_counter()
-            engine.step([batch], 1e-4)
+            step(engine, batch)
             backend.world.barrier()
             step_s = time.perf_counter() - began_s
-            own_round.append((step_s, 1 - backend.work.take_s() / engine.take_span_s()))
+            own_round.append((step_s, 1 - backend.work.take_s() / backend.span.take_s()))
         taken.append(own_round)
     own = {"rounds": taken[WARM_UP:], "kept_bytes": [kept_bytes(engine, batch) for engine in engines]}
     shares = backend.world.gather(own)
@@ -145,8 +144,14 @@ def rank_main(options: argparse.Namespace) -> None:
 
 def kept_bytes(engine: Any, batch: Any) -> int:
     with Kept(engine.model.parameters()) as kept:
-        engine.step([batch], 1e-4)
+        step(engine, batch)
     return kept.peak_bytes
+
+
+def step(engine: Any, batch: Any) -> None:
+    engine.begin_step(batch["count"], 1e-4)
+    engine.forward_backward(batch, is_last=True)
+    engine.optimizer_step(engine.reduce_and_clip())
 
 
 def main() -> None:
@@ -182,7 +187,7 @@ def main() -> None:
         held, most_bytes = cfg.held(options.stages), max(own["kept_bytes"][index] for own in result["ranks"])
         print(
             f"{schedule:12} {micro_batches:14} {1000 * statistics.median(step_s):8.0f} "
-            f"{statistics.median(bubbles):7.1%} {bubble(cfg):7.1%} {most_bytes / 1e6:15.1f} "
+            f"{statistics.median(bubbles):7.1%} {cfg.bubble:7.1%} {most_bytes / 1e6:15.1f} "
             f"{result['whole_bytes'] * held.layers * held.activations / 1e6:7.1f}  "
             f"{middle:.2f} ({low:.2f} - {high:.2f})"
         )

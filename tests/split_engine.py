@@ -75,7 +75,6 @@ class Halves:
     def __init__(self, optim, backend, model, loss):
         self.backend, self.world, self.model, self.loss = backend, backend.world, model, loss
         self.data_rank, self.data_size = 0, 1
-        self.stage, self.bubble = self.world.rank, 0.0
         # Checkpoints number the weights as an optimizer of the whole model does: those that decay first.
         numbered = sorted(model.named_parameters(), key=lambda item: item[1].ndim < 2)
         numbers = {name: number for number, (name, _) in enumerate(numbered)}
@@ -94,33 +93,33 @@ class Halves:
     def ready(self):
         self.backend.ready(self.optimizer, self.parameters)
 
-    def step(self, micro_batches, lr):
+    def begin_step(self, count, lr):
         set_learning_rate(self.optimizer, lr)
-        for batch in micro_batches:
-            if self.world.rank == 0:
-                self.half(batch["inputs"]["input_ids"])
-                gradient = torch.empty_like(self.half.sent)
-                dist.recv(gradient, 1)
-                self.half.sent.backward(gradient)
-            else:
-                loss_sum = self.loss(self.half, batch["inputs"])
-                loss_sum.backward()
-                dist.send(self.half.received.grad, 0)
-                self.loss_sum += loss_sum.detach()
-        count = sum(batch["count"] for batch in micro_batches)
-        return self.backend.update(self.optimizer, self.parameters, lambda: self.clip(count))
+        self.count = count
 
-    def clip(self, count):
+    def forward_backward(self, batch, *, is_last):
+        if self.world.rank == 0:
+            self.half(batch["inputs"]["input_ids"])
+            gradient = torch.empty_like(self.half.sent)
+            dist.recv(gradient, 1)
+            self.half.sent.backward(gradient)
+        else:
+            loss_sum = self.loss(self.half, batch["inputs"])
+            loss_sum.backward()
+            dist.send(self.half.received.grad, 0)
+            self.loss_sum += loss_sum.detach()
+
+    def reduce_and_clip(self):
         """By the norm over both layers."""
         gradients = [weight.grad for weight in self.parameters]
-        torch._foreach_div_(gradients, count)
+        torch._foreach_div_(gradients, self.count)
         norm = torch.tensor(self.world.sum([sum(float(each.square().sum()) for each in gradients)])[0]).sqrt()
         if self.max_grad_norm is not None:
             torch._foreach_mul_(gradients, float((self.max_grad_norm / (norm + 1e-6)).clamp(max=1)))
         return norm
 
-    def take_span_s(self):
-        return 0.0
+    def optimizer_step(self, norm):
+        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
 
     def take_loss(self):
         taken = float(self.loss_sum)

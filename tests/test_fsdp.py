@@ -178,19 +178,27 @@ def hold(out, prepared, *options):
     engine.loss = lambda model, inputs: task.loss(model, inputs) * (NAN if backend.world.rank == 1 else 1.0)
     norms = []
     for backend.skips_on_device in (False, True):  # as CPUs skip, and as GPUs do
-        norms.append(float(engine.step([batch], 1.0)))
+        norms.append(step(engine, batch, 1.0))
     skipped, after = backend.skips.counts()[0], whole(backend.world.all_gather_object(engine.state()))
     engine.loss = task.loss
-    norms.append(float(engine.step([batch], 1e-3)))
+    norms.append(step(engine, batch, 1e-3))
     with torch.no_grad():
         engine.evaluate(task.eval_statistics, batch["inputs"])
     engine.load(before["model"], before["optimizer"])  # as after a rollback
-    norms.append(float(engine.step([batch], 1e-3)))
+    norms.append(step(engine, batch, 1e-3))
     same = all(torch.equal(before["model"][name], value) for name, value in after["model"].items())
     answer = {**held, "norms": norms, "skipped": skipped, "unchanged": same, "state": len(after["model"])}
     (Path(out) / f"rank_{backend.world.rank}.json").write_text(json.dumps(answer))
     del engine
     backend.close()
+
+
+def step(engine, batch, lr):
+    engine.begin_step(batch["count"], lr)
+    engine.forward_backward(batch, is_last=True)
+    norm = engine.reduce_and_clip()
+    engine.optimizer_step(norm)
+    return float(norm)
 
 
 def whole(parts):

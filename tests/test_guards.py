@@ -599,8 +599,10 @@ def open_ddp():
 def step_of(backend, model, optimizer, ids, scale=1.0):
     (model(ids.to(backend.device)).sum(-1).pow(2).sum() * scale).backward()
     parameters = list(model.parameters())
-    clip = functools.partial(nn.utils.clip_grad_norm_, parameters, 1.0)
-    return backend.update(optimizer, parameters, clip)
+    backend.unscale(optimizer, parameters)
+    norm = nn.utils.clip_grad_norm_(parameters, 1.0)
+    backend.optimizer_step(optimizer, parameters, norm)
+    return norm
 
 
 def adamw_of(backend, model, *, lr=0.1):

@@ -451,7 +451,7 @@ from train import loop
 from train.run_folder.lease import LeaseLost
 def lose(*_):
     raise LeaseLost("another job has it")
-loop.open_and_fit = lose
+loop.fit = lose
 from train.__main__ import main
 sys.exit(main())
 """

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,8 +75,11 @@ class Run:
                 loss = (self.reducer.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum()
                 self.backend.scaler.scale(loss).backward()
                 del scale, loss
-        clip = partial(divide_and_clip, self.parameters, self.reducer.finish(), 1.0)
-        return self.backend.update(self.optimizer, self.parameters, clip)
+        divisor = self.reducer.finish()
+        self.backend.unscale(self.optimizer, self.parameters)
+        norm = divide_and_clip(self.parameters, divisor, 1.0)
+        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
+        return norm
 
     def everything(self):
         """Weights, moments and step counts, on the host."""

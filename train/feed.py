@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.progress import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
@@ -28,6 +27,48 @@ def check_same_data(ids: list[str]) -> None:
             f"rank {rank} reads other data than rank 0 (id {data_id[:12]} and {ids[0][:12]}): data.path must lead "
             "to the same data on every machine; does one have an older copy?",
         )
+
+
+class TrainData:
+    """The micro batches of each step of this rank, from the run's position on; a context of what brings the shards."""
+
+    def __init__(
+        self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
+    ) -> None:
+        world = backend.world
+        order = train_order(cfg, plan, task, world, engine, progress)
+        self.prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
+        self.consumed = self.prefetcher.consumed  # by the number of examples that all ranks have seen
+        held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
+        # No deadlock: batches drawn together must not need a shard that comes only once some of them are consumed.
+        most_together = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
+        micro_batches = Batches(
+            task.train_data(),
+            order.micro_batches(plan.micro_batch_size),
+            batch_size=plan.micro_batch_size,
+            num_workers=cfg.data.num_workers,
+            prefetch=cfg.data.prefetch,
+            pin_memory=backend.pin_memory,
+            most_together=most_together if task.buckets is None else 1,  # those drawn together have one shape
+        )
+        self.steps = iter(InGroups(backend.feed(micro_batches), plan.accumulation))
+
+    def draw(self) -> tuple[list[Batch], Exception | None]:
+        """The next step's micro batches, on the device, or why they cannot be drawn: the other ranks do not know, and
+        would wait.
+        """
+        try:
+            batches = next(self.steps)
+        except InputError as error:
+            return [], error
+        return batches, failure_of(batches)
+
+    def __enter__(self) -> TrainData:
+        self.prefetcher.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.prefetcher.__exit__(*error)
 
 
 def train_order(
@@ -64,35 +105,6 @@ def train_order(
         world_size=engine.data_size,
         consumed_rows=progress.examples,
     )
-
-
-def train_batches(
-    cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, order: ShardSampler
-) -> Iterator[list[Batch]]:
-    """The micro batches of each step of this rank, on the device, endlessly."""
-    held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
-    batches = Batches(
-        task.train_data(),
-        order.micro_batches(plan.micro_batch_size),
-        batch_size=plan.micro_batch_size,
-        num_workers=cfg.data.num_workers,
-        prefetch=cfg.data.prefetch,
-        pin_memory=backend.pin_memory,
-        # No deadlock: batches drawn together must not need a shard that comes only once some of them are consumed.
-        most_together=max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
-        if task.buckets is None
-        else 1,  # those drawn together have one shape
-    )
-    return iter(InGroups(backend.feed(batches), plan.accumulation))
-
-
-def draw(batches: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
-    """The next step's micro batches, or why they cannot be drawn: the other ranks do not know, and would wait."""
-    try:
-        micro_batches = next(batches)
-    except InputError as error:
-        return [], error
-    return micro_batches, failure_of(micro_batches)
 
 
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:

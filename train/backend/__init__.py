@@ -7,7 +7,7 @@ between the hosts (`train.ranks.World`), so that no decision of the loop waits f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -71,6 +71,7 @@ class Backend(Protocol):
     pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
     world: World  # the ranks, over the hosts
     work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
+    span: Work  # likewise from the first to the last pass of a step, for engines whose ranks wait for one another there
     compilers: Compilers
     skips: Skips  # steps that changed nothing; set once a model has moved
     scaler: torch.amp.GradScaler  # of losses before backward passes; it does nothing unless the precision is fp16
@@ -105,11 +106,12 @@ class Backend(Protocol):
     def autocast(self) -> AbstractContextManager[Any]:
         """Inside, forward passes run in the run's precision."""
 
-    def update(
-        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: Callable[[], Tensor]
-    ) -> Tensor:
-        """Clip, step, clear the gradients. `clip` returns the global norm before clipping, [] on the device, which this
-        returns too. If it is NaN or infinite, weights, moments and step counts stay as they are, on all ranks.
+    def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen what is stored in bf16."""
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        """Step and clear the gradients, after `unscale`. `norm`: that of the gradients, [] on the device. If it is NaN
+        or infinite, weights, moments and step counts stay as they are, on all ranks.
         """
 
     def cut(self) -> None:

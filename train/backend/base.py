@@ -52,7 +52,7 @@ class Base:
     skips: Skips  # made when the model moves: made later, it would give the first step another graph on XLA
 
     def __init__(self) -> None:
-        self.world, self.work, self.compilers = World(), Work(), Compilers()
+        self.world, self.work, self.span, self.compilers = World(), Work(), Work(), Compilers()
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

@@ -55,7 +55,7 @@ class DDP(Base):
         self.pin_memory = is_cuda
         self.skips_on_device = is_cuda
         if is_cuda:
-            self.work = CudaWork()
+            self.work, self.span = CudaWork(), CudaWork()
         self.device_name = torch.cuda.get_device_name(self.device) if is_cuda else "cpu"
         self.precision = pick_precision(cfg.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -147,17 +147,15 @@ class DDP(Base):
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         guards.check_owned(optimizer, parameters)
 
-    def update(
-        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: Callable[[], Tensor]
-    ) -> Tensor:
+    def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.scaler.unscale_(optimizer)
-        norm = clip()
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
         nonfinite.step_if_finite(optimizer, norm, on_device=self.skips_on_device)
         self.skips.see(norm, overflowed=self._rescale())
         optimizer.zero_grad(set_to_none=True)
         if self.compiler is not None:
             self.compiler.after_step()
-        return norm
 
     def _rescale(self) -> Tensor | None:
         """Adjust the scale of the loss after a step. Gives whether the scale may have made the step overflow: it was

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -34,7 +34,7 @@ from torch_xla.utils.checkpoint import checkpoint
 from train.backend import guards, nonfinite, rendezvous
 from train.backend.base import RANK_STRIDE, Base
 from train.backend.graphs import Compilers, GraphBudget, Graphs, Watched
-from train.backend.rounding import fp32_weights
+from train.backend.rounding import round_to_bf16, widen
 from train.backend.shared_layer import scanned
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
@@ -237,20 +237,23 @@ class XLA(Base):
         with _reparametrize_module(self.model, rounded, tie_weights=True):
             yield
 
-    def update(
-        self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip: Callable[[], Tensor]
-    ) -> Tensor:
-        watched, self.first_step_of = self.first_step_of, []
-        before = self.read(watched)
-        held = nonfinite.changed_by(optimizer)
-        copies = nonfinite.copies(held)
-        with fp32_weights(parameters if self.precision == "bf16_stochastic" else []):
-            norm = clip()
-            optimizer.step()
-        nonfinite.undo_unless(nonfinite.is_finite(norm), held, copies)  # in the same graph
+    def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self.first_weights = self.read(self.first_step_of)
+        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # in the type in which they are stored
+        if self.precision == "bf16_stochastic":
+            widen(parameters)
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        optimizer.step()
+        if self.precision == "bf16_stochastic":
+            round_to_bf16(parameters)
+        nonfinite.undo_unless(nonfinite.is_finite(norm), nonfinite.changed_by(optimizer), self.before_step)
         self.skips.see(norm)
         self._clear(parameters)
-        torch_xla.sync()
+        torch_xla.sync()  # one graph of the whole step
+        self.before_step = []
+        watched, self.first_step_of = self.first_step_of, []
+        before, self.first_weights = self.first_weights, []
         if watched and not self.collects:
             if nonfinite.is_finite(self.read([norm])[0]):
                 guards.check_changed(before, self.read(watched), step="the first step")
@@ -258,7 +261,6 @@ class XLA(Base):
                 self.first_step_of = watched
         self.untimed = num_begun() - metric("CompileTime")[0]
         self.budget.check()
-        return norm
 
     def _clear(self, parameters: list[nn.Parameter]) -> None:
         """Set gradients to zero and keep them: without them the first backward pass would be another graph."""

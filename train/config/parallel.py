@@ -44,6 +44,16 @@ class ParallelConfig:
         """The parts that the layers of the model are cut into."""
         return 1
 
+    @property
+    def num_stages(self) -> int:
+        """The ranks that hold different layers; ranks of equal remainders by it do the same work, on other rows."""
+        return 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the passes of a step in which a rank waits for other stages, at best."""
+        return 0.0
+
     def replicas(self, world_size: int) -> int:
         """The number of groups of ranks that see rows of their own. InputError if the ranks cannot be split so."""
         return world_size
@@ -175,6 +185,18 @@ class PipelineConfig(ParallelConfig):
     @property
     def num_parts(self) -> int:
         return self.stages * (self.parts_per_rank if self.schedule == "interleaved" else 1)
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages
+
+    @property
+    def bubble(self) -> float:
+        """While the pipeline fills and empties: (p - 1) / (v m + p - 1) of p stages with v parts each and m micro
+        batches, of parts that all take the same time. See Narayanan et al., https://arxiv.org/abs/2104.04473,
+        section 2.2.
+        """
+        return (self.stages - 1) / (self.num_parts // self.stages * self.micro_batches + self.stages - 1)
 
     def replicas(self, world_size: int) -> int:
         check(

@@ -48,21 +48,25 @@ class Engine(Stateful, Protocol):
     optimizer: torch.optim.Optimizer
     data_rank: int  # ranks with the same data_rank see the same rows
     data_size: int  # the number of different data_ranks
-    stage: int  # ranks of one stage do the same work, on different rows
-    bubble: float  # the share of the passes of a step in which a rank waits for other stages, at best
     loss_sum: Tensor  # [1], on the device: this rank's sum since it was last taken; a resumed run fills it
 
     def ready(self) -> None:
         """Called once weights and optimizer are as the first step finds them."""
 
-    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
-        """Update once by the mean loss over the labels of all ranks and micro batches. Returns the global norm of the
-        gradients before clipping, [] on the device. The "count" of the batches is for the rows of this data rank.
+    def begin_step(self, count: float, lr: float) -> None:
+        """Begin a step at this learning rate, whose micro batches have `count` labels in the rows of this data rank."""
+
+    def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
+        """Add the gradients and the loss sum of a micro batch. `is_last`: of this step."""
+
+    def reduce_and_clip(self) -> Tensor:
+        """Sum the gradients over the ranks, make them those of the mean loss over the labels of all ranks and micro
+        batches, and clip them. Returns their global norm before clipping, [] on the device.
         """
 
-    def take_span_s(self) -> float:
-        """Seconds from the first to the last pass of the steps since the last call, waiting for other stages included;
-        0 where no stage waits for another.
+    def optimizer_step(self, norm: Tensor) -> None:
+        """Update by the clipped gradients, whose norm `reduce_and_clip` returned, and clear them. If it is NaN or
+        infinite, nothing changes, on all ranks.
         """
 
     def take_loss(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +31,6 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
 
 class Replica:
     """A model that every rank holds whole, and its optimizer, as checkpoints see them."""
-
-    stage, bubble = 0, 0.0
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.backend, self.model, self.optimizer = backend, model, optimizer
@@ -70,9 +67,6 @@ class Replica:
     def assemble(self) -> None:
         """Do nothing: the model of every rank is whole."""
 
-    def take_span_s(self) -> float:
-        return 0.0
-
 
 class DataParallel(Replica):
     """See `train.parallel.Engine`."""
@@ -108,25 +102,32 @@ class DataParallel(Replica):
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
+    def begin_step(self, count: float, lr: float) -> None:
         set_learning_rate(self.optimizer, lr)
-        self.reducer.begin(sum(batch["count"] for batch in micro_batches))
-        for number, batch in enumerate(micro_batches, start=1):
-            with self.reducer.micro_batch(is_last=number == len(micro_batches)):
-                self._add_gradients(batch)
-        clip = partial(self.clip, self.reducer.finish())
-        return self.backend.update(self.optimizer, self.parameters, clip)
+        self.reducer.begin(count)
+
+    def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
+        with self.reducer.micro_batch(is_last=is_last):  # XLA may end a graph here
+            self._add_gradients(batch)
+
+    def _add_gradients(self, batch: Batch) -> None:
+        # This is a function so that none of its tensors is alive when XLA ends a graph: all graphs are alike.
+        with self.backend.work.timed(), self.backend.autocast():
+            loss_sum = self.loss(self.reducer.module, batch["inputs"])
+        self.backend.scaler.scale(loss_sum).backward()
+        self.loss_sum += loss_sum.detach()
+
+    def reduce_and_clip(self) -> Tensor:
+        divisor = self.reducer.finish()
+        self.backend.unscale(self.optimizer, self.parameters)
+        return self.clip(divisor)
 
     def clip(self, divisor: Tensor) -> Tensor:
         """Divide and clip the gradients. Returns their norm in between, []."""
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
 
-    def _add_gradients(self, batch: Batch) -> None:
-        # This is a function so that none of its tensors is alive when the backend cuts the graph: all cuts are alike.
-        with self.backend.work.timed(), self.backend.autocast():
-            loss_sum = self.loss(self.reducer.module, batch["inputs"])
-        self.backend.scaler.scale(loss_sum).backward()
-        self.loss_sum += loss_sum.detach()
+    def optimizer_step(self, norm: Tensor) -> None:
+        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
 
     def take_loss(self) -> float:
         taken = float(self.backend.read([self.loss_sum])[0])

@@ -103,8 +103,6 @@ class Pipeline:
         }
         self.schedules: dict[torch.Size, Any] = {}
         self.loss_sum = torch.zeros(1).to(backend.device)
-        self.bubble = bubble(cfg)
-        self.span = type(backend.work)()
 
     def _groups(self, own: dict[str, Any], holders: dict[str, tuple[int, ...]]) -> tuple[Any, list[Any]]:
         """The group of this rank's pipeline; and each group over which gradients are added up, with their weights."""
@@ -126,22 +124,18 @@ class Pipeline:
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
+    def begin_step(self, count: float, lr: float) -> None:
         set_learning_rate(self.optimizer, lr)
-        for batch in micro_batches:
-            self._add_gradients(batch["inputs"])
-        for group, weights, is_shared in self.sums:
-            all_reduce(weights, group, is_shared=is_shared)
-        count = sum(batch["count"] for batch in micro_batches)
-        return self.backend.update(self.optimizer, self.parameters, lambda: self._clip(count))
+        self.count = count
 
-    def _add_gradients(self, inputs: dict[str, Tensor]) -> None:
+    def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         losses: list[Tensor] = []
+        inputs = batch["inputs"]
         tokens = inputs["input_ids"]
         if tokens.shape not in self.schedules:
             self.schedules[tokens.shape] = self._schedule(len(tokens) // self.cfg.micro_batches, tokens.shape[1])
         try:
-            with self.span.timed():
+            with self.backend.span.timed():
                 self.schedules[tokens.shape].step(target=tokens, losses=losses, **inputs)
         except RuntimeError as error:
             raise error.__cause__ or error from None  # the library wraps what a forward pass raises
@@ -173,17 +167,19 @@ class Pipeline:
         return SCHEDULES[self.cfg.schedule](*stages, self.cfg.micro_batches, **options)
 
     @torch.no_grad()
-    def _clip(self, count: float) -> Tensor:
+    def reduce_and_clip(self) -> Tensor:
         """As `clipping.divide_and_clip`, by the norm over all stages. Every rank adds up the same numbers in the same
         order: weights that several ranks hold stay equal to the bit, and all ranks skip the same steps.
         """
+        for group, weights, is_shared in self.sums:
+            all_reduce(weights, group, is_shared=is_shared)
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         counted = [weight.grad for weight in self.counted if weight.grad is not None]
         sums = torch.zeros(self.cfg.stages + 1, dtype=torch.float64, device=self.backend.device)
         if self.data_rank == 0:
             sums[self.stage] = nn.utils.get_total_norm(counted).double().square()
         if self.stage == 0:
-            sums[-1] = count
+            sums[-1] = self.count
         dist.all_reduce(sums)
         divisor = sums[-1]
         factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
@@ -193,8 +189,8 @@ class Pipeline:
         torch._foreach_mul_(gradients, factor.float())
         return norm.float()
 
-    def take_span_s(self) -> float:
-        return self.span.take_s()
+    def optimizer_step(self, norm: Tensor) -> None:
+        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
 
     def take_loss(self) -> float:
         taken = float(self.backend.read([self.loss_sum])[0])
@@ -237,14 +233,6 @@ class Pipeline:
     def assemble(self) -> None:
         if self.data_rank == 0:
             self.whole.assemble(self.model)
-
-
-def bubble(cfg: PipelineConfig) -> float:
-    """The share of the passes in which a rank waits while the pipeline fills and empties: (p - 1) / (v m + p - 1) of p
-    stages with v parts each and m micro batches, of parts that all take the same time. See Narayanan et al.,
-    https://arxiv.org/abs/2104.04473, section 2.2.
-    """
-    return (cfg.stages - 1) / (cfg.num_parts // cfg.stages * cfg.micro_batches + cfg.stages - 1)
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:

@@ -21,7 +21,6 @@ from train.parallel.data import DataParallel
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.data.batches.loader import Batch
     from train.parallel import State
 
 
@@ -44,12 +43,11 @@ class ShardedOptimizer(DataParallel):
     def ready(self) -> None:
         self.backend.ready(self.optimizer, [self.numbered[number] for number in self.own])
 
-    def step(self, micro_batches: list[Batch], lr: float) -> Tensor:
-        norm = super().step(micro_batches, lr)
+    def optimizer_step(self, norm: Tensor) -> None:
+        super().optimizer_step(norm)
         for weight in self.numbered:
             weight.grad = None
         self._send_updated()
-        return norm
 
     @torch.no_grad()
     def _send_updated(self) -> None:

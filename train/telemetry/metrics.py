@@ -93,8 +93,9 @@ class Recorder:
         self.world = self.backend.world
         # Ranks that see the same rows count them once between them.
         self.share = self.engine.data_size / self.world.size
-        self.bubble = Bubble(self.engine.bubble)
-        hosts, stages = zip(*self.world.all_gather_object((platform.node(), self.engine.stage)), strict=True)
+        split, hosts = self.cfg.parallel, self.world.all_gather_object(platform.node())
+        self.bubble = Bubble(split.bubble)
+        stages = [rank % split.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
 
     @property
@@ -200,7 +201,7 @@ class Recorder:
     def _add_up(self) -> Sums:
         """Add up the window over the ranks; waits for the device."""
         window, world = self.window, self.world
-        passes_s, span_s = self.backend.work.take_s(), self.engine.take_span_s()
+        passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         local = [self.engine.take_loss(), window.wait_s / world.size, passes_s, span_s]
         window.work_s += passes_s
         works_s = [window.work_s if rank == world.rank else 0.0 for rank in range(world.size)]
