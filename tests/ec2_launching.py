@@ -12,14 +12,13 @@ from typing import Any
 from planning import plan
 from services.fake_ec2 import UBUNTU, FakeEc2
 
-from launch.ec2 import launcher as launcher_module
+from launch.ec2 import request as request_module
+from launch.ec2.account import Resolved, read_resolved, resolve
 from launch.ec2.api import Api
 from launch.ec2.clean import Clock, Left, remove
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
-from launch.ec2.resolve import resolve
-from launch.ec2.resolved import Resolved, read_resolved
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -109,7 +108,7 @@ def done(run: World) -> None:
 
 def world(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> World:
     """A launch whose record is in a local folder: the launcher does not mind."""
-    monkeypatch.setattr(launcher_module, "user_data", lambda *_, **__: USER_DATA)
+    monkeypatch.setattr(request_module, "user_data", lambda *_, **__: USER_DATA)
     monkeypatch.setattr("launch.record.time.time", ec2.now)  # of events
     _, job = plan([*OWN, *own], RUN)
     job = dataclasses.replace(job, run_dir=str(folder))

@@ -3,64 +3,30 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from ec2_launching import OWN, RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import plan
+from test_launch_golden import check_golden
 
 from launch.ec2.boot import MOST_BYTES, SCRIPT, user_data
-from launch.job import Code, Job
 from launch.record import Record
 from train.config import InputError, S3Config
 
-GOLDEN = Path(__file__).parent / "golden/launch/ec2_user_data.txt"
-NASTY = [
-    "'",
-    '"',
-    "`id`",
-    "$(touch /tmp/x)",
-    "${HOME}",
-    "\\",
-    ";",
-    "&",
-    "|",
-    "*",
-    "?",
-    " ",
-    "#",
-    "!",
-    "=",
-    "é",
-    "\u2028",
-]
-
-
-def job(run_dir: str, python: str = "/opt/baretrain/venv/bin/python") -> Job:
-    return Job(
-        id="mine-1",
-        kind="train",
-        run_dir=run_dir,
-        overrides=[],
-        config_sha256="0" * 64,
-        python=python,
-        folder="",
-        code=Code("code-1111111111111111.tar.gz", "1" * 64, ""),
-        scheduler="ec2",
-        cluster={"kind": "ec2"},
-        instance="trn1.32xlarge",
-        nodes=4,
-        spares=0,
-        processes_per_node=32,
-    )
+NASTY = [*"'\"\\;&|*? #!=\u00e9\u2028", "`id`", "$(touch /tmp/x)", "${HOME}"]
 
 
 def made(run_dir: str, s3: S3Config, python: str = "/opt/baretrain/venv/bin/python") -> bytes:
-    return user_data(job(run_dir, python), Record(run_dir, s3), request=3, max_run_s=86400)
+    _, job = plan(OWN, RUN)
+    job = dataclasses.replace(job, run_dir=run_dir, python=python)
+    return user_data(job, Record(run_dir, s3), request=3, max_run_s=86400)
 
 
 def test_user_data_is_what_it_was(tmp_path, monkeypatch):
@@ -69,7 +35,7 @@ def test_user_data_is_what_it_was(tmp_path, monkeypatch):
     content = made("s3://bucket/runs/mine", S3Config(region="us-east-1", profile="mine"))
     script, line = content[: len(SCRIPT.read_bytes())], content[len(SCRIPT.read_bytes()) :].decode()
     assert script == SCRIPT.read_bytes() and len(content) <= MOST_BYTES
-    assert line == GOLDEN.read_text()
+    check_golden("ec2_user_data.txt", line)
     assert json.loads(base64.b64decode(line.split()[1]))["s3"] == ["--region=us-east-1"]  # profiles stay here
 
 

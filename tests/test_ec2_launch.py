@@ -7,15 +7,14 @@ import json
 import boto3
 import pytest
 from ec2_launching import OWN, RUN, world
-from services.fake_ec2 import AMAZON_LINUX, ARM, UBUNTU, FakeEc2, fake_ec2
+from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
 from launch.__main__ import main
+from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
 from launch.ec2.clean import Clock
 from launch.ec2.groups import allow_itself
-from launch.ec2.images import default_parameter
-from launch.ec2.resolve import resolve
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.host.versions import read_versions
@@ -44,10 +43,6 @@ def resolved(ec2, monkeypatch, tmp_path):
     return make
 
 
-def put(name: str, value: str) -> None:
-    boto3.client("ssm").put_parameter(Name=name, Value=value, Type="String")
-
-
 # ---- what settings come to -------------------------------------------------------------------------------------------
 
 
@@ -63,28 +58,21 @@ def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
     assert [site.subnet for site in again.sites] == named
 
 
-def test_spot_goes_where_it_is_cheapest(ec2, resolved):
-    own = ["instance=trn1.2xlarge", "cluster.subnets=[]"]
-    zones = [site.zone for site in resolved(*own).sites]
-    prices = [{"AvailabilityZone": zone, "SpotPrice": str(len(zones) - index)} for index, zone in enumerate(zones)]
-    ec2.spot_prices = prices
-    assert [site.zone for site in resolved(*own, "cluster.market=spot").sites] == zones[::-1]
-
-
 def test_the_image_is_the_projects_own_and_stays_when_the_job_goes_on(ec2, monkeypatch, tmp_path):
-    put(default_parameter("neuron"), UBUNTU)
+    parameter = {"Name": OWN_IMAGE.format("neuron"), "Type": "String", "Overwrite": True}
+    boto3.client("ssm").put_parameter(**parameter, Value=UBUNTU)
     run = world(ec2, monkeypatch, tmp_path / "mine", "cluster.image=null")
     run.submit()
     before = run.launcher().resolved
-    assert before.images["us-east-1"].id == UBUNTU and before.images["us-east-1"].root_device == "/dev/sda1"
-    boto3.client("ssm").put_parameter(Name=default_parameter("neuron"), Value="ami-f4cf1d8d", Overwrite=True)
-    assert resolve(run.job, run.cluster, run.record, run.api).images == before.images
+    assert {(site.image, site.root_device) for site in before.sites} == {(UBUNTU, "/dev/sda1")}
+    boto3.client("ssm").put_parameter(**parameter, Value="ami-f4cf1d8d")
+    assert resolve(run.job, run.cluster, run.record, run.api).sites == before.sites
 
 
 @pytest.mark.parametrize(
     ("tag", "value", "line"),
     [
-        ("image", "cuda", "was built for cuda, trn1.32xlarge is neuron"),
+        ("image", "cuda", "was built for cuda, the machines are neuron"),
         ("neuron-sdk", "2.20.0", "has Neuron SDK 2.20.0, this version of baretrain works with"),
     ],
 )
@@ -104,7 +92,7 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
     own = f"cluster.capacity_reservation={RESERVATION}"
     assert {site.zone for site in resolved(own).sites} == {zone}
     ec2.reservations[0]["State"] = "expired"
-    with pytest.raises(InputError, match="is expired, not active"):
+    with pytest.raises(InputError, match="is expired in us-east-1.*must be active"):
         resolved(own)
 
 
@@ -112,22 +100,18 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
     ("own", "line"),
     [
         (["cluster.image=ami-0123456789abcdef0"], "InvalidAMIID.NotFound: .* images are of one region"),
-        ([f"cluster.image={AMAZON_LINUX}"], "Amazon Linux, whose glibc is too old"),
-        ([f"cluster.image={ARM}"], "is for arm64, trn1.32xlarge is x86_64"),
-        (["cluster.image=null"], "python -m ami neuron builds and promotes one"),
-        ([f"cluster.image={UBUNTU}", "cluster.disk_gib=1"], "cluster.disk_gib=1 is too small"),
-        (["cluster.regions=[us-east-1,us-west-2]"], "is of one region, there are 2"),
+        (["cluster.image=null"], "python -m ami neuron.* builds and promotes"),
         (["cluster.public_address=true"], "one network interface, trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
         (
             ["cluster.regions=[eu-north-1]", "cluster.subnets=[]"],
             "eu-north-1 has no trn1.32xlarge|is in no zone of eu-north-1",
         ),
-        ([f"cluster.capacity_reservation={RESERVATION}"], f"there is no cluster.capacity_reservation={RESERVATION}"),
+        (
+            [f"cluster.capacity_reservation={RESERVATION}"],
+            f"capacity_reservation={RESERVATION} is in none of the regions",
+        ),
         (["cluster.subnets=[]"], "of a default VPC: name private subnets"),
-        (["cluster.placement_group=close"], "us-east-1 has no placement group close"),
-        (["nodes=4096"], "machines need 4096 addresses in one subnet"),
-        (["nodes=600", "cluster.secondary_interfaces=efa"], "secondary_interfaces=efa-only"),
     ],
 )
 def test_what_would_fail_later_is_rejected_with_the_cure(resolved, own, line):
@@ -145,10 +129,6 @@ def test_a_given_security_group_must_allow_itself(ec2, resolved):
     assert all(cure in str(refusal.value) for cure in cures)
     allow_itself(Api(), "us-east-1", group)
     assert resolved(own).sites
-    other = client.create_vpc(CidrBlock="10.1.0.0/16")["Vpc"]["VpcId"]
-    elsewhere = client.create_security_group(GroupName="given", Description="given", VpcId=other)["GroupId"]
-    with pytest.raises(InputError, match=f"is in {other}"):
-        resolved(f"cluster.security_group={elsewhere}")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -194,7 +174,7 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, capsys):
     arguments = [each.replace("trn1.2xlarge", "trn1.32xlarge") for each in settings(ec2, *own)]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "network: card 1 to 7: device 0, efa-only" in shown and "EC2 would do it" in shown
+    assert shown.count('"InterfaceType": "efa-only"') == 8 and "EC2 would do it" in shown
     assert len(ec2.requests) == 3 and all(each["DryRun"] for each in ec2.requests)
     assert ec2.anything() == [] and not ec2.groups
     ec2.refuses_dry_run = "UnauthorizedOperation"
@@ -341,9 +321,6 @@ def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
     shown = capsys.readouterr().out
     assert "512 are needed" in shown and "L-2C3B7624" in shown
     assert ("request-service-quota-increase" in shown) == (code == 1)
-    if code:  # a launch sees it before it makes anything
-        assert main(settings(ec2, "submit=true")) == 2
-        assert "request-service-quota-increase" in capsys.readouterr().err and ec2.anything() == []
 
 
 def test_iam_prints_policies(capsys):

@@ -13,8 +13,8 @@ from services.fake_ec2 import fake_ec2
 from test_launch_golden import check_golden
 
 from launch.ec2.api import Api
+from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls
 from launch.ec2.groups import allow_itself
-from launch.ec2.intents import LISTS_S, SIGNED_S, Intents, Superseded
 from launch.ec2.request import RUN_TAG, run_id
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import Failure, InputError, Unreachable
@@ -71,7 +71,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin, lac
         return
     with pytest.raises(Failure, match="no capacity for .* launch resume"):
         run.launcher().run()
-    assert run.noted("waiting_for_capacity") and subnets[0] in run.noted("ended")[0]["reason"]
+    assert subnets[0] in run.noted("ended")[0]["reason"]
     assert 4 * len(subnets) < len(ec2.requests) < 8 * len(subnets)  # the pauses grow
     assert len({each["ClientToken"] for each in ec2.requests}) == len(ec2.requests) and ec2.anything() == []
 
@@ -255,7 +255,7 @@ def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(e
 
     _, passed = course(None)
     assert ec2.anything() == [] and passed.count("after-call RunInstances") == 1
-    monkeypatch.setattr("launch.ec2.intents.is_running", lambda _: False)
+    monkeypatch.setattr("launch.ec2.calls.is_running", lambda _: False)
     moments = [0, *(index for index, name in enumerate(passed) if name.startswith("after"))]
     assert len(moments) > 15
     for moment in moments:
@@ -293,7 +293,7 @@ def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch):
     monkeypatch.setattr(launcher.api, "create", lambda *_, **__: (_ for _ in ()).throw(Killed()))
     with pytest.raises(Killed):
         launcher.run()
-    assert len(Intents(run.record).all) == 1 and not Intents(run.record).answers
+    assert [call.answered_unix_s for call in read_calls(run.record)] == [None]
     monkeypatch.setattr("launch.ec2.clean.LIMIT_S", 0.0)
     began_s = ec2.passed_s
     assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S

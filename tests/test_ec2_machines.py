@@ -21,10 +21,10 @@ from s3_fixtures import Bucket
 from services.ec2_machines import Ec2Machines, ec2_machines
 from services.fake_ec2 import FakeEc2, fake_ec2
 from services.fake_imds import SPOT
-from services.machines import Machines, inside
+from services.machines import Machines
 
 from launch import code
-from launch.ec2 import launcher as launcher_module
+from launch.ec2 import request as request_module
 from launch.ec2.boot import user_data
 from launch.ec2.clean import Clock
 from launch.job import Code, Job
@@ -37,7 +37,6 @@ from train.storage.schema import FileName, Sha256
 LONG = ["max_steps=160", "checkpoint.every=40", "checkpoint.keep=2", "eval_every=80", "log_every=40", "export=false"]
 LONG += ["lease.ttl_s=2", "preempt.poll_s=0.2", "preempt.notices=on", "watchdog.step_s=4"]
 BUNDLE = code.pack()
-DISK = "EC2 NVMe Instance Storage"
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def cloud(ec2, launched, bucket, monkeypatch) -> Iterator[Any]:
 
         def make(*cluster: str, interruption: str = "") -> Cloud:
             run = launched("cluster.gate=false", *cluster)
-            monkeypatch.setattr(launcher_module, "user_data", lambda *_, **named: run.user_data(**named))
+            monkeypatch.setattr(request_module, "user_data", lambda *_, **named: run.user_data(**named))
             return Cloud(
                 fake, run.record, run.job, bundle=BUNDLE.content, machines=ec2, interruption=interruption, stack=stack
             )
@@ -259,34 +258,3 @@ def test_a_machine_has_a_deadline_and_ends_when_it_is_rebooted(launched, ec2):
     ident.write_text("i-00000000\n")
     ec2.boot_again(0)
     eventually(lambda: ec2.shutdowns(0) == ["-P +90", "-P now"])
-
-
-RECORD = """#!/bin/bash
-echo "${0##*/} $*" >>/var/lib/called.txt
-"""
-NVME = {
-    "mdadm": RECORD,
-    "mkfs.ext4": RECORD,
-    "lsblk": RECORD,
-    "mount": RECORD + 'exec /bin/mount -t tmpfs tmpfs "$2"\n',
-}
-
-
-def test_the_disks_of_a_machine_are_joined(launched, ec2):
-    pid, run = ec2.machines.pids[0], launched(python="/bin/false")
-    for name, model in {"nvme0n1": "Elastic Block Store", "nvme1n1": DISK, "nvme2n1": DISK}.items():
-        (ec2.folder / "block" / name / "device").mkdir(parents=True)
-        (ec2.folder / "block" / name / "device/model").write_text(f"Amazon {model}\n")
-    inside(pid, "mount", "--bind", str(ec2.folder / "block"), "/sys/block")
-    try:
-        with ec2.with_programs(NVME):
-            ec2.run_instances(0, "i-00000000", run.user_data())
-            wait_for_end(ec2, 0)
-    finally:
-        inside(pid, "umount", "/sys/block")
-    assert ec2.path(0, "/var/lib/called.txt").read_text().splitlines() == [
-        "lsblk --noheadings --output=MOUNTPOINT /dev/nvme1n1 /dev/nvme2n1",
-        "mdadm --create /dev/md0 --run --level=0 --raid-devices=2 /dev/nvme1n1 /dev/nvme2n1",
-        "mkfs.ext4 -q /dev/md0",
-        "mount /dev/md0 /mnt/local",
-    ]

@@ -49,6 +49,8 @@ CURES = {
     "InvalidParameterValue": "a setting of cluster= has a value that EC2 does not take",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
     "InvalidAMIID.NotFound": "the region does not have this image: images are of one region (cluster.image)",
+    "ParameterNotFound": "python -m ami neuron, or cuda, builds and promotes an image, whose id the parameter holds "
+    "(cluster.image); AWS's own Deep Learning images lack baretrain",
     "InvalidAMIID.Malformed": "cluster.image must be an id such as ami-0123456789abcdef0, or a parameter of SSM",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",

@@ -32,7 +32,7 @@ main() {
 
     export HOME=${HOME:-/root} LC_ALL=C.UTF-8
     export PATH=$PATH:${python%/*}:/opt/aws/neuron/bin:/opt/amazon/efa/bin # of compilers and tools that are called by name
-    set_up_nvme
+    # Its own NVMe disks, which the image's service has mounted.
     if mountpoint -q /mnt/local; then export XDG_CACHE_HOME=/mnt/local/cache; fi
     code=$(mktemp --directory "$state/code.XXXXXX")
     "$python" -c "$PROGRAM" fetch "$given" >"$code/bundle"
@@ -73,28 +73,6 @@ end_after_reboot() {
 if [[ \$(</var/lib/cloud/data/instance-id) == "$instance" ]]; then shutdown -P now; fi
 END
     chmod 700 "$script"
-}
-
-# Mount the machine's own NVMe disks, joined, at /mnt/local, unless the image's service has done so.
-set_up_nvme() {
-    local disks=() model disk
-    if mountpoint -q /mnt/local; then return; fi
-    for model in /sys/block/nvme*/device/model; do
-        if [[ -e $model ]] && grep -q "Amazon EC2 NVMe Instance Storage" "$model"; then
-            disk=${model#/sys/block/}
-            disks+=("/dev/${disk%%/*}")
-        fi
-    done
-    if ((${#disks[@]} == 0)); then return; fi
-    if lsblk --noheadings --output=MOUNTPOINT "${disks[@]}" | grep -q .; then return; fi # the image has its own way
-    mkdir -p /mnt/local
-    disk=${disks[0]}
-    if ((${#disks[@]} > 1)); then
-        disk=/dev/md0
-        mdadm --create "$disk" --run --level=0 --raid-devices="${#disks[@]}" "${disks[@]}"
-    fi
-    mkfs.ext4 -q "$disk"
-    mount "$disk" /mnt/local
 }
 
 # Say why the machine ends, on the console and in the record, and end it.

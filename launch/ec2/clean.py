@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.ec2.api import Api, growing
+from launch.ec2.calls import PLACEMENT, RUN, call_names, read_calls
 from launch.ec2.groups import find_placement_groups
-from launch.ec2.intents import LISTS_S, PLACEMENT, RUN, Intents
 from launch.ec2.machines import ALIVE, GONE, by_run, look
 from launch.ec2.request import run_id
 from launch.record import Record
@@ -35,7 +35,7 @@ TAGGED = {  # what describes it: operation, key of the answer, key of the id
     "network-interface": ("describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId"),
     "security-group": ("describe_security_groups", "SecurityGroups", "GroupId"),
 }
-KINDS = {RUN: "instance", PLACEMENT: "placement-group"}  # of what intents make; else a security group
+KINDS = {RUN: "instance", PLACEMENT: "placement-group"}  # of what calls make; else a security group
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,15 @@ def left_over(api: Api, record: Record, regions: Sequence[str], seen: set[str], 
 
 def unlisted(record: Record, seen: set[str], now_unix_s: float) -> list[Left]:
     """What was asked of EC2 since the last proof that nothing was left, as long as it may come to be listed."""
-    intents, events, left = Intents(record), record.events(), list[Left]()
-    proven = max((count(each.details, "intents") or 0 for each in events if each.kind == "cleaned"), default=0)
-    for intent in intents.all[:]:
-        kind, answer = KINDS.get(intent.operation, "security-group"), intents.answers.get(intent.number)
-        if intent.number <= proven:
+    events, left = record.events(), list[Left]()
+    proven = max((count(each.details, "calls") or 0 for each in events if each.kind == "cleaned"), default=0)
+    for call in read_calls(record):
+        until_s, kind = call.listed_unix_s(events), KINDS.get(call.operation, "security-group")
+        if call.number <= proven or now_unix_s >= until_s:
             continue
-        if answer is None:
-            until_s = intents.open_until(intent, events)
-            if now_unix_s < until_s:
-                left.append(Left(intent.region, kind, f"of request {intent.number}", UNANSWERED, until_s))
-        elif now_unix_s < (until_s := answer.time_unix_s + LISTS_S):
-            hidden = [each for each in answer.made if each not in seen]
-            left += [Left(intent.region, kind, each, UNLISTED, until_s) for each in hidden]
+        if call.answered_unix_s is None:
+            left.append(Left(call.region, kind, f"of call {call.number}", UNANSWERED, until_s))
+        left += [Left(call.region, kind, each, UNLISTED, until_s) for each in call.made if each not in seen]
     return left
 
 
@@ -127,7 +123,7 @@ def remove(
         end(api, left)
         clock.sleep(pause_s)
     if not left and not only and record.event_names():
-        record.append_event("cleaned", regions=[*regions], intents=Intents(record).next - 1)
+        record.append_event("cleaned", regions=[*regions], calls=len(call_names(record)))
     return left
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +10,6 @@ from train.config import check, check_choice
 from train.config.checks import check_positive
 
 MARKETS = ("on-demand", "spot", "capacity-block")
-IDS = {"subnets": "subnet", "security_group": "sg", "capacity_reservation": "cr"}
 
 
 @dataclass(kw_only=True)
@@ -50,16 +48,6 @@ class Ec2Config(ClusterConfig):
         check_positive("cluster.", self, "disk_gib", "boot_s", "max_wait_s", "max_run_s")
         if self.placement_group in ("True", "False"):  # as Hydra reads true and false
             self.placement_group = self.placement_group.lower()
-        ok = re.fullmatch(r"[\w .:/()#,@\[\]+=&;{}!$*-]{1,255}", self.placement_group, re.ASCII) is not None
-        check(ok, f"cluster.placement_group={self.placement_group!r} must be true, false or the name of a group")
-        for region in self.regions:
-            ok = re.fullmatch(r"[a-z]{2}(-[a-z]+)+-\d", region) is not None
-            check(ok, f"cluster.regions holds {region!r}, which is no region, as us-east-1")
-        for name, prefix in IDS.items():
-            value = getattr(self, name)
-            for each in value if isinstance(value, list) else [] if value is None else [value]:
-                ok = re.fullmatch(rf"{prefix}-[0-9a-f]{{8,17}}", each) is not None
-                check(ok, f"cluster.{name}: {each!r} is no id, as {prefix}-0123456789abcdef0")
         check(
             self.market != "capacity-block" or self.capacity_reservation is not None,
             "cluster.market=capacity-block needs the block's id: cluster.capacity_reservation=cr-...",
@@ -68,13 +56,3 @@ class Ec2Config(ClusterConfig):
             self.market != "spot" or self.capacity_reservation is None,
             "cluster.market=spot takes no reservation: leave out cluster.capacity_reservation",
         )
-
-    def group_name(self, made: str, machines: int) -> str | None:
-        """The placement group of a request: `made` is the name of the one that a launch makes; None: without.
-
-        Machines of a reservation are where they are: a block takes no group, a reservation none but its own.
-        """
-        if self.placement_group not in ("true", "false"):
-            return self.placement_group
-        wanted = self.placement_group == "true" and self.capacity_reservation is None and machines > 1
-        return made if wanted else None

@@ -1,95 +1,51 @@
-"""Security groups and placement groups of a run: made once in a VPC or subnet, checked, and found again by name."""
+"""Security groups and placement groups of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
-
-from launch.ec2.api import Api
+from launch.ec2.api import Api, explained
 from train.config import InputError
 from train.storage.aws_errors import Rejected
 
-VISIBLE_S, ASKS_S = 30.0, 2.0  # EC2 may not know at once what it has just made
-DUPLICATE = ("InvalidGroup.Duplicate", "InvalidPermission.Duplicate", "InvalidPlacementGroup.Duplicate")
-UNKNOWN = ("InvalidGroup.NotFound", "InvalidGroupId.Malformed", "InvalidPlacementGroup.Unknown")
+DUPLICATE = "InvalidPermission.Duplicate"
 CURE = (
     "aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions "
     "'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'"
 )
 
 
-def is_unknown(error: BaseException) -> bool:
-    return isinstance(error, Rejected) and error.code in UNKNOWN
-
-
-def as_soon_as_known(call: Callable[[], Any]) -> Any:
-    """Make a call that names something made just now, again while EC2 does not know it."""
-    return Retrying(
-        retry=retry_if_exception(is_unknown), stop=stop_after_delay(VISIBLE_S), wait=wait_fixed(ASKS_S), reraise=True
-    )(call)
-
-
-def made_once(call: Callable[[], Any]) -> Any:
-    """Make something; None if it is there already."""
-    try:
-        return call()
-    except Rejected as error:
-        if error.code not in DUPLICATE:
-            raise
-        return None
-
-
-# ---- security group --------------------------------------------------------------------------------------------------
-
-
-def find_security_group(api: Api, region: str, name: str, vpc: str) -> Mapping[str, Any] | None:
-    filters = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [vpc]}]
-    return next(iter(api.pages(region, "describe_security_groups", "SecurityGroups", Filters=filters)), None)
-
-
 def read_security_group(api: Api, region: str, group: str) -> Mapping[str, Any]:
-    seen = as_soon_as_known(lambda: api.ask(region, "describe_security_groups", GroupIds=[group]))
-    first: Mapping[str, Any] = seen["SecurityGroups"][0]
+    first: Mapping[str, Any] = api.ask(region, "describe_security_groups", GroupIds=[group])["SecurityGroups"][0]
     return first
 
 
-def missing_rules(seen: Mapping[str, Any]) -> list[str]:
-    """The directions in which a group does not allow all traffic with itself. 0.0.0.0/0 does not count for EFA."""
-    ways = {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}
-    return [
-        way for way, key in ways.items() if not any(is_self_rule(rule, seen["GroupId"]) for rule in seen.get(key, ()))
-    ]
-
-
-def is_self_rule(rule: Mapping[str, Any], group: str) -> bool:
-    pairs = rule.get("UserIdGroupPairs", ())
-    return rule.get("IpProtocol") == "-1" and any(pair.get("GroupId") == group for pair in pairs)
-
-
 def allow_itself(api: Api, region: str, group: str) -> None:
-    """Add the rules that a group lacks, and read them again: EC2 counts, not what was asked."""
+    """Let all traffic of a group's members with one another pass, both ways, once EC2 knows the group."""
+    with explained(region, "describe_security_groups"):
+        api.client(region).get_waiter("security_group_exists").wait(GroupIds=[group])
     permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
-    for way in missing_rules(read_security_group(api, region, group)):
-        operation = f"authorize_security_group_{way}"
-        made_once(lambda name=operation: api.ask(region, name, GroupId=group, IpPermissions=permission))  # type: ignore[misc]
-    check_rules(read_security_group(api, region, group))
+    for way in ("ingress", "egress"):
+        try:
+            api.ask(region, f"authorize_security_group_{way}", GroupId=group, IpPermissions=permission)
+        except Rejected as error:
+            if error.code != DUPLICATE:
+                raise
 
 
 def check_rules(seen: Mapping[str, Any]) -> None:
     """InputError for a group in which machines do not reach one another over EFA: collectives would hang."""
-    lacking = missing_rules(seen)
-    if lacking:
-        group = seen["GroupId"]
-        cures = " && ".join(CURE.format(way=way, group=group) for way in lacking)
+    group, cures = seen["GroupId"], []
+    for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
+        rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
+        if group not in [pair.get("GroupId") for rule in rules for pair in rule.get("UserIdGroupPairs", ())]:
+            cures.append(CURE.format(way=way, group=group))
+    if cures:
         raise InputError(
-            f"security group {group} does not allow all traffic with itself ({' and '.join(lacking)}), which EFA "
-            f"needs; 0.0.0.0/0 does not count: {cures}"
+            f"security group {group} does not allow all traffic with itself, which EFA needs; 0.0.0.0/0 does not "
+            f"count: {' && '.join(cures)}"
         )
-
-
-# ---- placement group -------------------------------------------------------------------------------------------------
 
 
 def find_placement_groups(api: Api, region: str, filters: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -31,7 +31,7 @@ from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.supervise import Decision, StopRequest, attempt_name, recording_failure, retry, settled, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
-from train.config import InputError, S3Config, Unreachable, check
+from train.config import InputError, S3Config, Unreachable
 from train.host import children
 from train.host.metadata import Metadata, metadata_endpoint
 from train.storage.folders import canonical_json
@@ -44,7 +44,6 @@ LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0, "train": math.inf
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
 END_S = 60.0  # for what is to end: the trainer may be saving
-MOST_LOG_BYTES = 32 * 2**20  # of a file that is sent while the run goes on; larger ones are sent at its end
 ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed
 Kind = TypeVar("Kind")
 
@@ -80,11 +79,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=("s3://bucket/runs/mine --request 3 --max-run-s 86400 --state /run/baretrain",),
     )
     parser.add_argument("run", help="run folder")
-    parser.add_argument("--request", type=int, required=True, help="number of the intent that made the machines")
+    parser.add_argument("--request", type=int, required=True, help="number of the call that made the machines")
     parser.add_argument("--max-run-s", type=int, required=True, help="after which the run is asked to stop")
     parser.add_argument("--state", type=Path, required=True, help="folder that boot.sh looks at")
     add_s3_flags(parser, caches=False)
     return run_flags(parser, arguments, act)
+
+
+def conclude(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
+    """Write down what comes after the last attempt; whether all machines are asked for again."""
+    decision = settled(decision, record, cluster)
+    if decision.next == "requeue" and cluster.again:
+        retry(record.append_event, "requeued", reason=decision.reason)
+        return True
+    hint = f"; python -m launch resume {record.run_dir} continues it" if decision.next == "requeue" else ""
+    retry(record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}")
+    return False
 
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
@@ -117,14 +127,14 @@ class Machine:
         self.number = 0  # of the last step
         self.logs = run.local_folder() / "logs"
         self.sent: dict[Path, tuple[int, int]] = {}  # logs as they were uploaded: bytes, time of change
-        self.sign_s = self.logs_s = -math.inf  # when they were last given, time.monotonic()
-        self.stop, self.stops_s, self.is_stop_noted = StopRequest(run), math.inf, False
+        self.sign_s = self.logs_s = -math.inf  # when they were last due, time.monotonic()
+        self.stop, self.stops_s = StopRequest(run), math.inf
 
     def run(self, stops_s: float) -> int:
         """Take part in the run; `stops_s`: of time.monotonic(), when the first machine asks it to stop."""
         print(f"{self.own.instance}, {self.own.host} at {self.own.address}, number {self.own.index}", flush=True)
         try:
-            if not self.meet():
+            if not self.join():
                 return FAILED
             if self.own.index == 0:
                 self.stops_s = stops_s
@@ -136,7 +146,7 @@ class Machine:
             retry(self.upload)
         return DONE
 
-    def meet(self) -> bool:
+    def join(self) -> bool:
         """Register, and wait for the others; whether all have come in boot_s."""
         folder, until_s = REGISTERED.format(self.request), time.monotonic() + self.cluster.boot_s
         retry(self.record.folder.write, f"{folder}{self.own.index:04d}.json", canonical_json(asdict(self.own)))
@@ -150,8 +160,6 @@ class Machine:
             self.meanwhile()
             time.sleep(POLL_S)
         self.all = [self.read(Registration, f"{folder}{index:04d}.json") for index in range(self.job.nodes)]
-        hosts = {each.host for each in self.all}
-        check(len(hosts) == self.job.nodes, f"two machines of the run have the same host name: {sorted(hosts)}")
         return True
 
     def has(self, name: str) -> bool:
@@ -164,25 +172,18 @@ class Machine:
     # ---- the first machine -------------------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        decision = self.preflight() if self.cluster.gate else None
-        if decision is None:
-            nodes = [str(each.host) for each in self.all]
-            decision = supervise(self.record, self.cluster, self.attempt, nodes=nodes, stop=self.stop)
-        decision = settled(decision, self.record, self.cluster)
-        if decision.next == "requeue" and self.cluster.again:  # the launch asks for machines again
-            retry(self.record.append_event, "requeued", reason=decision.reason)
+        """Examine all machines, train on them, and write down what comes next."""
+        hosts, failed = [str(each.host) for each in self.all], dict[str, str]()
+        if self.cluster.gate:
+            name = f"gate_{self.request:04d}"
+            _, failed = run_preflight(self.record, self.job, hosts, self.examine, name=name)
+        if failed:
+            what = "end" if is_shared(failed, hosts) else "requeue"
+            decision = Decision(what, "failed", too_few(hosts, failed, self.job))
         else:
-            hint = f"; python -m launch resume {self.record.run_dir} goes on" if decision.next == "requeue" else ""
-            retry(self.record.append_event, "ended", outcome=decision.outcome, reason=f"{decision.reason}{hint}")
+            decision = supervise(self.record, self.cluster, self.attempt, nodes=hosts, stop=self.stop)
+        conclude(self.record, self.cluster, decision)
         self.publish(Step(END, FileName(END)))
-
-    def preflight(self) -> Decision | None:
-        """Examine all machines; a decision if one is not fit."""
-        hosts = [str(each.host) for each in self.all]
-        _, failed = run_preflight(self.record, self.job, hosts, self.examine, name=f"gate_{self.request:04d}")
-        if not failed:
-            return None
-        return Decision("end" if is_shared(failed, hosts) else "requeue", "failed", too_few(hosts, failed, self.job))
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """A part of the preflight on all machines: this one's exit code, once all have answered or the time is over."""
@@ -220,10 +221,7 @@ class Machine:
                 self.do(step)
                 waits_s = time.monotonic()
             elif time.monotonic() - waits_s > self.cluster.boot_s:
-                print(
-                    f"the first machine, {self.all[0].instance}, has said nothing for {self.cluster.boot_s} s",
-                    flush=True,
-                )
+                print(f"no step of the first machine for {self.cluster.boot_s} s (cluster.boot_s)", flush=True)
                 return
             self.meanwhile()
             time.sleep(POLL_S)
@@ -231,7 +229,7 @@ class Machine:
     # ---- all ---------------------------------------------------------------------------------------------------------
 
     def do(self, step: Step) -> int:
-        """Run a command of launch.node. It is ended after its time, or when the first machine has gone on."""
+        """Run a command of launch.node. It is ended after its time, or when the first machine takes the next step."""
         port = FIRST_PORT + (self.request * 101 + self.number) % PORTS  # late packets of another attempt reach nobody
         joined = [f"--hosts={','.join(each.host for each in self.all)}", f"--port={port}", f"--group={step.group}"]
         joined += [f"--addresses={','.join(each.address for each in self.all)}", f"--attempt={step.name}"]
@@ -262,22 +260,22 @@ class Machine:
             return False
         self.sign_s = now_s
         try:
-            if now_s > self.stops_s and not self.is_stop_noted:
+            if now_s > self.stops_s:
                 self.record.append_event("stop_asked", reason="cluster.max_run_s is over")
-                self.is_stop_noted = True
+                self.stops_s = math.inf
                 self.stop.ask("cluster.max_run_s is over")
             self.stop.write()
             self.record.exists()
             (self.state / ALIVE).touch()
             if now_s - self.logs_s >= LOGS_S:
                 self.logs_s = now_s
-                self.upload(most_bytes=MOST_LOG_BYTES)
+                self.upload()
         except (InputError, Unreachable, OSError) as error:
             print(f"tried again: {error}", flush=True)
             return False
         return True
 
-    def upload(self, *, most_bytes: float = math.inf) -> None:
+    def upload(self) -> None:
         """Put the logs that have changed into the record: what this machine holds is gone with it."""
         files = {path.relative_to(self.logs).as_posix(): path for path in sorted(self.logs.rglob("*"))}
         files[f"machines/{self.own.instance}.txt"] = self.state / LOG
@@ -285,7 +283,7 @@ class Machine:
             if not path.is_file():
                 continue
             seen = path.stat()
-            if self.sent.get(path) != (seen.st_size, seen.st_mtime_ns) and seen.st_size <= most_bytes:
+            if self.sent.get(path) != (seen.st_size, seen.st_mtime_ns):
                 self.record.folder.write(f"logs/{name}", path.read_bytes())
                 self.sent[path] = seen.st_size, seen.st_mtime_ns
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.config import LaunchConfig
+from launch.ec2 import calls, clean, preview
+from launch.ec2.account import read_resolved, resolve
+from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
-from launch.ec2.intents import LISTS_S, RUN, STOPS, Intents, is_running, own_process
+from launch.ec2.launcher import Launcher, undo
+from launch.ec2.machines import Machine, look
 from launch.ec2.request import run_id
-from launch.ec2.resolved import read_resolved
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -20,10 +23,6 @@ from launch.values import shown_duration, table, texts
 from train.cli.command import INTERRUPTED, printable
 from train.config import InputError, S3Config, check
 from train.storage.schema import record as checked
-
-if TYPE_CHECKING:
-    from launch.ec2.api import Api
-    from launch.ec2.machines import Machine
 
 TYPE = re.compile(r"[a-z][a-z0-9-]*\.[a-z0-9-]+")
 
@@ -36,29 +35,18 @@ class Scheduler:
         return []
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        from launch.ec2.preview import lines
-
-        return "\n".join(lines(job, settings(job), record, cfg))
+        return "\n".join(preview.lines(job, settings(job), record, cfg))
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        from launch.ec2.preview import planned
-
-        return {"run_instances": planned(job, settings(job), record, cfg)[1]}
+        return {"run_instances": preview.planned(job, settings(job), record, cfg)[1]}
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Find out what the settings come to. It makes nothing: `attend` does."""
-        from launch.ec2.clean import left_over
-        from launch.ec2.quota import check_quotas
-        from launch.ec2.resolve import resolve
-
-        cluster = settings(job)
-        check_job(job, cluster, record)
+        check_job(job, settings(job), record)
         api = open_api(record)
-        resolved = resolve(job, cluster, record, api)
-        if cluster.capacity_reservation is None:
-            check_quotas(api, resolved.regions, job.instance, job.nodes, cluster.market)
-        regions = list(dict.fromkeys([*resolved.regions, *Intents(record).regions]))
-        left = left_over(api, record, regions, set(), time.time())
+        resolved = resolve(job, settings(job), record, api)
+        regions = list(dict.fromkeys([*resolved.regions, *calls.call_regions(record)]))
+        left = clean.left_over(api, record, regions, set(), time.time())
         there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
@@ -66,19 +54,18 @@ class Scheduler:
             f"{record.run_dir} --yes",
         )
         resolved.write(record)
-        return handle_of(record, resolved.regions, str(resolved.id))
+        where = {"regions": resolved.regions, "run_dir": record.run_dir, "s3": asdict(record.s3)}
+        return {**where, "submission": resolved.id, "process": calls.own_process()}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Have the machines made, and wait for the end of the run; its exit code."""
-        from launch.ec2.launcher import Launcher, undo
-
         resolved = read_resolved(record)
-        check(resolved is not None and resolved.id == handle.get("submission"), "another launch of the run has begun")
-        assert resolved is not None
+        if resolved is None or resolved.id != handle.get("submission"):
+            raise InputError(f"another launch of {record.run_dir} has begun; this one ends")
         try:
             return Launcher(record, job, settings(job), resolved, open_api(record)).run()
         except KeyboardInterrupt:
-            print(printable(f"this launch ends; machines that are made go on, and end by themselves. {undo(record)}"))
+            print(printable(f"this launch ends; its machines train on, and end by themselves. {undo(record)}"))
             return INTERRUPTED
 
     def find(self, job: Job, record: Record) -> Handle | None:
@@ -86,13 +73,10 @@ class Scheduler:
         return None
 
     def state(self, handle: Handle) -> State:
-        from launch.ec2.clean import unlisted
-        from launch.ec2.machines import look
-
         record, regions = of_handle(handle)
         seen = look(open_api(record), regions, run_id(record))
         alive = [each for each in seen if each.is_alive]
-        may_be = unlisted(record, {each.id for each in seen}, time.time())
+        may_be = clean.unlisted(record, {each.id for each in seen}, time.time())
         asks = asks_text(record, handle)
         parts = [text_of(alive), *(str(each) for each in may_be if each.kind == "instance"), *([asks] if asks else [])]
         hosts = [each.host or each.id for each in alive]
@@ -100,12 +84,10 @@ class Scheduler:
 
     def cancel(self, handle: Handle) -> None:
         """End the machines now. The record says so first, so that the launch makes nothing more."""
-        from launch.ec2.clean import end, left_over
-
         record, regions = of_handle(handle)
         api = open_api(record)
         record.append_event("cancelling")
-        end(api, left_over(api, record, regions, set(), time.time()))
+        clean.end(api, clean.left_over(api, record, regions, set(), time.time()))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
 
@@ -148,14 +130,7 @@ def settings(job: Job) -> Ec2Config:
 
 
 def open_api(record: Record) -> Api:
-    from launch.ec2.api import Api  # boto3 takes long to import, and a plan does without
-
     return Api(record.s3.profile, record.s3.region)
-
-
-def handle_of(record: Record, regions: list[str], submission: str) -> Handle:
-    where = {"regions": regions, "run_dir": record.run_dir, "s3": asdict(record.s3)}
-    return {**where, "submission": submission, "process": own_process()}
 
 
 def of_handle(handle: Handle) -> tuple[Record, list[str]]:
@@ -168,16 +143,16 @@ def of_handle(handle: Handle) -> tuple[Record, list[str]]:
 
 def asks_text(record: Record, handle: Handle) -> str:
     """What the launch does while it has no machines: empty if it has ended, as far as the record shows."""
-    kinds = ("submitted", "requeued", "machines", *STOPS)
+    kinds = ("submitted", "requeued", "machines", *calls.STOPS)
     last = next((each for each in reversed(record.events()) if each.kind in kinds), None)
     if last is None or last.kind not in ("submitted", "requeued"):
         return ""
-    intents, runs = Intents(record), is_running(table(handle, "process"))
-    asked = [each for each in intents.all if each.operation == RUN and each.submission == handle.get("submission")]
-    age_s = time.time() - max(last.time_unix_s, asked[-1].time_unix_s if asked else 0.0)
-    if runs or (runs is None and age_s < 2 * LISTS_S):
-        error = intents.answers[asked[-1].number].error if asked and asked[-1].number in intents.answers else ""
-        return f"its launch asks for machines ({error or 'no answer yet'}, {shown_duration(max(0.0, age_s))} ago)"
+    asked = [call for call in calls.read_calls(record) if call.submission == handle.get("submission")]
+    age_s = time.time() - max([last.time_unix_s, *(call.sent_unix_s for call in asked)])
+    is_running = calls.is_running(table(handle, "process"))
+    if is_running or (is_running is None and age_s < 2 * calls.LISTS_S):
+        error = next((call.error for call in reversed(asked) if call.operation == calls.RUN), "") or "no answer yet"
+        return f"its launch asks for machines ({error}, {shown_duration(max(0.0, age_s))} ago)"
     return ""
 
 

@@ -5,7 +5,7 @@ user data, a disk of its own, and a `shutdown` that ends all that runs on it. EC
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -34,25 +34,11 @@ class Ec2Machines:
         self.services: list[FakeIMDS] = []
         self.programs = folder / "programs"  # first in PATH
         self.programs.mkdir()
-        self.program("shutdown", SHUTDOWN)
+        (self.programs / "shutdown").write_text(SHUTDOWN)
+        (self.programs / "shutdown").chmod(0o755)
         for pid in machines.pids:
             inside(pid, "ip", "address", "replace", IMDS[0], "dev", "lo")
             self.services.append(stack.enter_context(made_inside(pid, lambda: FakeIMDS(IMDS))))
-
-    def program(self, name: str, text: str) -> None:
-        (self.programs / name).write_text(text)
-        (self.programs / name).chmod(0o755)
-
-    @contextmanager
-    def with_programs(self, texts: Mapping[str, str]) -> Iterator[None]:
-        """Programs that the machines have for some time, each by its script."""
-        for name, text in texts.items():
-            self.program(name, text)
-        try:
-            yield
-        finally:
-            for name in texts:
-                (self.programs / name).unlink()
 
     def path(self, number: int, name: str) -> Path:
         """A file as a machine sees it."""

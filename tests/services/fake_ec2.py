@@ -42,7 +42,6 @@ class FakeEc2:
     groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # placement groups, by region and name
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
-    spot_prices: list[dict[str, Any]] | None = None  # None: moto's
     refuses_dry_run: str = ""  # an error
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
@@ -132,7 +131,7 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     urllib.request.urlopen(urllib.request.Request(f"{fake.endpoint}/moto-api/reset", method="POST")).close()
     run, describe = EC2Response.run_instances, EC2Response.describe_instances
     terminate = EC2Response.terminate_instances
-    prices, volumes = EC2Response.describe_spot_price_history, EC2Response.describe_volumes
+    volumes = EC2Response.describe_volumes
     stand_ins = {
         "run_instances": lambda self: run_instances(fake, self, run),
         "describe_instances": lambda self: describe_instances(fake, self, describe),
@@ -141,9 +140,6 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
         "create_placement_group": lambda self: create_placement_group(fake, self),
         "describe_placement_groups": lambda self: describe_placement_groups(fake, self),
         "delete_placement_group": lambda self: delete_placement_group(fake, self),
-        "describe_spot_price_history": lambda self: (
-            prices(self) if fake.spot_prices is None else ActionResult({"SpotPriceHistory": fake.spot_prices})
-        ),
         "describe_capacity_reservations": lambda self: ActionResult({"CapacityReservations": fake.reservations}),
     }
     for name, stand_in in stand_ins.items():

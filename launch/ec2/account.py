@@ -1,0 +1,224 @@
+"""What the settings of a launch come to in an account: subnets, images, network interfaces. It makes nothing."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import botocore
+
+from launch.ec2.api import Api
+from launch.ec2.config import Ec2Config
+from launch.ec2.groups import check_rules, read_security_group
+from launch.job import Job
+from launch.record import Record
+from train.config import InputError, check
+from train.config.backend import CUDA, NEURON
+from train.host.versions import read_versions
+from train.storage.folders import canonical_json
+from train.storage.schema import BadContent, read_object, record
+
+RESOLVED = "ec2/resolved.json"
+INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
+KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py gives them
+OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
+AMI = re.compile(r"ami-[0-9a-f]{8,17}")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of a machine."""
+
+    card: int
+    device: int  # its index on the card
+    type: str  # interface | efa | efa-only
+
+
+@dataclass(frozen=True)
+class Site:
+    """A subnet in which all machines of the run can be, and the image that they start from there."""
+
+    region: str
+    subnet: str
+    zone: str
+    vpc: str
+    image: str
+    root_device: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What the settings of a job come to, kept in the record."""
+
+    id: str  # of this submission: no two of them have a client token in common
+    job_id: str
+    image_setting: str  # cluster.image, from which the images follow
+    sites: list[Site]  # in the order in which they are tried
+    interfaces: list[Interface]  # of each machine
+
+    @property
+    def regions(self) -> list[str]:
+        return list(dict.fromkeys(site.region for site in self.sites))
+
+    def write(self, run: Record) -> None:
+        run.folder.write(RESOLVED, canonical_json(asdict(self)))
+
+
+def read_resolved(run: Record) -> Resolved | None:
+    """What the last submission came to; None if there was none. InputError for a file that is damaged."""
+    try:
+        return record(Resolved, read_object(run.folder.read(RESOLVED)))
+    except FileNotFoundError:
+        return None
+    except BadContent as error:
+        raise InputError(f"{run.location}/{RESOLVED} cannot be read: {error}") from error
+
+
+def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
+    """Ask AWS what the settings come to. InputError, with the cure, for what would fail later or cost money in vain.
+
+    What RunInstances rejects in clear words is not examined here.
+    """
+    regions = cluster.regions or ([api.default_region] if api.default_region else [])
+    check(bool(regions), "no region is named: set cluster.regions=[us-east-1], s3.region or AWS_DEFAULT_REGION")
+    before, setting = read_resolved(run), cluster.image or ""
+    pinned = dict[str, str]()  # a job that was started before keeps its images
+    if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
+        pinned = {site.region: site.image for site in before.sites}
+    sites, interfaces = list[Site](), list[Interface]()
+    for region in regions:
+        [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
+        accelerators = NEURON if "NeuronInfo" in info else CUDA
+        image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
+        root_device = check_image(api, region, image, accelerators)
+        interfaces = layout(info, cluster, job.nodes)
+        for each in subnets(api, region, cluster, job.instance, cards=len(interfaces)):
+            subnet, zone, vpc = (str(each[key]) for key in ("SubnetId", "AvailabilityZone", "VpcId"))
+            sites.append(Site(region, subnet, zone, vpc, image, root_device))
+    if cluster.capacity_reservation is not None:
+        sites = beside_reservation(api, cluster.capacity_reservation, sites)
+    if cluster.security_group is not None and job.nodes > 1:
+        check_rules(read_security_group(api, sites[0].region, cluster.security_group))
+    return Resolved(secrets.token_hex(16), job.id, setting, sites, interfaces)
+
+
+# ---- network ---------------------------------------------------------------------------------------------------------
+
+
+def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[Interface]:
+    """The interfaces of each machine, of whose type `info` is EC2's description: cards are never a constant here.
+
+    `efa-only` is the layout that the EC2 user guide recommends for several cards (efa-acc-inst-types.html, read in
+    November 2026): an ENA interface first, beside it on card 0 an efa-only one at device 1, and one at device 0 of each
+    other card. ParallelCluster 3.16 differs in the last (add_network_interfaces of queues_stack.py: device 1 where a
+    card takes two), which EC2 takes as well. `efa` is the older layout, an address on each card, of Neuron's guide for
+    trn1 (setup-trn1-multi-node-execution) and of ParallelCluster's `EfaInterfaceType: efa`: device 1, so that packets
+    leave by card 0. A machine with one card needs one interface, which is both, and can have a public address.
+    """
+    network, uses_efa = info["NetworkInfo"], machines > 1
+    cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
+    most = int(network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if uses_efa else 0
+    able = [card for card in cards if EFA in card.get("InterfaceTypes", ())][:most]
+    made = [Interface(0, 0, INTERFACE)]
+    for card in able:
+        index, fits = int(card["NetworkCardIndex"]), int(card["MaximumNetworkInterfaces"])
+        is_apart = len(cards) > 1 and cluster.secondary_interfaces == EFA_ONLY and EFA_ONLY in card["InterfaceTypes"]
+        if index == 0 and not (is_apart and fits > 1):
+            made = [Interface(0, 0, EFA)]
+        elif is_apart:
+            made.append(Interface(index, 1 if index == 0 else 0, EFA_ONLY))
+        else:
+            made.append(Interface(index, min(1, fits - 1), EFA))
+    # An older botocore drops the interface types of the cards from EC2's answer without a word.
+    check(
+        bool(able) or not (uses_efa and network.get("EfaSupported")),
+        f"EC2 says that {info['InstanceType']} supports EFA, but botocore {botocore.__version__} names no network card "
+        "with it: install boto3>=1.43.90",
+    )
+    check(
+        not (cluster.public_address and len(made) > 1),
+        f"cluster.public_address=true is for machines with one network interface, {info['InstanceType']} has "
+        f"{len(made)}: leave it out, and reach them through SSM (aws ssm start-session --target i-...)",
+    )
+    return made
+
+
+def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: int) -> list[Any]:
+    """The subnets of a region in whose zones the type is, in the order of the settings."""
+    filters = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
+    listed = [{"Name": name, "Values": values} for name, values in filters.items()]
+    there = api.pages(region, "describe_subnets", "Subnets", Filters=listed)
+    order = {ident: index for index, ident in enumerate(cluster.subnets)}
+    there.sort(key=lambda each: (order.get(each["SubnetId"], 0), each["AvailabilityZone"]))
+    offers = api.pages(
+        region,
+        "describe_instance_type_offerings",
+        "InstanceTypeOfferings",
+        LocationType="availability-zone",
+        Filters=[{"Name": "instance-type", "Values": [instance]}],
+    )
+    zones = {str(each["Location"]) for each in offers}
+    offered = [each for each in there if each["AvailabilityZone"] in zones]
+    named = f"cluster.subnets={cluster.subnets}" if cluster.subnets else "the subnets of a default VPC"
+    check(bool(there), f"{region} has none of {named}: name subnets of every region (cluster.subnets)")
+    check(
+        bool(offered),
+        f"{instance} is in {', '.join(sorted(zones)) or 'no zone'} of {region}, your subnets are in "
+        f"{', '.join(sorted({each['AvailabilityZone'] for each in there}))}: name others (cluster.subnets)",
+    )
+    public = [str(each["SubnetId"]) for each in offered if each.get("DefaultForAz")] if cards > 1 else []
+    check(
+        not public,
+        f"a machine of {cards} network interfaces gets no public address, and without one it reaches nothing from "
+        f"{', '.join(public)}, which are of a default VPC: name private subnets with a NAT gateway, or endpoints for "
+        "S3 and SSM (cluster.subnets)",
+    )
+    return offered
+
+
+def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
+    """The subnets in the zone of a capacity reservation. InputError if there are none, or if it is not active."""
+    filters = [{"Name": "capacity-reservation-id", "Values": [ident]}]
+    states = dict[tuple[str, str], str]()
+    for region in dict.fromkeys(site.region for site in sites):
+        for each in api.pages(region, "describe_capacity_reservations", "CapacityReservations", Filters=filters):
+            states[region, str(each["AvailabilityZone"])] = str(each["State"])
+    beside = [site for site in sites if states.get((site.region, site.zone)) == "active"]
+    found = ", ".join(f"{state} in {zone}" for (_, zone), state in states.items()) or "in none of the regions"
+    check(
+        bool(beside),
+        f"cluster.capacity_reservation={ident} is {found}: it must be active (a block begins at its start date), and "
+        f"cluster.subnets name a subnet of its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
+    )
+    return beside
+
+
+# ---- image -----------------------------------------------------------------------------------------------------------
+
+
+def image_id(api: Api, region: str, given: str) -> str:
+    """The id of an image, given or out of an SSM parameter."""
+    if AMI.fullmatch(given):
+        return given
+    value = str(api.ask(region, "get_parameter", service="ssm", Name=given)["Parameter"]["Value"])
+    check(AMI.fullmatch(value) is not None, f"the SSM parameter {given} in {region} holds {value!r}, no image's id")
+    return value
+
+
+def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
+    """The root device of an image. InputError for one that python -m ami built for other machines or another SDK."""
+    described = api.ask(region, "describe_images", ImageIds=[image])["Images"]
+    check(bool(described), f"{region} has no image {image}, or it is another account's: images are of one region")
+    tags = {tag["Key"]: tag["Value"] for tag in described[0].get("Tags", ())}
+    wanted = read_versions()["neuron-sdk"]
+    kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
+    check(kind == accelerators, f"image {image} was built for {kind}, the machines are {accelerators}")
+    check(
+        accelerators != NEURON or sdk == wanted,
+        f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted}: python -m ami neuron "
+        "builds such an image",
+    )
+    return str(described[0].get("RootDeviceName", ""))
