@@ -1,15 +1,12 @@
 """Our loader beside LitData, mosaicml-streaming, Hugging Face datasets and numpy; and what windows do to a shuffle.
 
-    python -m benchmarks.data [--parts speed memory resume s3 shuffle] [--rounds 5] [--rows 24576] [--peers-dir DIR]
+    python -m benchmarks.data [--parts speed memory resume shuffle] [--rounds 5] [--rows 24576] [--peers-dir DIR]
 
 Shuffled batches [32, 512] of int64 torch tensors, out of 8 shards of uint16 ids that follow Zipf's law, in the page
 cache, each loader's data in its own format. The limit is numpy's: whole batches gathered out of one memory-mapped file
 in a full permutation, no DataLoader. Every measurement has its own process, torch on one thread, where loader and limit
 read in turn: a speed is the median of the ratios of neighbours. Rounds go through all loaders; tables hold least /
 **median** / greatest of the rounds.
-
-From S3: a node of --ranks processes, its cache empty, reads from a server on this machine through a proxy that counts
-requests; both take processor time from the loaders, so only requests and the client's CPU time carry over.
 
 Peers are installed from the package index into an environment each, under --peers-dir; torch is ours in all of them.
 One that cannot be installed is named and left out.
@@ -20,47 +17,29 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import os
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import uuid
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import boto3
 import numpy as np
 
+from benchmarks.harness import Result, machine, run, shown, spread, table
 from benchmarks.peers.corpus import LARGE_ROWS, LARGE_SHARDS, RESUME_AT, Corpus, write_corpus
 from benchmarks.peers.readers import READERS, WRITERS, Reader, nothing
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tests"))  # the S3 server of the tests
-from services.fault_proxy import FaultProxy
-from services.s3_server import PACKAGES, S3Server, missing_programs
-
-PARTS = ("speed", "memory", "resume", "shuffle", "s3")
+PARTS = ("speed", "memory", "resume", "shuffle")
 PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
 LARGE_WINDOWS = (LARGE_SHARDS, 16, 0)  # shards; 0: growing
 SHUFFLE_SHARDS, SHUFFLE_SHARD_ROWS, SHUFFLE_BATCH = 64, 1024, 256
 SHUFFLE_WINDOWS = (1, 2, 4, 8, 16, SHUFFLE_SHARDS)
 TEXT_BATCH = 64  # a text of some thousand sequences has to give many batches
-S3_READERS = ("ours", "litdata", "mds")
-REGION = "us-east-1"
 RARE = 5  # expected number in a batch below which tokens are counted as one, as usual for chi-square
-
-Result = dict[str, Any]
 
 
 # ---- environments --------------------------------------------------------------------------------------------------
@@ -72,8 +51,8 @@ def environments(folder: Path, wanted: list[str]) -> dict[str, str]:
     for name in wanted:
         try:
             made[name] = environment(folder / name, PEERS[name])
-        except subprocess.CalledProcessError as error:
-            print(f"{PEERS[name]} cannot be installed, so it is left out:\n{error.stderr[-2000:]}", file=sys.stderr)
+        except RuntimeError as error:
+            print(f"{PEERS[name]} cannot be installed, so it is left out:\n{error}", file=sys.stderr)
     return made
 
 
@@ -90,19 +69,13 @@ def environment(folder: Path, requirement: str) -> str:
     return str(python)
 
 
-def run(*command: str, **environment: str) -> str:
-    """What it prints. CalledProcessError if it fails."""
-    env = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env).stdout
-
-
 def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -> Result | None:
     """What one process measured; None, and why on stderr, if it failed."""
     command = (python, "-m", "benchmarks.peers.measure", kind, name, str(corpus.folder), str(seconds))
     try:
         result: Result = json.loads(run(*command).splitlines()[-1])
-    except subprocess.CalledProcessError as error:
-        print(f"{kind} of {name} failed: {error.stderr[-2000:]}", file=sys.stderr)
+    except RuntimeError as error:
+        print(f"{kind} of {name} failed: {error}", file=sys.stderr)
         return None
     print(f"{kind} {name}: { {key: value for key, value in result.items() if key != 'versions'} }", file=sys.stderr)
     return result
@@ -145,27 +118,10 @@ def values(result: list[Result], key: str) -> list[Any]:
     return [one[key] for one in result if one.get(key) is not None]
 
 
-def spread(numbers: list[float], digits: int = 3) -> str:
-    """Least / **median** / greatest; nothing of nothing."""
-    if not numbers:
-        return ""
-    chosen = (min(numbers), statistics.median(numbers), max(numbers))
-    least, middle, greatest = (shown(number, digits) for number in chosen)
-    return middle if least == greatest else f"{least} / **{middle}** / {greatest}"
-
-
-def shown(number: float, digits: int = 3) -> str:
-    """To so many digits, without exponents; whole numbers as they are."""
-    if number == int(number):
-        return str(int(number))
-    places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
-    return f"{number:.{places}f}"
-
-
 def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
     head = ("loader", "tokens/s of the limit's", "import, s", "first batch, s")
     head += (f"resume at {RESUME_AT:.0%}, s", "right batch", "MiB at 10 % → 100 %", "on disk, of the tokens")
-    lines = [row(head), "|---" * len(head) + "|"]
+    rows = []
     for name, reader in READERS.items():
         result = results.get(name)
         if result:
@@ -180,24 +136,20 @@ def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
                 " → ".join(f"{statistics.median(mib):.0f}" for mib in memory if mib),
                 f"{size:.2f}",
             )
-            lines.append(row((reader.label, *cells)))
-    return "\n".join(lines)
+            rows.append((reader.label, *cells))
+    return table(head, rows)
 
 
 def large_table(results: dict[str, list[Result]]) -> str:
     head = (f"ours, {LARGE_ROWS:,} rows in {LARGE_SHARDS} shards", "fresh start, s", "at 90 %, s", "more, s")
-    lines = [row(head), "|---" * len(head) + "|"]
+    rows = []
     for windows in LARGE_WINDOWS:
         result = results.get(f"large {windows}")
         if result:
             label = f"windows of {windows} shards" if windows else "windows that grow to all"
             cells = (spread(values(result, key), 2) for key in ("fresh_s", "resumed_s", "extra_s"))
-            lines.append(row((f"full permutation ({label})" if windows == LARGE_SHARDS else label, *cells)))
-    return "\n".join(lines)
-
-
-def row(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
+            rows.append((f"full permutation ({label})" if windows == LARGE_SHARDS else label, *cells))
+    return table(head, rows)
 
 
 # ---- what windows do to a shuffle ----------------------------------------------------------------------------------
@@ -264,7 +216,7 @@ def prepare_text(folder: Path) -> Path:
 
 
 def shuffle_table(text: Path, epochs: int) -> str:
-    """ShuffleBlock of K of the shards against a full permutation; each figure the mean over so many epochs."""
+    """Windows of K of the shards against a full permutation; each figure the mean over so many epochs."""
     tokens = prepared_tokens(text)
     even = [SHUFFLE_SHARD_ROWS] * SHUFFLE_SHARDS
     parts = [len(part) for part in np.array_split(np.arange(len(tokens)), SHUFFLE_SHARDS)]
@@ -280,115 +232,17 @@ def shuffle_table(text: Path, epochs: int) -> str:
         "variance of its mean place, of independent draws'",
         f"tokens of a batch of {TEXT_BATCH} against all: chi-square, of a full permutation's",
     )
-    lines = [row(head), "|---" * len(head) + "|"]
+    rows = []
     for window, pairs in result.items():
         shards = statistics.mean(synthetic.shards for synthetic, _ in pairs)
         places = statistics.mean(synthetic.places for synthetic, _ in pairs)
         ratio = statistics.mean(real.tokens or 0.0 for _, real in pairs) / full
         label = "all (full permutation)" if window == SHUFFLE_SHARDS else str(window)
-        lines.append(row((label, f"{shards:.1f}", shown(places), f"{ratio:.3f}")))
-    return "\n".join(lines)
-
-
-# ---- S3 ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def s3_server(folder: Path, endpoint: str | None) -> Iterator[tuple[Any, FaultProxy]]:
-    """boto3's client of a server on this machine, and the proxy before it, which counts requests."""
-    with ExitStack() as stack:
-        if endpoint is None:
-            server = S3Server(folder / "server")
-            stack.callback(server.stop)
-            os.environ |= {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
-            endpoint = server.endpoint
-        os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        proxy = FaultProxy(urlsplit(endpoint).port or 80, log=folder / "proxy.log")
-        stack.callback(proxy.stop)
-        yield boto3.client("s3", endpoint_url=endpoint, region_name=REGION), proxy
-
-
-def upload(client: Any, bucket: str, corpus: Corpus, name: str) -> None:
-    for path in corpus.path_of(name).rglob("*"):
-        if path.is_file():
-            client.upload_file(str(path), bucket, f"{name}/{path.relative_to(corpus.path_of(name))}")
-
-
-def measure_remote(
-    python: str, name: str, corpus: Corpus, proxy: FaultProxy, bucket: str, ranks: int, cache: Path
-) -> Result | None:
-    """A node's first epoch from S3; None, and why on stderr, if it failed."""
-    where = {"PLACE": json.dumps({"endpoint": proxy.endpoint, "bucket": bucket})}
-    torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    proxy.set()
-    try:
-        output = run(*torchrun, "-m", "benchmarks.peers.remote", name, str(corpus.folder), str(cache), **where)
-    except subprocess.CalledProcessError as error:
-        print(f"S3 with {name} failed: {error.stderr[-4000:]}", file=sys.stderr)
-        return None
-    requests = [request for request in proxy.requests() if request.path.startswith(f"/{bucket}/{name}")]
-    data = [request for request in requests if is_data(request.path)]
-    files = [path for path in corpus.path_of(name).rglob("*") if path.is_file() and is_data(path.name)]
-    result: Result = json.loads(output.splitlines()[-1])
-    result["cpu_s_per_gb"] = result["client_cpu_s"] / sum(path.stat().st_size for path in files) * 1e9
-    result |= {"files": len(files), "per_file": len(data) / len(files), "others": len(requests) - len(data)}
-    print(f"S3 {name}: {result}", file=sys.stderr)
-    return result
-
-
-def is_data(path: str) -> bool:
-    return path.endswith((".safetensors", ".bin", ".mds"))
-
-
-def s3_table(corpus: Corpus, pythons: dict[str, str], options: argparse.Namespace) -> str:
-    """`pythons`: the interpreter of each loader."""
-    missing = [] if options.s3_endpoint else missing_programs()
-    if missing:
-        return f"No S3 server to measure with ({', '.join(missing)} missing): apt-get install {' '.join(PACKAGES)}"
-    results: dict[str, list[Result]] = defaultdict(list)
-    folder, bucket = corpus.folder / "s3", f"benchmark-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    with s3_server(folder, options.s3_endpoint) as (client, proxy):
-        client.create_bucket(Bucket=bucket)
-        for name in pythons:
-            upload(client, bucket, corpus, name)
-        for number, name in itertools.product(range(options.rounds), pythons):
-            cache = folder / f"cache-{number}-{name}"
-            result = measure_remote(pythons[name], name, corpus, proxy, bucket, options.ranks, cache)
-            shutil.rmtree(cache, ignore_errors=True)
-            results[name] += [result] if result else []
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
-            for item in page.get("Contents", ()):
-                client.delete_object(Bucket=bucket, Key=item["Key"])
-        client.delete_bucket(Bucket=bucket)
-    head = (
-        f"from S3, a node of {options.ranks} ranks",
-        "files of data",
-        "requests for each",
-        "other requests",
-        "client CPU, s/GB",
-        "first batch, s",
-        "first epoch, s",
-    )
-    keys = {"files": 3, "per_file": 3, "others": 3, "cpu_s_per_gb": 2, "first_batch_s": 2, "epoch_s": 2}
-    lines = [row(head), "|---" * len(head) + "|"]
-    for name in pythons:
-        cells = (spread(values(results[name], key), digits) for key, digits in keys.items())
-        lines.append(row((READERS[name].label, *cells)))
-    return "\n".join(lines)
+        rows.append((label, f"{shards:.1f}", shown(places), f"{ratio:.3f}"))
+    return table(head, rows)
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
-
-
-def machine() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = [f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "datasets")]
-    parts = (f"{cpus} virtual cores of {names[0] if names else platform.machine()}", platform.platform(terse=True))
-    return ", ".join((*parts, f"Python {platform.python_version()}", *packages, *PEERS.values()))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -401,11 +255,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers-dir", type=Path, help="keeps the peers' environments; left out: a temporary folder")
     parser.add_argument("--text", type=Path, help="prepared data to shuffle; left out: the demo's corpus")
     parser.add_argument("--epochs", type=int, default=20, help="of the shuffles")
-    parser.add_argument("--ranks", type=int, default=2, help="of the node that reads from S3")
-    parser.add_argument(
-        "--s3-endpoint",
-        help="http://127.0.0.1:PORT, credentials in the environment; left out: the server of the tests is started",
-    )
     return parser.parse_args(arguments)
 
 
@@ -420,21 +269,12 @@ def main(arguments: list[str] | None = None) -> None:
             pythons = environments(home, options.peers)
             corpus = Corpus(folder / "corpus", shard_rows=options.rows)
             readers = write_formats(corpus, pythons)
-            if {"speed", "memory", "resume"} & set(options.parts):
-                results = measure_loaders(corpus, pythons, readers, options)
-                tables.append(loader_table(results, corpus))
-                tables += [large_table(results)] if "resume" in options.parts else []
-            if "s3" in options.parts:
-                tables.append(
-                    s3_table(
-                        corpus,
-                        {name: pythons[readers[name].environment] for name in S3_READERS if name in readers},
-                        options,
-                    )
-                )
+            results = measure_loaders(corpus, pythons, readers, options)
+            tables.append(loader_table(results, corpus))
+            tables += [large_table(results)] if "resume" in options.parts else []
         if "shuffle" in options.parts:
             tables.append(shuffle_table(options.text or prepare_text(folder / "text"), options.epochs))
-    print("\n\n".join((f"{machine()}.", *tables)))
+    print("\n\n".join((f"{machine('torch', 'numpy', 'datasets')}, {', '.join(PEERS.values())}.", *tables)))
 
 
 if __name__ == "__main__":

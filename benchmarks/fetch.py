@@ -18,13 +18,23 @@ import resource
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
-from benchmarks.data import REGION, Result, row, run, s3_server, spread, values
+import boto3
+
+from benchmarks.harness import ROOT, Result, run, spread, table
+
+sys.path.append(str(ROOT / "tests"))  # the S3 server of the tests
+from services.fault_proxy import FaultProxy
+from services.s3_server import S3Server
+
+REGION = "us-east-1"
 
 BUCKET, THREADS, READ_BYTES = "benchmark-fetch", 4, 2**20
 Fetch = Callable[[str], None]
@@ -32,17 +42,19 @@ Fetch = Callable[[str], None]
 
 def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     from train.config import S3Config, ShardsConfig
-    from train.data.shards.cache import Cache
+    from train.data.shards.cache import ShardCache
     from train.data.shards.download import Downloader
     from train.data.shards.prefetch import keep_memory
     from train.storage.s3 import S3Folder
 
     keep_memory()  # as the process that fetches for a run
     source = S3Folder(f"s3://{BUCKET}", S3Config(endpoint=endpoint, region=REGION, path_style=True))
-    manifest: Any = SimpleNamespace(shards=shards)
-    downloader = Downloader(source, ShardsConfig(path=""), manifest, Cache(folder, 300.0))
+    manifest: Any = SimpleNamespace(shards=shards, id="benchmark")
+    cache = ShardCache(ShardsConfig(path="", cache_dir=str(folder)), manifest)
+    cache.hold(alone=True)
+    downloader = Downloader(source, cache)
     by_name = {shard.file: shard for shard in shards}
-    return lambda name: downloader.bring(by_name[name])
+    return lambda name: downloader.download(by_name[name])
 
 
 def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
@@ -61,7 +73,7 @@ def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
 
 
 def stream(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
-    from train.data.shards.fetch import stream_constructor
+    from train.data.shards.connector import stream_constructor
 
     dataset, number = connector_dataset(endpoint, shards, stream_constructor)
 
@@ -88,8 +100,6 @@ def connector_dataset(endpoint: str, shards: list[Any], constructor: Any) -> tup
 
 
 def boto(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
-    import boto3
-
     client = boto3.client("s3", endpoint_url=endpoint, region_name=REGION)
 
     def fetch(name: str) -> None:
@@ -125,6 +135,19 @@ def measure(name: str, path: dict[str, Any]) -> Result:
     }
 
 
+@contextmanager
+def s3_server(folder: Path) -> Iterator[tuple[Any, FaultProxy]]:
+    """boto3's client of a server on this machine, and the proxy before it, which counts requests."""
+    with ExitStack() as stack:
+        server = S3Server(folder / "server")
+        stack.callback(server.stop)
+        os.environ |= {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
+        os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        proxy = FaultProxy(urlsplit(server.endpoint).port or 80, log=folder / "proxy.log")
+        stack.callback(proxy.stop)
+        yield boto3.client("s3", endpoint_url=server.endpoint, region_name=REGION), proxy
+
+
 def upload(client: Any, number: int, size: int) -> list[Result]:
     client.create_bucket(Bucket=BUCKET)
     shards = []
@@ -147,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure(options.measure, json.loads(os.environ["PLACE"]))), flush=True)
         os._exit(0)  # the connector's threads may take long to end
     results: dict[str, list[Result]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder), None) as (client, proxy):
+    with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder)) as (client, proxy):
         path = {"endpoint": proxy.endpoint, "shards": upload(client, options.shards, options.mb * 2**20)}
         for _, name in itertools.product(range(options.rounds), FETCHERS):
             proxy.set()
@@ -157,11 +180,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name}: {result}", file=sys.stderr)
             results[name].append(result)
     head = ("", "CPU, s/GB", "user", "system", "new memory touched, of the bytes fetched", "GETs for each shard")
-    lines = [row(head), "|---" * len(head) + "|"]
-    for name, result in results.items():
-        keys = ("both", "user", "system", "pages", "gets")
-        lines.append(row((name, *(spread(values(result, key), 2) for key in keys))))
-    print("\n".join(lines))
+    keys = ("both", "user", "system", "pages", "gets")
+    rows = [(name, *(spread([one[key] for one in result], 2) for key in keys)) for name, result in results.items()]
+    print(table(head, rows))
 
 
 if __name__ == "__main__":

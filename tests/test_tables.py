@@ -24,7 +24,6 @@ from train.cli import progress
 from train.config import ColumnsConfig, Failure, InputError, TrainConfig
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
 from train.data.records.tables import open_tables
-from train.data.shards import once
 from train.host.processes import owner_name
 from train.storage.folders import sha256_file, sha256_json
 from train.tasks.classify.task import CLASSIFY_ROWS
@@ -351,9 +350,9 @@ def test_one_rank_of_a_machine_prepares_and_the_others_wait(ranks):
     ranks.before = lambda: time.sleep(0.3)  # others have looked by then
     for rank in (2, 1, 0):
         ranks.start(rank)
-    (_, *first), (_, *second), (_, *third) = ranks.wait(3)
-    assert [calls for calls, *_ in (first, second, third)] == [3, 0, 0]
-    assert first[1:] == second[1:] == third[1:] and first[2] == ROWS
+    answers = ranks.wait(3)
+    assert sorted(calls for _, calls, *_ in answers) == [0, 0, 3]
+    assert len({answer[2:] for answer in answers}) == 1 and answers[0][3] == ROWS
 
 
 def test_all_ranks_are_refused_alike(ranks):
@@ -370,19 +369,13 @@ def test_all_ranks_are_refused_alike(ranks):
     assert [answer[3] for answer in ranks.wait(2)] == [ROWS, ROWS]
 
 
-def test_a_rank_whose_first_one_died_does_not_wait_for_ever(ranks):
+def test_if_the_rank_that_prepares_dies_another_one_does(ranks):
     ranks.before = lambda: os._exit(9)
-    ranks.start(0)
+    ranks.start(0).join()
+    ranks.before = lambda: None
     ranks.start(1)
     (answer,) = ranks.wait(1)
-    assert answer[2:] == ("Failure", "rank 0 of this machine ended while it prepared the data; its error is above")
-
-
-def test_a_rank_whose_first_one_never_comes_gives_up(ranks, monkeypatch):
-    monkeypatch.setattr(once, "BEGINS_WITHIN_S", 0.0)
-    ranks.start(1)
-    ((*_, kind, words),) = ranks.wait(1)
-    assert kind == "Failure" and "has not begun to prepare the data" in words
+    assert answer[3] == ROWS
 
 
 def test_words_of_launches_that_are_gone_are_removed(ranks):

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-# transformers, which mosaicml-streaming imports, would import it where it is installed.
-sys.modules["torch_xla"] = None  # type: ignore[assignment]
+from benchmarks.harness import hide_torch_xla, memory_mib
+
+hide_torch_xla()  # mosaicml-streaming imports transformers
 
 import torch
 from torch import Tensor
@@ -91,15 +92,8 @@ def measure_memory(name: str, corpus: Corpus, _: float) -> dict[str, Any]:
         if batch is None:  # a loader that leaves out more at the end
             break
         if number == max(1, corpus.batches // 10):
-            sizes.append(anonymous_mib())
-    return {"early_mib": sizes[0], "late_mib": anonymous_mib()}
-
-
-def anonymous_mib() -> float | None:
-    """None where the kernel does not say."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon:")), None)
+            sizes.append(memory_mib("RssAnon"))
+    return {"early_mib": sizes[0], "late_mib": memory_mib("RssAnon")}
 
 
 def measure_resume(name: str, corpus: Corpus, _: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from benchmarks.peers.corpus import FIRST_ID, VOCAB_SIZE, Corpus
 
@@ -35,52 +35,6 @@ def limit(corpus: Corpus) -> Iterator[Tensor]:
     flat = corpus.flat()
     for rows in orders(corpus):
         yield torch.from_numpy(flat[rows].astype(np.int64))
-
-
-def taken(corpus: Corpus) -> Iterator[Tensor]:
-    """The same by the calls that turned out fastest."""
-    flat = np.asarray(corpus.flat())
-    for rows in orders(corpus):
-        yield torch.from_numpy(flat.take(rows, 0, mode="clip")).long()
-
-
-def by_shard(corpus: Corpus) -> Iterator[Tensor]:
-    """The same out of a file for each shard."""
-    shards = [np.memmap(path, np.uint16, "r").reshape(-1, corpus.seq_len) for path in shard_files(corpus)]
-    for rows in orders(corpus):
-        shard, row = np.divmod(rows, corpus.shard_rows)
-        batch = np.empty((corpus.batch, corpus.seq_len), np.int64)
-        for number in np.unique(shard):
-            here = shard == number
-            batch[here] = shards[number][row[here]]
-        yield torch.from_numpy(batch)
-
-
-def shard_files(corpus: Corpus) -> list[Any]:
-    return [corpus.path_of("shards") / f"{number:05d}.bin" for number in range(corpus.shards)]
-
-
-def write_by_shard(corpus: Corpus) -> None:
-    corpus.path_of("shards").mkdir()
-    for number, path in enumerate(shard_files(corpus)):
-        path.write_bytes(corpus.shard(number).tobytes())
-
-
-class Rows(Dataset[Tensor]):
-    """The flat file as a data set of the usual kind: a sequence at a time."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self.flat = corpus.flat()
-
-    def __len__(self) -> int:
-        return len(self.flat)
-
-    def __getitem__(self, row: int) -> Tensor:
-        return torch.from_numpy(self.flat[row].astype(np.int64))
-
-
-def row_by_row(corpus: Corpus) -> DataLoader[Tensor]:
-    return DataLoader(Rows(corpus), corpus.batch, shuffle=True, drop_last=True)
 
 
 # ---- ours ----------------------------------------------------------------------------------------------------------
@@ -199,33 +153,6 @@ def hf_torch(corpus: Corpus) -> DataLoader[Any]:
     return DataLoader(hf(corpus, "torch"), corpus.batch, shuffle=True, drop_last=True, collate_fn=stack)
 
 
-def hf_numpy(corpus: Corpus) -> Iterator[Tensor]:
-    """Whole batches by their indices: the fastest way that it has to shuffled rows."""
-    data = hf(corpus, "numpy")
-    for rows in orders(corpus):
-        yield torch.from_numpy(data[rows]["tokens"].astype(np.int64))
-
-
-class HfStream:
-    """Its iterable data set, which has a state: shards in a shuffled order, and a buffer to shuffle rows in."""
-
-    def __init__(self, corpus: Corpus, buffer: int) -> None:
-        data = hf(corpus, "numpy").to_iterable_dataset(num_shards=corpus.shards)
-        self.data = data.shuffle(seed=0, buffer_size=buffer) if buffer else data
-        self.batch = corpus.batch
-
-    def __iter__(self) -> Iterator[Tensor]:
-        rows = iter(self.data)
-        while batch := list(itertools.islice(rows, self.batch)):
-            yield torch.from_numpy(np.stack([row["tokens"] for row in batch]).astype(np.int64))
-
-    def state_dict(self) -> Any:
-        return self.data.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.data.load_state_dict(state)
-
-
 # ---- LitData -------------------------------------------------------------------------------------------------------
 
 
@@ -340,14 +267,11 @@ def ours_with(**options: Any) -> Callable[..., Iterator[Tensor]]:
     return lambda corpus, first=0: ours(corpus, first, **options)
 
 
-EVERYTHING, SPEED, RESUME = ("speed", "memory", "resume"), ("speed",), ("resume",)
+EVERYTHING, SPEED = ("speed", "memory", "resume"), ("speed",)
 OURS: dict[str, Any] = {"load": import_ours, "format": "ours", "resume": "first"}
 HF: dict[str, Any] = {"load": import_hf, "format": "hf"}
 READERS = {
     "limit": Reader("numpy: one memmap, whole batches, no DataLoader (the limit)", limit),
-    "taken": Reader('numpy: likewise, by take(mode="clip")', taken, measures=SPEED),
-    "by_shard": Reader("numpy: a memmap for each shard, likewise", by_shard, format="shards", measures=SPEED),
-    "row_by_row": Reader("numpy: one memmap, a row at a time in a DataLoader", row_by_row, measures=SPEED),
     "ours": Reader("**ours**", ours, measures=EVERYTHING, **OURS),
     "ours_1": Reader("ours, 1 worker", ours_with(num_workers=1), has_workers=True, measures=SPEED, **OURS),
     "ours_2": Reader("ours, 2 workers", ours_with(num_workers=2), has_workers=True, measures=SPEED, **OURS),
@@ -359,16 +283,12 @@ READERS = {
         "ours with masks, 2 workers", ours_with(masked=True, num_workers=2), has_workers=True, measures=SPEED, **OURS
     ),
     "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, **HF),
-    "hf_numpy": Reader("datasets, numpy format, whole batches", hf_numpy, **HF),
-    "hf_stream": Reader("datasets, iterable, not shuffled", lambda c: HfStream(c, 0), measures=RESUME, **HF),
-    "hf_buffer": Reader("datasets, iterable, buffer of 1,000", lambda c: HfStream(c, 1000), measures=RESUME, **HF),
     "litdata": Reader(
         "LitData, TokensLoader", read_litdata, import_litdata, "litdata", environment="litdata", measures=EVERYTHING
     ),
     "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", environment="mds", measures=EVERYTHING),
 }
 WRITERS = {
-    "shards": write_by_shard,
     "ours": write_ours,
     "hf": write_hf,
     "litdata": write_litdata,

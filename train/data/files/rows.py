@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +43,7 @@ def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | Non
 
 
 COMMAS = csv_dialect()
+QUOTES = "quote fields with commas, quotes or line ends in them, and double the quotes"
 
 
 def csv_rows(
@@ -65,7 +65,7 @@ def csv_rows(
 
     Without a header, columns are 0, 1, ... and not known before the rows. InputError for a header that cannot be used.
     """
-    records = csv_records(lines, dialect, max_field_chars=max_field_chars)
+    records = csv_records(lines, name, dialect, max_field_chars=max_field_chars)
     names: list[str] | None = None
     if header:
         line, fields = next(records, (1, []))
@@ -93,52 +93,26 @@ def csv_rows(
 
 
 def csv_records(
-    lines: Iterator[str], dialect: dict[str, Any], *, max_field_chars: int
+    lines: Iterator[str], name: str, dialect: dict[str, Any], *, max_field_chars: int
 ) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """The number of the first line of each record, and its fields. Blank lines are none.
-
-    A quote that stays open makes one bad row: reading continues with the line after the one that opened it.
+    """The number of the first line of each record, and its fields. Blank lines are none. InputError for a quote that
+    stays open: what it has swallowed is lost.
     """
     csv.field_size_limit(max_field_chars)
-    source = Rewindable(lines)
-    reader = csv.reader(source, **dialect)
+    reader = csv.reader(lines, **dialect)
     while True:
-        source.record = []
-        first_line = source.line + 1
+        first_line = reader.line_num + 1
         try:
             fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
+            is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
+            check(not is_open, f"{name}:{first_line}: not CSV: {error}: the field's quote stays open; {QUOTES}")
             yield first_line, BadRow(f"not CSV: {error}")
-            source.rewind()
         else:
             if fields:
                 yield first_line, fields
-
-
-class Rewindable:
-    """Lines for csv.reader. It keeps the lines of the present record, so that reading can return to its second line."""
-
-    def __init__(self, lines: Iterator[str]) -> None:
-        self.lines = lines
-        self.waiting: deque[str] = deque()
-        self.record: list[str] = []
-        self.line = 0  # number of the last line given, from 1 on
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self.waiting.popleft() if self.waiting else next(self.lines)
-        self.record.append(line)
-        self.line += 1
-        return line
-
-    def rewind(self) -> None:
-        """Make the second line of the record the next one."""
-        self.waiting.extendleft(reversed(self.record[1:]))
-        self.line -= len(self.record) - 1
 
 
 @contextmanager

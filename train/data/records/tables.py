@@ -11,6 +11,7 @@ A folder that data.save_to wrote can be data.path of other runs: then nothing is
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -28,7 +29,7 @@ import numpy as np
 
 from train.cli import progress
 from train.cli.progress import Stage
-from train.config import InputError, RecordsConfig, S3Config, TrainConfig, check
+from train.config import Failure, InputError, RecordsConfig, S3Config, TrainConfig, Unreachable, check
 from train.data.records.kinds import TOKENS, Featurizer
 from train.data.records.prepared import (
     FORMAT,
@@ -49,8 +50,8 @@ from train.data.records.saved import load_saved
 from train.data.records.sources import is_missing, is_named, settings_of, version
 from train.data.records.table_facts import column, facts_of_split
 from train.data.shards.cache import cache_dir
-from train.data.shards.once import once_per_node
 from train.host.launched import launched
+from train.host.processes import is_gone, owner_name
 from train.storage.atomic_io import made_once, remove_folder
 from train.storage.folders import (
     Folder,
@@ -70,6 +71,8 @@ logger = logging.getLogger("train")
 
 RESERVED = ("tokenizer", "scratch")  # folders beside those of the splits
 ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
+LAUNCH = ".launch-"  # files in which a rank leaves the result for the others of its machine
+ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (InputError, Unreachable, Failure)}
 SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
 
 
@@ -98,9 +101,9 @@ class Tables:
 
 
 def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
-    """The prepared data of a run. Local rank 0 of a machine makes it or finds it while the others wait.
+    """The prepared data of a run. One rank of each machine makes it or finds it while the others wait.
 
-    Raises InputError for data that cannot be used, on all ranks of the machine; Failure if rank 0 does not end.
+    Raises InputError for data that cannot be used, on all ranks of the machine.
     """
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
@@ -110,16 +113,14 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
     tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
     key = sha256_json([asdict(data), cfg.seed, featurizer.kind.name, featurizer.settings, tokenizer_id])[:16]
     job = Job(cfg, data, featurizer, tokenizer_id, root)
-    progress.begin(Stage(f"looking for data.path={data.path}"))
-    with progress.reported(speaks=launched().rank == 0):
-        folder = Path(once_per_node(root, key, lambda: str(provide(job))))
+    folder = Path(once_per_machine(root, key, lambda: provide(job)))
     facts = parse_facts((folder / NAME).read_bytes())
     return Tables(folder, facts["id"], facts)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What local rank 0 is to provide."""
+    """What one rank of each machine is to provide."""
 
     cfg: TrainConfig
     data: RecordsConfig
@@ -141,21 +142,57 @@ class Job:
         return sha256_json([FORMAT, settings_of(self.data), self.cfg.seed, kind, settings, self.tokenizer_id])[:12]
 
 
-def provide(job: Job) -> Path:
+def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
+    """Return what `action` returns. The first rank of a machine that comes takes the action; the others wait for the
+    lock of a file in `root`, and find the result in it. If the first one dies, the next one takes the action.
+
+    Raises what `action` raised, on all ranks of the machine.
+    """
+    launch = launched()
+    if launch.local_world_size == 1:
+        return action()
+    make_folder(root)
+    for path in root.glob(f"{LAUNCH}*"):
+        if is_gone(path.name.removeprefix(LAUNCH).rsplit("-", 2)[0]):
+            path.unlink(missing_ok=True)
+    # Ranks have one parent, torchrun's agent, which may start them again.
+    path = root / f"{LAUNCH}{owner_name(os.getppid())}-{launch.restart_count}-{key}"
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if content := file.read():
+            kind, text = json.loads(content)
+            if kind in ERRORS:
+                raise ERRORS[kind](text)
+            return str(text)
+        try:
+            result = action()
+        except tuple(ERRORS.values()) as error:
+            kind = next(name for name, known in ERRORS.items() if isinstance(error, known))
+            file.write(json.dumps([kind, str(error)]))
+            raise
+        file.write(json.dumps([None, result]))
+    return result
+
+
+def provide(job: Job) -> str:
     """The folder with the tables, on this machine; kept in data.save_to as well."""
-    data = job.data
-    source = saved_source(data, job.cfg.s3)
-    facts = find_facts(source) if source else None
-    if source and facts:
-        check_same(facts, data, job.featurizer, job.tokenizer_id)
-        folder = find_saved(job, source, facts)
-    else:
-        folder = find_or_make(job)
-    if data.save_to is not None and launched().rank == 0:
-        save(folder, open_folder(data.save_to, job.cfg.s3))
+    data, launch = job.data, launched()
+    is_first_machine = launch.rank == launch.local_rank
+    progress.begin(Stage(f"looking for data.path={data.path}"))
+    with progress.reported(speaks=is_first_machine):
+        source = saved_source(data, job.cfg.s3)
+        facts = find_facts(source) if source else None
+        if source and facts:
+            check_same(facts, data, job.featurizer, job.tokenizer_id)
+            folder = find_saved(job, source, facts)
+        else:
+            folder = find_or_make(job)
+        if data.save_to is not None and is_first_machine:
+            save(folder, open_folder(data.save_to, job.cfg.s3))
     # The tokenizer used threads here: loader workers that are forked now must not, and must not warn of it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return folder
+    return str(folder)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:

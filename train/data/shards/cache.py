@@ -1,35 +1,34 @@
-"""The cache of a node for shards from S3: where it is, what fits into it, and how readers wait for shards.
+"""The cache of a machine for shards from S3: where it is, what fits into it, and how readers wait for shards.
 
-`CACHE_DIR/ID/` has one data set's shards under the names of its manifest, each put there by a rename once its length
-and sha256 are right (download.py). Nothing else is ever deleted. Runs that read the same data share the folder; a run
-that has to delete, because not all of the data fits, needs it alone.
+`CACHE_DIR/ID/` holds one data set's shards under the names of its manifest. Each gets its name by a rename once its
+length and sha256 are right (download.py). Runs that read the same data share the folder. A run that has to delete
+shards, because not all of the data fits, needs the folder alone; nothing else is ever deleted.
 
-`CACHE_DIR/ID/runs/NAME/` is one run's part of it: which shards its fetching process has compared with the manifest,
-which it wants, and the faults of others. A reader takes no shard that its own run has not compared.
+`CACHE_DIR/ID/runs/NAME/` belongs to one run: the shards that are under way, an empty file `compared/SHARD` for each
+that the run's prefetcher has compared with the manifest, and status.json, in which the prefetcher tells the readers
+what it wants and what fails. A reader opens no shard that its own run has not compared.
 """
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import platform
 import shutil
 import time
 import uuid
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
-
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from typing import IO, TypedDict
 
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.shards.format import Manifest, Shard
 from train.data.shards.order import ShuffleBlock
 from train.host import machine
 from train.host.launched import launched
-from train.storage.folders import local_path, make_folder, read_json
+from train.host.processes import is_gone, owner_name
+from train.storage.atomic_io import write_atomic
+from train.storage.folders import canonical_json, local_path, make_folder, read_json
 
 SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # The cache holds the window before (its files are deleted, but readers still map them), the current one, as much as a
@@ -37,7 +36,21 @@ SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 WINDOWS_HELD = 6
 POLL_S = 0.02
 LOOK_EVERY_S = 0.25  # for the reason why a shard is absent
-STARTS_WITHIN_S = 20.0
+STARTS_WITHIN_S = 20.0  # the prefetcher writes its first status
+TAKE_OVER_S = 10.0  # within which a run that was killed releases the cache
+
+
+class Fault(TypedDict):
+    reason: str
+    is_final: bool  # no further attempt can bring the shard
+
+
+class Status(TypedDict):
+    """What a run's prefetcher tells the readers."""
+
+    owner: str  # owner_name of its process
+    wanted: list[str]  # files
+    faults: dict[str, Fault]  # of files that are not there yet
 
 
 def cache_dir(cfg: DataConfig) -> Path:
@@ -54,47 +67,111 @@ def launch_name() -> str:
     return f"{platform.node()}-{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}".replace("/", "-")
 
 
-@dataclass(frozen=True)
-class Cache:
-    folder: Path
-    deadline_s: float
-    given_up: list[Unreachable] = field(default_factory=list)  # why this process waits for no shard any more
-    rank: int = field(default_factory=os.getpid)  # the process of the rank; loaders have copies
-    name: str = field(default_factory=launch_name)
+class ShardCache:
+    """The cache of one data set, as one run uses it. InputError if its folder cannot be made."""
+
+    def __init__(self, cfg: ShardsConfig, manifest: Manifest) -> None:
+        self.cfg, self.manifest = cfg, manifest
+        self.folder = make_folder(cache_dir(cfg) / manifest.id[:16])
+        self.run = self.folder / "runs" / launch_name()
+        self.compared, self.status = self.run / "compared", self.run / "status.json"
+        self.gave_up: Unreachable | None = None  # why this process waits for no shard any more
+
+    # ---- size ------------------------------------------------------------------------------------------------------
 
     @property
-    def run(self) -> Path:
-        """This run's own part of the folder."""
-        return self.folder / "runs" / self.name
-
-    def faults(self, shard: Shard) -> Path:
-        return self.run / "faults" / f"{shard.file}.json"
+    def total_bytes(self) -> int:
+        return sum(shard.bytes for shard in self.manifest.shards)
 
     @property
-    def wanted(self) -> Path:
-        """JSON: the files that the fetching process wants."""
-        return self.run / "wanted.json"
+    def largest_bytes(self) -> int:
+        return max(shard.bytes for shard in self.manifest.shards)
 
-    def begin(self) -> None:
-        """Make this run's part new and empty: nothing is compared yet."""
+    @property
+    def free_bytes(self) -> int:
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize
+
+    def limit_bytes(self) -> int:
+        """How many bytes the shards may take on this disk. InputError if the disk has less than the settings say."""
+        present = sum(shard.bytes for shard in self.manifest.shards if (self.folder / shard.file).is_file())
+        if self.cfg.cache_gb is None:
+            return int(present + SHARE_OF_FREE * self.free_bytes)
+        wanted = int(self.cfg.cache_gb * 1e9)
+        needed = min(wanted, self.total_bytes)
+        check(
+            needed <= present + self.free_bytes,
+            f"{self.folder} has {self.free_bytes / 1e9:.3g} GB free, the shards would take {needed / 1e9:.3g} GB; free "
+            "some, lower data.cache_gb, or choose data.cache_dir on a larger disk",
+        )
+        return wanted
+
+    def shuffle_block(self) -> ShuffleBlock:
+        """All shards if they fit, else the largest window of which WINDOWS_HELD fit. InputError if none fits."""
+        limit_bytes = self.limit_bytes()
+        if self.total_bytes <= limit_bytes:
+            return ShuffleBlock(len(self.manifest.splits["train"]), grow=True)
+        validation_bytes = sum(shard.bytes for shard in self.manifest.splits["validation"])
+        shards = (limit_bytes - validation_bytes) // (WINDOWS_HELD * self.largest_bytes)
+        self.check_fits(ShuffleBlock(max(1, shards)))
+        return ShuffleBlock(shards, grow=True)
+
+    def check_fits(self, block: ShuffleBlock | None, *, global_batch_size: int = 0) -> None:
+        """InputError if the cache cannot hold what such windows need at once; None: all of the data."""
+        limit_bytes = self.limit_bytes()
+        if self.total_bytes <= limit_bytes:
+            return
+        may_take = f"the cache may take {limit_bytes / 1e9:.3g} GB"
+        if block is None:
+            raise InputError(f"{may_take}, the data is {self.total_bytes / 1e9:.3g} GB; choose another cache folder")
+        rows = block.shards * max(shard.rows for shard in self.manifest.splits["train"])
+        check(
+            rows >= global_batch_size,
+            f"a batch of {global_batch_size} sequences is more than a window of {block.shards} shards holds ({rows}); "
+            "raise data.window_shards, and data.cache_gb with it",
+        )
+        validation_bytes = sum(shard.bytes for shard in self.manifest.splits["validation"])
+        needed = min(self.total_bytes, validation_bytes + WINDOWS_HELD * block.shards * self.largest_bytes)
+        check(
+            needed <= limit_bytes,
+            f"{may_take}, windows of {block.shards} shards need {needed / 1e9:.3g} GB; raise data.cache_gb, lower "
+            "data.window_shards or choose another data.cache_dir",
+        )
+
+    # ---- the run that fills it -------------------------------------------------------------------------------------
+
+    def hold(self, *, alone: bool) -> IO[str]:
+        """Lock the folder until the returned file is closed, for this run alone or together with others, and begin this
+        run's part of it: nothing is compared yet. InputError if another run is in the way.
+        """
+        file = (self.folder / "lock").open("a+")  # NFS asks for reading too
+        until_s = time.monotonic() + TAKE_OVER_S
+        while True:
+            if locked(file, fcntl.LOCK_EX):
+                shutil.rmtree(self.run.parent, ignore_errors=True)  # of runs that are gone
+                if alone:
+                    break
+            if not alone and locked(file, fcntl.LOCK_SH):
+                break
+            if time.monotonic() > until_s:
+                file.close()
+                other = "uses" if alone else "has"
+                why = ", and not all of the data fits" if alone else " for itself"
+                raise InputError(f"another run {other} {self.folder}{why}; give one of them its own data.cache_dir")
+            time.sleep(LOOK_EVERY_S)
         shutil.rmtree(self.run, ignore_errors=True)
-        for name in ("faults", "compared"):
-            (self.run / name).mkdir(parents=True)
+        self.compared.mkdir(parents=True)
+        return file
 
-    def set_compared(self, shard: Shard) -> None:
-        """Let this run's readers take a shard."""
-        (self.run / "compared" / shard.file).touch()
+    def write_status(self, wanted: Sequence[Shard], faults: dict[str, Fault]) -> None:
+        status = Status(owner=owner_name(os.getpid()), wanted=[shard.file for shard in wanted], faults=faults)
+        write_atomic(self.status, canonical_json(status))
+
+    # ---- readers ---------------------------------------------------------------------------------------------------
 
     def is_ready(self, shard: Shard) -> bool:
-        """Whether a shard is there and was compared with the manifest by this run's fetching process."""
-        return (self.run / "compared" / shard.file).exists() and (self.folder / shard.file).is_file()
-
-    def ready(self) -> set[str]:
-        """The files of all such shards."""
-        present, compared = (
-            {path.name for path in folder.iterdir()} for folder in (self.folder, self.run / "compared")
-        )
-        return present & compared
+        """Whether a shard is there and was compared with the manifest by this run's prefetcher."""
+        return (self.compared / shard.file).exists() and (self.folder / shard.file).is_file()
 
     def wait(self, shard: Shard, began_s: float) -> None:
         """Wait until a shard is there and compared, for a batch that has waited since `began_s` (time.monotonic).
@@ -103,172 +180,47 @@ class Cache:
         reason. A loader may look further ahead than the cache reaches: the time until a shard is wanted does not count.
         """
         entered_s = looked_s = time.monotonic()
-        waits_since_s, is_first_look = math.nan, True  # nan: it is not wanted yet
+        wanted_since_s: float | None = None
         while not self.is_ready(shard):
-            if self.given_up:
-                raise self.given_up[0]
+            if self.gave_up is not None:
+                raise self.gave_up
             time.sleep(POLL_S)
             now_s = time.monotonic()
             if now_s - looked_s < LOOK_EVERY_S:
                 continue
-            looked_s = now_s
-            if self.rank not in (os.getpid(), os.getppid()):
-                raise Unreachable("the rank of this loader process is gone")
-            fault = read_json(self.faults(shard))
-            if fault is not None and fault["is_final"]:
-                raise InputError(fault["reason"])
-            wanted = read_json(self.wanted)
-            if math.isnan(waits_since_s) and shard.file in (wanted or ()):
-                waits_since_s = began_s if is_first_look else now_s
-            is_first_look = False
-            if now_s - waits_since_s > self.deadline_s:
-                reason = fault["reason"] if fault else f"{shard.file} does not come; {self.fault_of_another()}"
-                self.given_up.append(Unreachable(f"{reason}; given up after {self.deadline_s:g} s (data.deadline_s)"))
-            has_begun = wanted is not None or now_s - entered_s > STARTS_WITHIN_S
-            if has_begun and not self.is_served() and not self.is_ready(shard):
+            is_first_look, looked_s = looked_s == entered_s, now_s
+            status: Status | None = read_json(self.status)
+            is_late = status is None and now_s - entered_s > STARTS_WITHIN_S
+            if (is_late or (status is not None and is_gone(status["owner"]))) and not self.is_ready(shard):
                 raise Unreachable(
                     f"{shard.file} cannot come: the process that fetches shards on this node is gone, its error is "
-                    f"above; {self.free}"
+                    f"above; {self.folder} has {self.free_bytes / 1e9:.3g} GB free"
                 )
+            if status is None or shard.file not in status["wanted"]:
+                continue
+            fault = status["faults"].get(shard.file)
+            if fault is not None and fault["is_final"]:
+                raise InputError(fault["reason"])
+            wanted_since_s = wanted_since_s or (began_s if is_first_look else now_s)
+            if now_s - wanted_since_s > self.cfg.deadline_s:
+                reason = fault["reason"] if fault else f"{shard.file} does not come; {self.likely_reason(status)}"
+                limit = f"given up after {self.cfg.deadline_s:g} s (data.deadline_s)"
+                self.gave_up = Unreachable(f"{reason}; {limit}")
 
-    def fault_of_another(self) -> str:
-        """A likely reason why a shard that was not yet tried does not come: the fault of another shard."""
-        faults = filter(None, map(read_json, sorted(self.run.glob("faults/*.json"))))
-        other = next((f"another one: {fault['reason']}" for fault in faults), None)
-        return other or f"there is no error: a slow network? {self.free}"
-
-    @property
-    def free(self) -> str:
-        return f"{self.folder} has {free_bytes(self.folder) / 1e9:.3g} GB free"
-
-    def is_served(self) -> bool:
-        """Whether this run's fetching process is alive: it holds this lock."""
-        with suppress(FileNotFoundError), (self.run / "fetcher.lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+    def likely_reason(self, status: Status) -> str:
+        """Why a shard that was not yet tried does not come: the fault of another shard, if there is one."""
+        for fault in status["faults"].values():
+            return f"another one: {fault['reason']}"
+        return f"there is no error: a slow network? {self.folder} has {self.free_bytes / 1e9:.3g} GB free"
 
 
-@dataclass(frozen=True)
-class Room:
-    """The sizes of a data set, in bytes, by which it fits into a cache or not."""
-
-    train: int
-    validation: int
-    largest: int  # shard
-    num_shards: int
-    rows: int  # of the largest training shard
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> Room:
-        train, validation = ([shard.bytes for shard in manifest.splits[split]] for split in ("train", "validation"))
-        most_rows = max(shard.rows for shard in manifest.splits["train"])
-        return cls(sum(train), sum(validation), max([*train, *validation]), len(train), most_rows)
-
-    @property
-    def total(self) -> int:
-        return self.train + self.validation
-
-    def windowed(self, shards: int) -> int:
-        return min(self.total, self.validation + WINDOWS_HELD * shards * self.largest)
-
-    def shuffle_block(self, limit_bytes: int) -> ShuffleBlock:
-        """The largest windows of which WINDOWS_HELD fit, if not all shards do. InputError if none fits."""
-        if self.total <= limit_bytes:
-            return ShuffleBlock(self.num_shards, grow=True)
-        shards = (limit_bytes - self.validation) // (WINDOWS_HELD * self.largest)
-        self.check(ShuffleBlock(max(1, shards)), limit_bytes)
-        return ShuffleBlock(shards, grow=True)
-
-    def check_all(self, limit_bytes: int) -> None:
-        check(
-            self.total <= limit_bytes,
-            f"the cache may take {limit_bytes / 1e9:.3g} GB, the data is {self.total / 1e9:.3g} GB; choose another "
-            "cache folder",
-        )
-
-    def check(self, windows: ShuffleBlock, limit_bytes: int, *, global_batch_size: int = 0) -> None:
-        """InputError if the cache cannot hold what these windows need at once."""
-        if self.total <= limit_bytes:
-            return
-        check(
-            windows.shards * self.rows >= global_batch_size,
-            f"a batch of {global_batch_size} sequences is more than a window of {windows.shards} shards holds "
-            f"({windows.shards * self.rows}); raise data.window_shards, and data.cache_gb with it",
-        )
-        needed = self.windowed(windows.shards)
-        check(
-            needed <= limit_bytes,
-            f"the cache may take {limit_bytes / 1e9:.3g} GB, windows of {windows.shards} shards need "
-            f"{needed / 1e9:.3g} GB; raise data.cache_gb, lower data.window_shards or choose another data.cache_dir",
-        )
-
-
-def limit_bytes(cfg: ShardsConfig, folder: Path, manifest: Manifest) -> int:
-    """How many bytes the shards may take on this disk. InputError if the disk has less than the settings say."""
-    present = sum(shard.bytes for shard in manifest.shards if (folder / shard.file).is_file())
-    free = free_bytes(folder)
-    if cfg.cache_gb is None:
-        return int(present + SHARE_OF_FREE * free)
-    wanted = int(cfg.cache_gb * 1e9)
-    needed = min(wanted, Room.of(manifest).total)
-    check(
-        needed <= present + free,
-        f"{folder} has {free / 1e9:.3g} GB free, the shards would take {needed / 1e9:.3g} GB; free some, lower "
-        "data.cache_gb, or choose data.cache_dir on a larger disk",
-    )
-    return wanted
-
-
-def free_bytes(folder: Path) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize
-
-
-def open_cache(cfg: ShardsConfig, manifest: Manifest) -> Cache:
-    """The cache of a data set on this node, made if it is absent. InputError if it cannot be written."""
-    folder = make_folder(cache_dir(cfg) / manifest.id[:16])
-    names = {shard.file for shard in manifest.shards}
-    for path in folder.glob(".*.part-*"):
-        if path.name[1:].rpartition(".part-")[0] in names:
-            remove_unlocked(path)
-    return Cache(folder, cfg.deadline_s)
-
-
-def remove_unlocked(path: Path) -> None:
-    """Remove a file unless a process holds it."""
-    with suppress(FileNotFoundError, BlockingIOError), path.open("rb+") as file:
-        flock(file, alone=True)
-        path.unlink()
-
-
-def lock(cache: Cache, *, alone: bool, patience_s: float = 0.0) -> IO[str]:
-    """Hold the folder, alone or with other runs, until the file is closed. BlockingIOError if others hold it,
-    InputError if its file system has no locks.
-    """
-    file = (cache.folder / "lock").open("a+")  # NFS asks for reading too
-    trying = Retrying(
-        retry=retry_if_exception_type(BlockingIOError),
-        stop=stop_after_delay(patience_s),
-        wait=wait_fixed(LOOK_EVERY_S),
-        reraise=True,
-    )
+def locked(file: IO[str], operation: int) -> bool:
+    """Lock a file without waiting; False if another run's lock is in the way. InputError if its disk has no locks."""
     try:
-        trying(flock, file, alone=alone)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def flock(file: IO[Any], *, alone: bool) -> None:
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise
+        return False
     except OSError as error:
-        raise InputError(
-            f"{file.name} cannot be locked: {error.strerror}; set data.cache_dir to a local disk"
-        ) from error
+        cure = "set data.cache_dir to a local disk"
+        raise InputError(f"{file.name} cannot be locked: {error.strerror}; {cure}") from error
+    return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from train.config import S3Config, ShardsConfig, check
-from train.data.shards.cache import Room, limit_bytes, open_cache
+from train.data.shards.cache import ShardCache
 from train.data.shards.format import (
     TOKENIZER_FILE,
     Manifest,
@@ -48,7 +48,7 @@ class PreparedData:
         self.cfg = cfg
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
-        self.cache = open_cache(cfg, self.manifest) if is_s3(cfg.path) else None
+        self.cache = ShardCache(cfg, self.manifest) if is_s3(cfg.path) else None
         if self.cache is None:
             self.folder = local_path(cfg.path)
             if looks:
@@ -88,25 +88,24 @@ class PreparedData:
             return ShuffleBlock(min(wanted, num_shards))
         if self.cache is None:
             return ShuffleBlock(num_shards, grow=True)
-        return Room.of(self.manifest).shuffle_block(limit_bytes(self.cfg, self.folder, self.manifest))
+        return self.cache.shuffle_block()
 
     def on_demand(self, name: str) -> ShardSet:
         """A split without a prefetcher: a shard is fetched into the cache when it is first read."""
         if self.cache is None:
             return self.split(name)
-        Room.of(self.manifest).check_all(limit_bytes(self.cfg, self.folder, self.manifest))
-        from train.data.shards.download import Downloader
+        from train.data.shards.download import Downloader  # the connector takes long to import
 
-        downloader = Downloader(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache)
-        return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.bring(shard))
+        self.cache.check_fits(None)
+        self.held = self.cache.hold(alone=False)
+        downloader = Downloader(cast("S3Folder", self.source), self.cache)
+        return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.download(shard))
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Start fetching the shards of `sampler`. InputError if this machine's cache has no room for them."""
         if self.cache is None or not is_first_on_machine:
             return Prefetcher()
-        limit = limit_bytes(self.cfg, self.folder, self.manifest)
-        Room.of(self.manifest).check(sampler.windows, limit, global_batch_size=sampler.global_batch_size)
-        return ShardPrefetcher(cast("S3Folder", self.source), self.cfg, self.manifest, self.cache, sampler, limit)
+        return ShardPrefetcher(cast("S3Folder", self.source), self.cache, sampler)
 
 
 def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
-from train.data.files.rows import BATCH_ROWS, csv_rows, json_rows, open_parquet
+from train.data.files.rows import BATCH_ROWS, QUOTES, csv_rows, json_rows, open_parquet
 from train.data.files.text import check_encoding, is_seekable, open_text, stretches
 from train.data.text.documents import WHOLE, Document, Part, check_column, clean, find_files, listing, text_of
 from train.storage.folders import sha256_json
@@ -207,8 +207,7 @@ class Csv(FilesCorpus):
             check_column(self.cfg.column, columns or [], f"{path}:1")
             for line, row in rows:
                 if isinstance(row, BadRow):
-                    hint = "quote fields with commas, quotes or line ends in them, and double the quotes"
-                    raise InputError(f"{path}:{line}: {row}; {hint}")
+                    raise InputError(f"{path}:{line}: {row}; {QUOTES}")
                 yield row[self.cfg.column], position()
 
 
