@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 
 from train.cli import compose as cli
-from train.compare.measures import Entry, measure, quality, ratio, work_differences
 from train.compare.variants import Runner, Variant, make_variants
 from train.config import Failure, check
 from train.config.compare import CompareConfig
-from train.report.run import read_run
+from train.report.comparison import quality, ratio, work_differences
+from train.report.run import Run, read_run
 
 MEASURES = {
     "tokens_per_s": "tokens/s, in steps",
@@ -30,7 +30,7 @@ MEASURES = {
     "peak_device_bytes": "peak device memory of rank 0, bytes",
     "peak_host_bytes": "peak host memory of rank 0, bytes",
 }
-Rounds = dict[str, list[Entry]]  # by variant
+Rounds = dict[str, list[Run]]  # by variant
 
 
 def main() -> int:
@@ -58,30 +58,29 @@ def run(given: list[str], rounds: int) -> int:
     return cli.DONE
 
 
-def run_one(runner: Runner, variant: Variant) -> Entry:
+def run_one(runner: Runner, variant: Variant) -> Run:
     ending = runner.run(variant)
     if ending.outcome != "done":
         raise Failure(f"{variant.location}: {ending.outcome} {ending.reason}".strip())
-    run = read_run(Path(variant.location).resolve())
-    return Entry(variant.name, run, measure(run))
+    return read_run(Path(variant.location).resolve())
 
 
 def print_results(results: Rounds, tolerance: float) -> None:
     baseline = next(iter(results.values()))
     for key, name in MEASURES.items():
-        if not any(entry.facts[key] for entries in results.values() for entry in entries):
+        if not any(run.summary[key] for runs in results.values() for run in runs):
             continue
         print(f"\n{name}")
-        for variant, entries in results.items():
-            ratios = [ratio(entry, base, key) for entry, base in zip(entries, baseline, strict=True)]
-            times = "" if entries is baseline else f"   {spread(ratios, '{:.3f}')} times"
-            print(f"  {variant:24} {spread([entry.facts[key] for entry in entries], '{:,.4g}')}{times}")
+        for variant, runs in results.items():
+            ratios = [ratio(run, base, key) for run, base in zip(runs, baseline, strict=True)]
+            times = "" if runs is baseline else f"   {spread(ratios, '{:.3f}')} times"
+            print(f"  {variant:24} {spread([run.summary[key] for run in runs], '{:,.4g}')}{times}")
     print()
-    for variant, entries in list(results.items())[1:]:
-        for number, (entry, base) in enumerate(zip(entries, baseline, strict=True), 1):
-            differences = work_differences(entry, base, same_batch="_batch_" not in variant)
-            says = quality(entry, base, tolerance) or "quality unknown"
-            print(f"{variant}, round {number}: {says}; work: {'; '.join(differences) or 'the same'}")
+    for variant, runs in list(results.items())[1:]:
+        for number, (run, base) in enumerate(zip(runs, baseline, strict=True), 1):
+            differences = work_differences(run, base, same_batch="_batch_" not in variant)
+            work = "; ".join(differences) or "the same"
+            print(f"{variant}, round {number}: {quality(run, base, tolerance)}; work: {work}")
 
 
 def spread(values: list[float | None], form: str) -> str:

@@ -1,4 +1,4 @@
-"""Comparisons: ratios to the baseline, equal quality, the same work, and the variants of a run that are compared."""
+"""Runs beside the first one of a report: ratios, equal quality, the same work; and its variants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,20 @@ from finetuning import squad, tuning
 from hostile import changed, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from reported_runs import shown
 from running import ROOT, command, eventually, train_overrides
-from s3_fixtures import Bucket
 
 from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, REFUSED, STOPPED
 from train.compare.__main__ import main
-from train.compare.figures import panels
-from train.compare.measures import Entry, at_largest_batch, at_same_batch, notes, percent
-from train.compare.page import TITLE, by_batch, compare, statistics
 from train.compare.variants import make_variants
-from train.config import InputError
+from train.config import InputError, flatten
 from train.config.compare import CompareConfig
-from train.report.run import Run, read_run
+from train.report import comparison
+from train.report.figures import bars_of
+from train.report.page import table
+from train.report.run import Run, drop_superseded, read_run, split_attempts, tell_apart
+from train.report.texts import percent
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
 
@@ -106,8 +106,14 @@ def compiled_run(folder: Path, **changes: Any) -> Path:
     return write_run(folder, **known | changes, config=config)
 
 
-def compared(*folders: Path, tolerance: float = 0.01) -> tuple[list[Entry], list[str]]:
-    return compare([read_run(folder) for folder in folders], tolerance=tolerance)
+def compared(*folders: Path, tolerance: float = 0.01) -> tuple[list[Run], list[str]]:
+    runs = [read_run(folder) for folder in folders]
+    tell_apart(runs)
+    return runs, comparison.sentences(runs, tolerance)
+
+
+def rows(*folders: Path) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in table(compared(*folders)[0])}
 
 
 # ---- what the page says --------------------------------------------------------------------------------------------
@@ -119,35 +125,39 @@ def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     assert main([str(native), str(compiled)]) == DONE
     says = "compiled does 2.00 times the tokens/s of native in 0.64 of the time (0.48 without compiling), "
     says += "equal quality (f1 0.5 % apart, tolerance 1 %)"
-    assert capsys.readouterr().out.splitlines()[0] == says
-    html = (tmp_path / "comparison" / "comparison.html").read_text()
-    assert f'<div class="card headline first">{says}</div>' in html and "the same</td>" in html
-    assert (tmp_path / "comparison" / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    sources = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)""", html)
-    assert len(sources) == 7 and all(source.startswith("data:image/png;base64,") for source in sources)
-    entries, _ = compared(native, compiled)
-    header, _, row = by_batch(entries, tolerance=0.01, same_batch=True)
-    cells = dict(zip(header, row, strict=True))
-    assert cells["Batch (micro batch)"] == "28 (28)"
-    assert cells["Tokens/s"] == "8,000 (2.00 times)" and cells["Sequences/s"] == "22.4 (2.00 times)"
-    assert cells["Billable time"] == "0:01:20 (0.64 times)" and cells["without compiling"] == "0:01:00 (0.48 times)"
-    assert cells["Cost"] == "$1.28 (0.64 times)"
-    table = {row[0]: row[1:] for row in statistics(entries)}
-    assert table["Compiling (s)"] == ["0.0", "20.0"] and table["Compiled graphs"] == ["0", "2"]
-    assert table["Peak device memory of rank 0 (GB)"] == ["8.00", "6.00"]
-    assert table["Versions"] == ["torch 2.9.0"] * 2 and table["backend.compile"] == ["none", "layers"]
+    assert says in capsys.readouterr().out.splitlines()
+    page = tmp_path / "report"
+    html = (page / "report.html").read_text()
+    assert f'<div class="card headline">{says}</div>' in html
+    assert "$1.28 (0.64 times) \u2605 best" in shown(html.replace("&#9733;", "\u2605"))
+    names = {"throughput_by_run", "time_by_run", "cost_by_run", "memory_by_run", "training_loss_over_time"}
+    assert names <= {path.stem for path in page.glob("*.png")}
+    known = rows(native, compiled)
+    expected = {
+        "Tokens/s over the whole run": ["4,000", "8,000 (2.00 times)"],
+        "Sequences/s": ["11.2", "22.4 (2.00 times)"],
+        "Billable time: since the first start (h:mm:ss)": ["0:02:05", "0:01:20 (0.64 times)"],
+        "Billable time without compiling (h:mm:ss)": ["0:02:05", "0:01:00 (0.48 times)"],
+        "Cost": ["$2.00", "$1.28 (0.64 times)"],
+        "Compiling (s)": ["0.0", "20.0"],
+        "Compiled graphs": ["0", "2"],
+        "Peak device memory of rank 0 (GB)": ["8.00", "6.00"],
+        "Micro batch (sequences)": ["28", "28"],
+        "Versions": ["torch 2.9.0"] * 2,
+        "backend.compile": ["none", "layers"],
+    }
+    assert {label: known[label] for label in expected} == expected
 
 
 @pytest.mark.parametrize(
-    ("device", "rows"),
+    ("device", "kinds"),
     [("NVIDIA V100", {"device", "host"}), ("cpu", {"host"}), ("cpu through XLA", {"host"})],
 )
-def test_memory_of_cpus_is_that_of_the_host(tmp_path, device, rows):
+def test_memory_of_cpus_is_that_of_the_host(tmp_path, device, kinds):
     line = {"kind": "train", "time_unix_s": BEGAN_S + 30, "step": 1, "loss": 4.0, "device_memory_bytes": 3e9}
     end = {"kind": "summary", "time_unix_s": BEGAN_S + 60, "step": 1, "peak_host_bytes": 2e9}
-    entries, _ = compared(write_run(tmp_path / "run", environment={"device": device}, lines=[line, end]))
-    labels = [row[0] for row in statistics(entries) if "memory" in row[0]]
-    assert {label.split(" memory")[0].split()[-1] for label in labels} == rows
+    known = rows(write_run(tmp_path / "run", environment={"device": device}, lines=[line, end]))
+    assert {label.split(" memory")[0].split()[-1] for label in known if "memory" in label} == kinds
 
 
 @pytest.mark.parametrize(
@@ -185,9 +195,8 @@ def test_without_a_common_score_quality_is_unknown(tmp_path):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_other_work_is_named(changes, names, tmp_path):
-    entries, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
+    _, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
     assert f"not the same work ({names})" in sentences[0].replace("model.num", "num")
-    assert names in by_batch(entries, tolerance=0.01, same_batch=True)[-1][-1]
 
 
 @pytest.mark.parametrize(
@@ -196,9 +205,8 @@ def test_other_work_is_named(changes, names, tmp_path):
     ids=["data", "part"],
 )
 def test_runs_that_were_validated_on_different_data_are_never_of_equal_quality(changes, tmp_path):
-    entries, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
-    for text in (sentences[0], " ".join(by_batch(entries, tolerance=0.01, same_batch=True)[-1])):
-        assert "equal quality" not in text and "f1 80.4 against 80, on different data" in text
+    _, sentences = compared(write_run(tmp_path / "a"), compiled_run(tmp_path / "b", **changes))
+    assert "equal quality" not in sentences[0] and "f1 80.4 against 80, on different data" in sentences[0]
 
 
 def test_another_machine_is_named_and_xla_on_the_same_one_is_not(tmp_path):
@@ -210,14 +218,12 @@ def test_another_machine_is_named_and_xla_on_the_same_one_is_not(tmp_path):
     assert "machine" not in sentences[1]
 
 
-def test_a_cost_that_is_not_known_is_left_out(tmp_path):
+def test_a_cost_that_is_not_known_has_no_figure(tmp_path):
     native, compiled = write_run(tmp_path / "native"), compiled_run(tmp_path / "compiled")
-    entries, _ = compared(native, compiled)
-    assert "Cost" not in by_batch(entries, tolerance=0.01, same_batch=True)[0]
-    assert "Cost" not in {row[0] for row in statistics(entries)}
-    assert "cost" not in {panel.name for panel in panels(entries)}
-    priced, _ = compared(native, compiled_run(tmp_path / "priced", cost_usd=3.0))
-    assert ["Cost", "unknown", "$3.00"] in statistics(priced) and "cost" in {panel.name for panel in panels(priced)}
+    assert "cost_by_run" not in {bars.name for bars in bars_of(compared(native, compiled)[0])}
+    priced = compiled_run(tmp_path / "priced", cost_usd=3.0)
+    assert rows(native, priced)["Cost"] == ["unknown", "$3.00"]
+    assert "cost_by_run" in {bars.name for bars in bars_of(compared(native, priced)[0])}
 
 
 def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch(tmp_path):
@@ -228,9 +234,6 @@ def test_each_variant_at_its_own_largest_batch_is_told_apart_from_the_same_batch
     assert [sentence.split(" does ")[0] for sentence in sentences] == ["compiled", "compiled_batch_56"]
     assert "2.50 times the tokens/s of native in 0.56 of the time" in sentences[1]
     assert "each at its own largest batch (56 against 28)" in sentences[1] and "not the same" not in sentences[1]
-    entries, _ = compared(*runs)
-    assert [entry.label for entry in at_same_batch(entries)] == ["native", "compiled"]
-    assert [entry.label for entry in at_largest_batch(entries)] == ["native", "compiled_batch_56"]
     only_largest = compared(runs[0], runs[2])[1]
     assert len(only_largest) == 1 and only_largest[0] == sentences[1]
 
@@ -241,10 +244,10 @@ def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path):
     text = (resumed / "metrics.jsonl").read_text().splitlines()
     again = json.dumps(json.loads(text[-1]) | {"attempt": 2, "time_unix_s": 2000.0})
     (resumed / "metrics.jsonl").write_text("\n".join([*text, again]) + "\n")
-    entries, _ = compared(stopped, resumed)
-    assert list(notes(entries[0])) == ["stopped has not ended: step 40 of 90"]
-    assert [note.partition(":")[0] for note in notes(entries[1])] == ["resumed took 2 attempts"]
-    assert entries[1].facts["compile_s"] == 40.0 and entries[1].facts["wall_s"] == 1000.0
+    runs, _ = compared(stopped, resumed)
+    said = [warning.partition(": its")[0] for warning in comparison.warnings(runs)]
+    assert said == ["stopped has not ended: step 40 of 90", "resumed took 2 attempts"]
+    assert runs[1].summary["compile_s"] == 40.0 and runs[1].summary["wall_s"] == 1000.0
 
 
 def test_an_attempt_that_goes_on_is_measured_to_its_newest_line(tmp_path):
@@ -255,22 +258,21 @@ def test_an_attempt_that_goes_on_is_measured_to_its_newest_line(tmp_path):
     native = write_run(tmp_path / "native")
     text = (native / "metrics.jsonl").read_text().replace('"reason": "done"', '"reason": "done", "wall_s": 125.0')
     (native / "metrics.jsonl").write_text(text)
-    entries, _ = compared(native, resumed)
-    assert [entry.facts["wall_s"] for entry in entries] == [125.0, 1000.0]
-    assert "resumed has not ended: step 50" in next(notes(entries[1]))
+    runs, _ = compared(native, resumed)
+    assert [run.summary["wall_s"] for run in runs] == [125.0, 1000.0]
+    assert "resumed has not ended: step 50 of 40" in comparison.warnings(runs)
 
 
 @pytest.mark.parametrize("which", ["native", "compiled"])
 def test_a_quality_that_became_no_number_is_not_equal(which, tmp_path):
     folders = {"native": write_run(tmp_path / "native"), "compiled": compiled_run(tmp_path / "compiled", f1=80.0)}
     path = folders[which] / "metrics.jsonl"
-    rows = path.read_text().splitlines()
-    diverged = json.loads(rows[2]) | {"step": STEPS + 1, "f1": None, "loss": None}
-    path.write_text("\n".join([*rows[:3], json.dumps(diverged), rows[3]]) + "\n")
-    entries, sentences = compared(*folders.values())
+    lines = path.read_text().splitlines()
+    diverged = json.loads(lines[2]) | {"step": STEPS + 1, "f1": None, "loss": None}
+    path.write_text("\n".join([*lines[:3], json.dumps(diverged), lines[3]]) + "\n")
+    _, sentences = compared(*folders.values())
     assert "quality: no number (f1 " in sentences[0] and "equal" not in sentences[0]
-    table = {row[0]: row[1:] for row in statistics(entries)}
-    assert "no number at step 41" in table["Validation f1, last"]
+    assert "no number at step 41" in rows(*folders.values())["Validation f1, last"]
 
 
 def test_the_length_of_sequences_is_what_the_run_recorded(tmp_path):
@@ -286,7 +288,7 @@ def test_the_terminal_has_the_warnings_of_the_page(tmp_path, capsys):
     assert main([str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b", reason="SIGTERM"))]) == DONE
     warning = "b has not ended: step 40 of 40"
     assert warning in capsys.readouterr().out.splitlines()
-    assert warning in (tmp_path / "comparison" / "comparison.html").read_text()
+    assert warning in (tmp_path / "report" / "report.html").read_text()
 
 
 # ---- what others wrote ---------------------------------------------------------------------------------------------
@@ -299,7 +301,7 @@ def test_hostile_values_are_shown_and_do_nothing(tmp_path, capsys):
     numbers = {"cost_usd": -9e99, "compile_s": 9e99, "peak_host_bytes": 1e-99, "tokens": -(10**99), "wall_s": 9e99}
     bad = write_run(tmp_path / "<b>", config=config, environment=environment, **{**numbers, "reason": EVIL})
     assert main([str(write_run(tmp_path / "a", cost_usd=1)), str(bad), "--output", str(tmp_path / "page")]) == DONE
-    html, said = (tmp_path / "page" / "comparison.html").read_text(), capsys.readouterr().out
+    html, said = (tmp_path / "page" / "report.html").read_text(), capsys.readouterr().out
     assert "&lt;script&gt;" in html and "<script" not in html and "<b>" not in html
     assert not {"\x1b", "\u202e"} & {*html, *said}
 
@@ -333,14 +335,13 @@ def test_no_run_folder_breaks_the_comparison(files, lines):
     bad = run_of(folder / "bad", files, valid)
     good = run_of(folder / "good", GOOD, [{"kind": "summary", "attempt": 1, "step": 2, "wall_s": 3.0}])
     for runs in ([good, bad], [bad, good]):
-        entries, sentences = compare(runs, tolerance=0.01)
-        assert sentences and statistics(entries) and list(panels(entries)) is not None
+        tell_apart(runs)
+        assert comparison.sentences(runs, 0.01) and table(runs)
+        for bars in bars_of(runs):
+            assert isinstance(bars.name, str)
 
 
 def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> Run:
-    from train.config import flatten
-    from train.report.run import drop_superseded, split_attempts
-
     tables = [dict(flatten({str(key): value for key, value in files[name].items()})) for name in GOOD]
     return Run(folder, *tables, split_attempts(lines), drop_superseded(lines))
 
@@ -349,34 +350,6 @@ def run_of(folder: Path, files: dict[str, Any], lines: list[dict[str, Any]]) -> 
 @given(st.floats(0, 1e6))
 def test_a_share_is_written_without_exponents(share):
     assert re.fullmatch(r"(less than )?\d+(\.\d+)? %", percent(share))
-
-
-def test_the_page_replaces_its_own_files_only(tmp_path, capsys):
-    runs = [str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b"))]
-    (tmp_path / "comparison").mkdir()
-    (tmp_path / "comparison" / "comparison.png").write_bytes(b"mine")
-    assert main(runs) == REFUSED and "comparison.png of no comparison" in capsys.readouterr().err
-    assert (tmp_path / "comparison" / "comparison.png").read_bytes() == b"mine"
-    (tmp_path / "comparison" / "comparison.png").unlink()
-    (tmp_path / "comparison" / "comparison.html").write_text(f"<title>{TITLE}earlier</title>")
-    assert main(runs) == DONE and "earlier" not in (tmp_path / "comparison" / "comparison.html").read_text()
-
-
-def test_finished_runs_are_compared_without_torch(tmp_path):
-    code = "import sys; from train.compare.__main__ import main; code = main(sys.argv[1:]); "
-    code += "print(code, *({'torch', 'transformers', 'hydra'} & set(sys.modules)))"
-    words = [sys.executable, "-c", code, str(write_run(tmp_path / "a")), str(write_run(tmp_path / "b"))]
-    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "0"
-
-
-def test_runs_in_s3_are_compared_with_runs_here(tmp_path, bucket: Bucket, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in write_run(tmp_path / "a").iterdir():
-        bucket.put(f"runs/there/{path.name}", path.read_bytes())
-    flags = bucket.config().flags()
-    assert main([bucket.location("runs/there"), str(compiled_run(tmp_path / "here")), *flags]) == DONE
-    assert "here does 2.00 times the tokens/s of there" in (tmp_path / "comparison" / "comparison.html").read_text()
 
 
 # ---- variants ------------------------------------------------------------------------------------------------------
@@ -405,8 +378,8 @@ def test_variants_are_run_once_and_one_that_fails_hides_no_other(questions, capf
     said = capfd.readouterr()
     assert "error: gpu: " in said.err and "cuda" in said.err
     assert "bf16 does " in said.out
-    html = (folder / "runs" / "comparison" / "comparison.html").read_text()
-    assert "gpu is missing here, it failed: " in html and "<h2>Same batch</h2>" in html
+    html = (folder / "runs" / "report" / "report.html").read_text()
+    assert "gpu is missing here, it failed: " in html
     runs = {path.name: (path / "metrics.jsonl").read_bytes() for path in (folder / "runs").glob("*[26]")}
     assert runs.keys() == {"fp32", "bf16"}
     assert main([*settings, "compare.run=[fp32,bf16]"]) == DONE
@@ -433,7 +406,7 @@ def test_ctrl_c_stops_the_variant_that_runs_and_starts_no_other(tmp_path, prepar
     first = tmp_path / "runs" / "fp32"
     eventually(lambda: (first / "metrics.jsonl").is_file())
     process.send_signal(signal.SIGINT)
-    assert "stopped; the same command goes on" in process.communicate()[1] and process.returncode == STOPPED
+    assert "stopped; the same command resumes" in process.communicate()[1] and process.returncode == STOPPED
     outcome = read_outcome(LocalFolder(first))
     assert (outcome["outcome"], outcome["kind"]) == ("stopped", "SIGINT") and outcome["checkpoint"] == outcome["step"]
     assert not (tmp_path / "runs" / "bf16").exists()

@@ -57,7 +57,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "boto3": {"train/storage/s3.py", "ami/aws.py"},
     "psutil": {"launch/local.py", "train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
-    "matplotlib": {"train/report/figures.py", "train/compare/figures.py"},
+    "matplotlib": {"train/report/figures.py"},
     "jinja2": {"train/report/page.py"},
     "huggingface_hub": {"train/publish/push.py", "train/publish/card.py", "train/storage/hub_access.py"},
     "sklearn": {"train/tasks/classify/scores.py"},

@@ -35,6 +35,7 @@ from services.fault_proxy import Fault
 
 from train.report import __main__ as report_command
 from train.report import data as report_data
+from train.report import data_figures
 from train.report import figures as report_figures
 from train.report import page as report
 from train.report import run as report_run
@@ -44,7 +45,12 @@ pytest.importorskip("matplotlib")
 
 
 def summarise(folder: Path, lines: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return report.summarise(report_run.read_run(write_run(folder, lines, **more)))
+    return report_run.summarise(report_run.read_run(write_run(folder, lines, **more)))
+
+
+def facts(folder: Path) -> dict[str, str]:
+    run = report_run.read_run(folder)
+    return report.facts(run, run)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -104,7 +110,8 @@ def test_several_runs_are_compared_beside_the_first(tmp_path: Path, capsys: pyte
 
 def test_runs_of_one_name_are_named_by_their_parents_too(tmp_path: Path) -> None:
     runs = [report_run.read_run(write_run(tmp_path / name / "run", whole_run())) for name in "ab"]
-    assert report.labels(runs) == [str(Path("a/run")), str(Path("b/run"))]
+    report_run.tell_apart(runs)
+    assert [run.label for run in runs] == ["a/run", "b/run"]
 
 
 def test_curves_of_different_batches_go_by_sequences(tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def test_a_killed_attempt_counts_by_its_train_lines(tmp_path: Path, resumed: int
     assert summary["train_s"] == (30 + 40 - resumed) * STEP_S
     assert summary["tokens"] == (30 + 40 - resumed) * TOKENS_PER_STEP
     assert summary["mfu"] == pytest.approx(0.4)
-    assert report.facts(summary)["Cost"] == "at least $2.00"
+    assert facts(tmp_path / "run")["Cost"] == "at least $2.00"
 
 
 def test_the_share_of_waiting_is_of_all_steps_that_a_line_speaks_for(tmp_path: Path) -> None:
@@ -236,8 +243,8 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path: P
 
 
 def test_a_diverged_run_does_not_show_an_earlier_loss_as_its_last(tmp_path: Path) -> None:
-    summary = summarise(tmp_path / "run", [train_line(10), train_line(20, loss=None)])
-    assert ["Final training loss", "unknown"] in report.table([summary])
+    run = report_run.read_run(write_run(tmp_path / "run", [train_line(10), train_line(20, loss=None)]))
+    assert ["Final training loss", "unknown"] in report.table([run])
 
 
 def test_an_evaluation_that_became_nan_is_the_last_one(tmp_path: Path) -> None:
@@ -260,7 +267,7 @@ def test_an_attempt_after_a_summary_has_no_end_yet(tmp_path: Path) -> None:
 
 
 def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path: Path) -> None:
-    texts = report.facts(summarise(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1234.5)))
+    texts = facts(write_run(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1234.5)))
     assert (texts["MFU"], texts["Cost"]) == ("43.2%", "$1,234.50")
     assert (texts["Sequence length (tokens)"], texts["Backend"], texts["Precision"]) == (str(SEQ_LEN), "ddp", "fp32")
     assert (texts["Training time (h:mm:ss)"], texts["Steps planned"]) == ("0:00:20", "40")
@@ -286,14 +293,14 @@ def test_what_faults_and_saves_cost_is_in_the_table(tmp_path: Path) -> None:
     lines += [train_line(20, attempt=2), fault_line(21, attempt=3, steps_lost=3, recover_s=12.5)]
     ended = summary_line(30, 10, attempt=3, goodput=0.875, skipped_steps=2, rollbacks=0, faults=2, **known)
     run = write_run(tmp_path / "run", [*lines, ended], config={"checkpoint": {"every": 500}})
-    texts = dict(report.table([report.summarise(report_run.read_run(run))]))
+    texts = facts(run)
     expected = {
         "Goodput": "87.5%",
         "Faults survived": "2",
         "Steps lost to them": "15",
         "Time to recover from them (s)": "42.5",
         "Mean time between them (h:mm:ss)": "1:00:00",
-        "Time since the first start (h:mm:ss)": "2:00:00",
+        "Billable time: since the first start (h:mm:ss)": "2:00:00",
         "Steps skipped, gradient not finite": "2",
         "Rollbacks": "0",
         "Checkpoint stall (s a save)": "0.500",
@@ -312,10 +319,10 @@ def test_what_a_killed_attempt_leaves_out_is_unknown(tmp_path: Path) -> None:
     known = {"goodput": 0.9, "skipped_steps": 0, "rollbacks": 0, "suggested_every": 7}
     ended = [train_line(10), summary_line(10, 10, **known, mttf_s=None)]
     labels = ("Goodput", "Faults survived", "Steps lost to them", "Rollbacks", "Suggested checkpoint.every (steps)")
-    texts = report.facts(summarise(tmp_path / "ended", ended))
+    texts = facts(write_run(tmp_path / "ended", ended))
     assert [texts[label] for label in labels] == ["90.0%", "0", "0", "0", "7"]
     assert texts["Mean time between them (h:mm:ss)"] == "unknown"
-    texts = report.facts(summarise(tmp_path / "killed", [*ended, train_line(20, attempt=2, since=10)]))
+    texts = facts(write_run(tmp_path / "killed", [*ended, train_line(20, attempt=2, since=10)]))
     # Goodput is that of the newest line; after the summary there may have been rollbacks.
     assert [texts[label] for label in labels] == ["50.0%", "0", "0", "unknown", "7"]
 
@@ -353,9 +360,9 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path: Path) -> None:
 
 def test_figures_hold_the_numbers_of_the_files(tmp_path: Path) -> None:
     records = records_of(finished_run.write(tmp_path / "run"))
-    (bars,) = report_figures.label_bars(records).axes
+    (bars,) = data_figures.label_bars(records).axes
     assert [round(bar.get_width(), 3) for bar in bars.patches] == [0.6, 0.3, 0.1, 0.5, 0.3, 0.2]
-    (steps,) = report_figures.length_steps(records).axes
+    (steps,) = data_figures.length_steps(records).axes
     stairs = [patch.get_data() for patch in steps.patches]
     assert [list(each.values) for each in stairs] == [[0.1, 0.2, 0.3, 0.4]] * 2
     assert list(stairs[0].edges) == [0, 8, 16, 32, 64]
@@ -365,7 +372,7 @@ def test_figures_hold_the_numbers_of_the_files(tmp_path: Path) -> None:
         "validation, 37.5% padding",
         "padded to",
     ]
-    matrix, _ = report_figures.heat_map(records.evaluated[0]).axes
+    matrix, _ = data_figures.heat_map(records.evaluated[0]).axes
     assert matrix.images[0].get_array()[2].tolist() == [0.25, 0.25, 0.5]
     assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted", "true")
     assert {text.get_text() for text in matrix.texts} >= {"44\n88%", "10\n50%"}
@@ -373,16 +380,16 @@ def test_figures_hold_the_numbers_of_the_files(tmp_path: Path) -> None:
 
 def test_many_labels_stay_readable(tmp_path: Path) -> None:
     run = finished_run.write(tmp_path / "run")
-    names, number = [f"label-{index}-{'x' * 60}" for index in range(90)], report_figures.MAX_LABELS
+    names, number = [f"label-{index}-{'x' * 60}" for index in range(90)], data_figures.MAX_LABELS
     matrix = [[int(row == column) for column in range(90)] for row in range(90)]
     split = {"label_counts": {name: index for index, name in enumerate(names)}}
     change(run, "data.json", labels=names, splits={"train": split})
     change(run, "evaluation.json", splits={"validation": {"labels": names, "confusion": matrix}})
     records = records_of(run)
-    (bars,) = report_figures.label_bars(records).axes
+    (bars,) = data_figures.label_bars(records).axes
     assert len(bars.patches) == number and f"of {len(names)} labels" in bars.get_title()
     assert max(len(label.get_text()) for label in bars.get_yticklabels()) <= 40
-    assert not report_figures.heat_map(records.evaluated[0]).axes[0].texts
+    assert not data_figures.heat_map(records.evaluated[0]).axes[0].texts
     assert report_command.main([str(run)]) == 0
 
 

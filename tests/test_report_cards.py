@@ -23,7 +23,7 @@ from train.config import InputError
 from train.report import cards, page
 from train.report.data import read_records
 from train.report.figures import eval_panels, panels
-from train.report.run import read_run, summarise
+from train.report.run import read_run
 from train.run_folder import samples
 from train.run_folder.outcome import Outcome, write_outcome
 from train.storage.folders import LocalFolder
@@ -39,8 +39,11 @@ SAMPLE = {
 
 
 def cards_of(run: Path) -> dict[str, cards.Card]:
-    read = read_run(run)
-    return cards.cards(read, summarise(read), read_records(run))
+    return cards.cards(read_run(run), read_records(run))
+
+
+def beside(*folders: Path) -> list[cards.Row]:
+    return cards.side_by_side([read_run(folder) for folder in folders], [cards_of(folder) for folder in folders])
 
 
 def made(folder: Path, lines: list[dict[str, Any]], **config: Any) -> dict[str, cards.Card]:
@@ -145,10 +148,11 @@ def test_a_damaged_outcome_is_refused_and_one_of_another_program_ignored(tmp_pat
 
 
 def test_the_best_of_several_runs_is_marked(tmp_path: Path) -> None:
-    first = made(tmp_path / "a", whole_run(cost_usd=2.0))
+    first = write_run(tmp_path / "a", whole_run(cost_usd=2.0))
     slow = [*whole_run()[:-1], summary_line(40, 80, unigram_entropy=7.5, cost_usd=1.0)]
     slow[-3] = eval_line(40, loss=4.0)
-    rows = {row.name: row for row in cards.side_by_side([first, made(tmp_path / "b", slow)])}
+    rows = {row.name: row for row in beside(first, write_run(tmp_path / "b", slow))}
+    assert rows["Cost"].ratios == ["", "0.50 times"] and rows["Final quality"].ratios == ["", ""]
     marked = {name: row.best for name, row in rows.items()}
     assert marked == {
         "Outcome": [False, False],
@@ -162,15 +166,14 @@ def test_the_best_of_several_runs_is_marked(tmp_path: Path) -> None:
 
 def test_runs_that_did_other_work_are_not_ranked_by_it(tmp_path: Path) -> None:
     short = [train_line(10), eval_line(10), summary_line(10, 10, unigram_entropy=7.5)]
-    rows = cards.side_by_side([made(tmp_path / "a", whole_run()), made(tmp_path / "b", short)])
+    rows = beside(write_run(tmp_path / "a", whole_run()), write_run(tmp_path / "b", short))
     assert [row.best for row in rows if row.name == "Training time"] == [[False, False]]
     for name in "xy":
         folder = write_run(tmp_path / name, [train_line(10), eval_line(10, loss=2.0 if name == "x" else 4.0)])
         (folder / "environment.json").write_text(json.dumps({"identity": {"data": f"data {name}"}}))
-    rows = cards.side_by_side([cards_of(tmp_path / name) for name in "xy"])
+    rows = beside(tmp_path / "x", tmp_path / "y")
     assert [row.best for row in rows if row.name == "Final quality"] == [[False, False]]
-    tuned = cards_of(finished_run.write(tmp_path / "c"))
-    rows = cards.side_by_side([made(tmp_path / "d", whole_run()), tuned])
+    rows = beside(write_run(tmp_path / "d", whole_run()), finished_run.write(tmp_path / "c"))
     marked = {row.name: row.best for row in rows}
     assert marked["Final quality"] == marked["Training loss"] == [False, False]
     assert [cell is None for cell in next(row.cells for row in rows if row.name == "Cost")] == [True, False]

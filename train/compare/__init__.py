@@ -1,1 +1,1 @@
-"""Finished runs beside one another on one page, and the variants of a run that are run to be compared."""
+"""Runs the variants of a training run one after the other, and reports on them beside one another."""

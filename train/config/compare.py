@@ -18,7 +18,7 @@ class VariantsConfig:
     # more run with this batch, without accumulation
     ranks: int = 1  # of this machine; above 1 each run is started by torchrun
     tolerance: float = TOLERANCE  # share of the baseline's last validation score by which equal ones may differ
-    output: str | None = None  # folder of the page; None: comparison/ in run_dir, for a run_dir in S3 here
+    output: str | None = None  # folder of the page; None: report/ in run_dir, for a run_dir in S3 here
 
     def __post_init__(self) -> None:
         check_positive("compare.", self, "ranks")

@@ -14,9 +14,8 @@ from typing import Any
 
 from train.config import ShardsConfig, lower_is_better
 from train.report.data import Records, classes_table, labels_table, metrics_table, read_records, splits_table
-from train.report.figures import printable
-from train.report.page import at_step
-from train.report.run import Line, Run, number, read_run, scores, summarise
+from train.report.run import Line, Run, number, read_run, scores
+from train.report.texts import at_step, printable
 from train.run_folder.folder import RunFolder
 from train.storage.atomic_io import write_atomic
 from train.tasks import TASKS, TaskSpec
@@ -164,7 +163,7 @@ def base_name(run: Run) -> str | None:
 
 
 def about(run: Run, records: Records | None) -> list[str]:
-    task, summary, base = task_of(run), summarise(run), base_name(run)
+    task, summary, base = task_of(run), run.summary, base_name(run)
     names = [text(label) for label in records.labels] if records else []
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
@@ -209,7 +208,7 @@ def data(run: Run, records: Records | None) -> list[str]:
 
 
 def training(run: Run) -> list[str]:
-    summary, known = summarise(run), {**run.config, **run.environment}
+    summary, known = run.summary, {**run.config, **run.environment}
     epoch = number(run.lines["train"][-1], "epoch") if run.lines["train"] else None
     rows = [["Steps", number_text(summary["steps"])], ["Epochs", number_text(epoch)]]
     rows += [["Sequence length (tokens)", number_text(summary["seq_len"])], ["Precision", summary["precision"]]]
@@ -221,7 +220,7 @@ def training(run: Run) -> list[str]:
 
 def hardware(run: Run) -> list[str]:
     """Machines, time and cost, over all attempts of the run."""
-    summary, environment = summarise(run), run.environment
+    summary, environment = run.summary, run.environment
     end = run.lines["summary"][-1] if run.lines["summary"] else {}
     cost = "unknown" if summary["cost_usd"] is None else f"${summary['cost_usd']:,.2f}"
     cost = f"at least {cost}" if summary["cost_usd"] is not None and summary["cost_partial"] else cost

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from train.cli.command import DONE, add_s3_flags, command_parser, guarded, s3_of
-from train.config import check
-from train.report.figures import labels
+from train.config import S3Config, check
+from train.config.compare import TOLERANCE
+from train.report import comparison
 from train.report.locations import copies, default_output, open_run, plain
 from train.report.page import render, table
-from train.report.run import Run, summarise
 from train.storage.folders import local_path
 
 
-def print_table(runs: list[Run]) -> None:
-    rows = [["", *labels(runs)], *table([summarise(run) for run in runs])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "train.report",
-        "Write an HTML report on training runs: curves, a table, settings; several runs are compared.",
+        "Write an HTML report on training runs: curves, a table, settings; several runs stand beside the first one.",
         examples=("runs/mine", "runs/demo runs/mine", "runs/mine --output reports/mine"),
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folder: the run_dir of a training run, in S3 too")
@@ -35,20 +29,49 @@ def main(argv: list[str] | None = None) -> int:
         help="folder for report.html and its images; default: RUN/report for one run, report beside the first for "
         "more; for runs in S3: NAME-report or report, here",
     )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        metavar="SHARE",
+        help=f"by which the last validation score may differ from the first run's and count as equal [{TOLERANCE}]",
+    )
     add_s3_flags(parser, caches=False)
-    return guarded(lambda: report(parser.parse_args(argv)))
+
+    def report() -> int:
+        options = parser.parse_args(argv)
+        check(options.tolerance >= 0, f"--tolerance={options.tolerance:g} must be 0 or more")
+        write_report(options.runs, s3_of(options), output=options.output, tolerance=options.tolerance)
+        return DONE
+
+    return guarded(report)
 
 
-def report(options: argparse.Namespace) -> int:
+def write_report(
+    locations: Sequence[str], s3: S3Config, *, output: str | None, tolerance: float, failed: Sequence[str] = ()
+) -> Path:
+    """Write the page about runs, see `render`, and print what it says; returns the path of the HTML."""
+    check_output(output)
+    with copies() as scratch:
+        runs = [open_run(location, s3, scratch) for location in dict.fromkeys(map(plain, locations))]
+        folder = default_output(runs) if output is None else local_path(output)
+        html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
+    rows = [["", *(run.label for run in runs)], *table(runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if len(runs) > 1:
+        print("", *comparison.sentences(runs, tolerance), *failed, *comparison.warnings(runs), sep="\n")
+    print(f"\nreport: {html}")
+    return html
+
+
+def check_output(output: str | None) -> None:
+    """Raise InputError unless a page can be made, and `output` be its folder."""
     missing = [name for name in ("jinja2", "matplotlib") if importlib.util.find_spec(name) is None]
     check(not missing, f"{' and '.join(missing)} not installed: pip install 'baretrain[report]'")
-    with copies() as scratch:
-        runs = [open_run(location, s3_of(options), scratch) for location in dict.fromkeys(map(plain, options.runs))]
-        output = default_output(runs) if options.output is None else local_path(options.output)
-        html = render(runs, output.resolve())
-    print_table(runs)
-    print(f"\nreport: {html}")
-    return DONE
+    if output is not None:
+        local_path(output)
 
 
 if __name__ == "__main__":

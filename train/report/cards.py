@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from train.config import lower_is_better
+from train.report.comparison import times
 from train.report.data import Records
-from train.report.figures import printable
-from train.report.run import HIGHER_IS_BETTER, Line, Run, number
+from train.report.run import HIGHER_IS_BETTER, Run, Summary, number
+from train.report.texts import duration, figure, plural, printable, spoken
 from train.tasks import TASKS
 
-Summary = dict[str, Any]  # see train.report.run.summarise
 ENDS = ("done", "early_stop")
 MOST_CHARS = 300  # of a reason
 # A masked language model that is no better than this against the unigram entropy uses little context.
@@ -40,10 +39,12 @@ class Card:
     rank: float | None = None  # the higher the better, among runs for which `title` and `basis` are the same
     basis: object = None  # None: runs cannot be compared by this card
     tone: str = ""  # good | bad
+    key: str = ""  # of the summary's figure whose ratio to that of the first run is shown
 
 
-def cards(run: Run, summary: Summary, records: Records | None) -> dict[str, Card]:
+def cards(run: Run, records: Records | None) -> dict[str, Card]:
     """The cards of a run by their names; what is not known, or did not happen, has none."""
+    summary = run.summary
     made = {
         "outcome": outcome(run, summary),
         "quality": quality(run, summary, records),
@@ -177,30 +178,24 @@ def throughput(run: Run, summary: Summary) -> Card | None:
     if value is None:
         return None
     mfu = [] if summary["mfu"] is None else [f"MFU {summary['mfu']:.1%}"]
-    device = closing(run).get("device") or run.environment.get("device") or summary["backend"]
+    end = run.lines["summary"][-1] if run.lines["summary"] else {}
+    device = end.get("device") or run.environment.get("device") or summary["backend"]
     where = (
         [f"{ranks:,.0f} rank{'s' if ranks > 1 else ''} on {shown(device)}, {shown(summary['precision'])}"]
         if ranks
         else []
     )
-    return Card(NAMES["throughput"], f"{value:,.0f}", [*mfu, *where], value, basis="tokens/s")
-
-
-def closing(run: Run) -> Line:
-    return run.lines["summary"][-1] if run.lines["summary"] else {}
+    return Card(NAMES["throughput"], f"{value:,.0f}", [*mfu, *where], value, basis="tokens/s", key="tokens_per_s")
 
 
 def time_taken(summary: Summary) -> Card | None:
     seconds, tokens = summary["train_s"], summary["tokens"]
     notes = [f"{tokens:,.0f} tokens"] if tokens else []
     notes += [f"{duration(summary['wall_s'])} since the first start"] if summary["wall_s"] is not None else []
+    if not seconds:
+        return None
     # A run that did less took less time.
-    return Card(NAMES["time"], duration(seconds), notes, -seconds, basis=summary["examples"]) if seconds else None
-
-
-def duration(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+    return Card(NAMES["time"], duration(seconds), notes, -seconds, basis=summary["examples"], key="train_s")
 
 
 def cost(summary: Summary) -> Card | None:
@@ -209,7 +204,8 @@ def cost(summary: Summary) -> Card | None:
         return None
     value = f"{'at least ' if summary['cost_partial'] else ''}${usd:,.2f}"
     notes = [shown(summary["instance"])] if summary["instance"] else []
-    return Card(NAMES["cost"], value, notes, -usd, basis=None if summary["cost_partial"] else summary["examples"])
+    basis = None if summary["cost_partial"] else summary["examples"]
+    return Card(NAMES["cost"], value, notes, -usd, basis=basis, key="cost_usd")
 
 
 def faults(summary: Summary) -> Card | None:
@@ -232,35 +228,30 @@ def faults(summary: Summary) -> Card | None:
     return Card(NAMES["faults"], value, [note for note in notes if note], goodput, basis="goodput")
 
 
-def plural(count: float, one: str, many: str = "") -> str:
-    return f"{count:,.0f} {one if count == 1 else many or one + 's'}"
-
-
-def spoken(metric: str) -> str:
-    return printable(metric.replace("_", " "))
-
-
-def figure(value: float | None) -> str:
-    return "no number" if value is None else f"{value:,.3f}" if abs(value) < 10 else f"{value:,.2f}"
-
-
 # ---- several runs --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Row:
+    """One card of each run."""
+
     name: str
-    cells: list[Card | None]  # of each run
+    cells: list[Card | None]
     best: list[bool]
+    ratios: list[str]  # to the first run
 
 
-def side_by_side(runs: Sequence[dict[str, Card]]) -> list[Row]:
-    """A row for each card that a run has, with the best value marked where the runs can be compared by it."""
+def side_by_side(runs: Sequence[Run], lead: Sequence[dict[str, Card]]) -> list[Row]:
+    """A row for each card that a run has, with the best value marked where the runs can be compared by it. `lead`: the
+    cards of each run.
+    """
     rows = []
     for name, title in NAMES.items():
-        cells = [run.get(name) for run in runs]
+        cells = [each.get(name) for each in lead]
+        keys = [card.key if card is not None else "" for card in cells]
+        ratios = [times(run, runs[0], key) if key else "" for run, key in zip(runs, keys, strict=True)]
         if any(cells):
-            rows.append(Row(title, cells, best_of(cells)))
+            rows.append(Row(title, cells, best_of(cells), ratios))
     return rows
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from train.config import InputError
 from train.report.run import read_mapping
+from train.report.texts import count, score, share
 from train.storage.schema import BadContent, of_type, record
 
 FIRST = ("train", "validation")  # of the splits; then the others by name
@@ -211,15 +212,3 @@ def bad_rows(records: Records | None) -> list[tuple[str, str]]:
     """(split, description) of the bad rows that the run has named."""
     splits = records.splits if records is not None else []
     return [(split.name, text) for split in splits for text in split.bad_examples]
-
-
-def count(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:,.0f}" if value == int(value) else f"{value:,.4g}"
-
-
-def share(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1%}"
-
-
-def score(value: float | None) -> str:
-    return count(value) if value is None or isinstance(value, int) else f"{value:.4f}"

@@ -1,4 +1,6 @@
-"""The figures of the report, as PNGs. Matplotlib is imported where it is used: reading a run needs none."""
+"""Figures of runs, as PNGs: curves, and for several runs bars beside the first one's. Matplotlib is imported where it
+is used: reading a run needs none.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,15 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from train.config import lower_is_better
-from train.report.data import Evaluated, Records, label_names
-from train.report.run import Line, Run, number, scores, summarise
+from train.report.comparison import times
+from train.report.run import Line, Run, number, scores
+from train.report.texts import shortened, spoken
 from train.storage.folders import sha256_bytes
 
 if TYPE_CHECKING:
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe-Ito: apart for colour-blind eyes
 DASHES = ("-", "--", ":", "-.")  # the second six runs are dashed, and so on
-MAX_LABELS, MAX_NUMBERED = 40, 12  # labels that a figure names; labels up to which the heat map has numbers
 MAX_POINTS = 200  # of a curve: at 600 px more points are noise, which makes PNGs large
 STYLE: Any = {
     "font.size": 10,
@@ -64,6 +66,12 @@ def waiting_share(line: Line) -> float | None:
     return waited / (step_s * steps) if waited is not None and step_s and steps else None
 
 
+X_LABELS = {
+    "step": "optimizer step",
+    "examples": "sequences consumed",
+    "train_s": "seconds in steps",
+    "since_start_s": "seconds since the first start",
+}
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", metric("loss"), from_zero=False)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", metric("tokens_per_s"))
 PANELS = (
@@ -87,7 +95,7 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
 
 def eval_panels(runs: list[Run]) -> Iterator[Panel]:
     for name in {name: None for run in runs for name in scores(run.lines["eval"]) if name != "loss"}:
-        unit, file, spikes = printable(name.replace("_", " ")), file_name("validation", name), lower_is_better(name)
+        unit, file, spikes = spoken(name), file_name("validation", name), lower_is_better(name)
         yield Panel(file, f"Validation {unit}", unit, metric(name), kind="eval", from_zero=False, spikes=spikes)
 
 
@@ -108,23 +116,9 @@ def points(lines: list[Line], value: Callable[[Line], float | None], x: str) -> 
 
 def x_axis(runs: list[Run]) -> str:
     """Steps; or sequences, if batch sizes differ, so that equal steps are unequal work, and all runs have them."""
-    batches = {summarise(run)["global_batch_size"] for run in runs}
+    batches = {run.summary["global_batch_size"] for run in runs}
     lines = [line for run in runs for kind in ("train", "eval") for line in run.lines[kind]]
     return "examples" if len(batches) > 1 and all(number(line, "examples") is not None for line in lines) else "step"
-
-
-def printable(text: object) -> str:
-    """The text without what a terminal, a figure or UTF-8 cannot show: control and direction marks, lone surrogates."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
-
-
-def labels(runs: list[Run]) -> list[str]:
-    """Folder names, with as many parent folders as make them different."""
-    for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
-        names = [printable(Path(*run.path.parts[-depth:])) for run in runs]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def look(number: int) -> dict[str, Any]:
@@ -153,7 +147,7 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
     # With sentence-order prediction the loss is not only that of the tokens.
-    entropies = [None if predicts_order(run) else summarise(run)["unigram_entropy"] for run in runs]
+    entropies = [None if predicts_order(run) else run.summary["unigram_entropy"] for run in runs]
     for index, entropy in enumerate(entropies):
         if entropy is not None and entropy not in entropies[:index]:
             shared = len(set(entropies)) == 1
@@ -183,19 +177,32 @@ def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:
     axes.yaxis.set_major_formatter(percent if panel.percent else FuncFormatter(plain))
 
 
-def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
-    """The PNG of a panel; None if no run has a value for it."""
+@contextmanager
+def style() -> Iterator[None]:
     from matplotlib import rc_context
 
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box in the figure; the HTML has the name
+        yield
+
+
+def axes_of(title: str, *, height: float = 3.4, **more: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, height), dpi=200, layout="constrained")
+    return figure, figure.add_subplot(title=title, **more)
+
+
+def draw(panel: Panel, runs: list[Run], x: str) -> bytes | None:
+    """The PNG of a panel; None if no run has a value for it."""
     curves = [points(run.lines[panel.kind], panel.value, x) for run in runs]
     values = [y for _, ys in curves for y in ys]
     if not values:
         return None
-    names = labels(runs) if len(runs) > 1 else ["training"]
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a box in the legend; the HTML names it in full
+    names = [run.label for run in runs] if len(runs) > 1 else ["training"]
+    with style():
         figure, axes = axes_of(panel.title, ylabel=panel.unit)
-        axes.set_xlabel("optimizer step" if x == "step" else "sequences consumed")
+        axes.set_xlabel(X_LABELS[x])
         for index, (name, (xs, ys)) in enumerate(zip(names, curves, strict=True)):
             label = f" {shortened(name)}"  # the space: a name that begins with "_" would be left out of the legend
             curve(axes, xs, ys, band=len(runs) == 1, label=label, **look(index))
@@ -217,102 +224,96 @@ def png_of(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-# ---- labelled data -------------------------------------------------------------------------------------------------
+# ---- several runs --------------------------------------------------------------------------------------------------
 
 
-def data_figures(records: Records) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (name, title, content) of the PNGs on the data and on the best evaluation."""
-    from matplotlib import rc_context
+@dataclass(frozen=True)
+class Bars:
+    """A bar for each run, of one figure of its summary."""
 
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        if any(split.label_counts for split in records.splits):
-            yield "labels_by_split", "Labels", png_of(label_bars(records))
-        if any(sum(split.counts) for split in records.splits):
-            yield "lengths_by_split", "Lengths", png_of(length_steps(records))
-        for evaluated in records.evaluated:
-            if evaluated.confusion:
-                yield (
-                    file_name("confusion", evaluated.name),
-                    f"Confusion: {evaluated.name}",
-                    png_of(heat_map(evaluated)),
-                )
+    name: str  # of the PNG
+    title: str
+    key: str  # of the summary
+    form: str  # of the figure beside the bar
+    unit: str
+    scale: float = 1.0
 
 
-def axes_of(title: str, *, height: float = 3.4, **more: str) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, height), dpi=200, layout="constrained")
-    return figure, figure.add_subplot(title=title, **more)
-
-
-def label_bars(records: Records) -> Figure:
-    """Bars of the share of each label in each split, of the most frequent ones if there are many."""
-    splits = [split for split in records.splits if split.label_counts]
-    totals = {label: sum(split.label_counts.get(label, 0) for split in splits) for label in label_names(records)}
-    frequent = sorted(totals, key=lambda label: -totals[label])[:MAX_LABELS]
-    names = [label for label in totals if label in frequent]
-    title = "Labels" if len(names) == len(totals) else f"The {len(names)} most frequent of {len(totals)} labels"
-    thickness = 0.8 / len(splits)
-    figure, axes = axes_of(title, height=1.4 + max(2.0, 0.16 * len(names) * (len(splits) + 1)))
-    for index, split in enumerate(splits):
-        shares = [split.label_counts.get(label, 0) / (sum(split.label_counts.values()) or 1) for label in names]
-        ys = [row + (index - (len(splits) - 1) / 2) * thickness for row in range(len(names))]
-        bars = axes.barh(ys, shares, thickness * 0.9, color=look(index)["color"], label=f" {shortened(split.name)}")
-        axes.bar_label(bars, [f" {share:.1%}" for share in shares], fontsize=8)
-    axes.set_yticks(range(len(names)), [shortened(label) for label in names])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(right=1.15 * axes.get_xlim()[1])  # room for the figures
-    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    axes.set_xlabel("share of the split's rows")
-    figure.legend(loc="outside lower center", ncols=4)
-    return figure
+BARS = (
+    Bars("throughput_by_run", "Throughput", "tokens_per_s", "{:,.0f}", "tokens/s"),
+    Bars("time_by_run", "Billable time", "wall_s", "{:,.0f} s", "seconds from the first start to the last line"),
+    Bars("cost_by_run", "Cost", "cost_usd", "${:,.2f}", "US dollars"),
+    Bars("compiling_by_run", "Compiling", "compile_s", "{:,.1f} s", "seconds"),
+)
+MEMORY = (  # what the peak is taken from: the first that every run has
+    ("peak_device_bytes", "device memory, GB, of rank 0 as PyTorch counts it"),
+    ("monitored_device_bytes", "device memory, GB, the most that the monitor saw"),
+    ("peak_host_bytes", "host memory, GB, of the process of rank 0"),
+)
+PARTS = (("train_s", "steps", 1.0), ("compile_s", "compiling", 0.6), ("", "start-up, evaluation, saves", 0.25))
 
 
-def length_steps(records: Records) -> Figure:
-    """Histogram of the lengths of each split's rows, with the lengths that batches are padded to."""
-    figure, axes = axes_of("Lengths", xlabel="tokens, special ones included", ylabel="share of the split's rows")
-    for index, split in enumerate(split for split in records.splits if sum(split.counts)):
-        shares = [value / sum(split.counts) for value in split.counts]
-        padding = "" if split.padding_share is None else f", {split.padding_share:.1%} padding"
-        axes.stairs(shares, [0, *split.up_to], lw=1.6, label=f" {shortened(split.name)}{padding}", **look(index))
-    for length in records.lengths:
-        axes.axvline(length, linestyle=(0, (6, 3)), lw=1.2, color="#555555")
-    axes.plot([], [], linestyle=(0, (6, 3)), lw=1.2, color="#555555", label=" padded to")
-    ticks = [0, *max((split.up_to for split in records.splits), key=len)]
-    axes.set_xscale("symlog", base=2, linthresh=ticks[1], linscale=0.5)  # the bins grow with the lengths
-    axes.set_xticks(ticks[:: math.ceil(len(ticks) / 12)], minor=False)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xticks([], minor=True)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure
+def bars_of(runs: list[Run]) -> Iterator[Bars]:
+    """Yield the bars for which there are figures."""
+    yield from (bars for bars in BARS if any(run.summary[bars.key] for run in runs))
+    for key, unit in MEMORY:
+        if all(run.summary[key] for run in runs):
+            yield Bars("memory_by_run", "Peak memory", key, "{:,.2f} GB", unit, scale=1e-9)
+            break
 
 
-def heat_map(evaluated: Evaluated) -> Figure:
-    """The confusion matrix, coloured by the share of the true label's examples; with their number if there is room."""
-    rows = evaluated.confusion
-    shares = [[value / (sum(row) or 1) for value in row] for row in rows]
-    figure, axes = axes_of(f"Confusion: {printable(evaluated.name)}", height=5.2, xlabel="predicted", ylabel="true")
-    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    axes.grid(visible=False)
-    if len(rows) <= MAX_LABELS:
-        names, size = [shortened(label, 16) for label in evaluated.labels], 8 if len(rows) <= MAX_NUMBERED else 5
-        axes.set_xticks(range(len(rows)), names, rotation=45 if len(rows) > 3 else 0, ha="center", fontsize=size)
-        axes.set_yticks(range(len(rows)), names, fontsize=size)
-    if len(rows) <= MAX_NUMBERED:
-        for y, row in enumerate(rows):
-            for x, value in enumerate(row):
-                colour = "#ffffff" if shares[y][x] > 0.5 else "#1b1f24"
-                axes.text(x, y, f"{value:,.0f}\n{shares[y][x]:.0%}", ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, format=lambda value, _: f"{100 * value:g}%", shrink=0.8)
-    return figure
+def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
+    """The PNG of bars, each with its figure and how many times the first run's it is."""
+    values = [run.summary[bars.key] for run in runs]
+    texts = ["unknown" if value is None else bars.form.format(value * bars.scale) for value in values]
+    ratios = [times(run, runs[0], bars.key) for run in runs]
+    texts = [f" {text}  ({ratio})" if ratio else f" {text}" for text, ratio in zip(texts, ratios, strict=True)]
+    colours = [look(index)["color"] for index in range(len(runs))]
+    with style():
+        figure, axes = axes_of(bars.title, height=max(3.4, 1.6 + 0.3 * len(runs)), xlabel=bars.unit)
+        parts = PARTS if bars.key == "wall_s" else ((bars.key, "", 1.0),)
+        left = [0.0] * len(runs)
+        for key, name, alpha in parts:
+            widths = [part_of(run, key, bars) for run in runs]
+            drawn = axes.barh(range(len(runs)), widths, 0.6, left=left, color=colours, alpha=alpha)
+            left = [begin + width for begin, width in zip(left, widths, strict=True)]
+            if name:
+                axes.barh(0, 0, color="#555555", alpha=alpha, label=f" {name}")  # for the legend
+        axes.bar_label(drawn, texts)
+        axes.set_yticks(range(len(runs)), [shortened(run.label, 24) for run in runs])
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(right=1.45 * axes.get_xlim()[1])  # room for the figures
+        if len(parts) > 1:
+            figure.legend(loc="outside lower center", ncols=len(parts), fontsize=8)
+        return png_of(figure)
 
 
-def shortened(text: str, length: int = 40) -> str:
-    """The text, or its beginning and end if it is too long."""
-    text, half = printable(text), length // 2
-    return text if len(text) <= length else f"{text[: half - 1]}...{text[2 - half :]}"
+def part_of(run: Run, key: str, bars: Bars) -> float:
+    """The width of one part of a run's bar; 0 if the whole is unknown. An empty key: the rest of the billable time."""
+    if run.summary[bars.key] is None:
+        return 0.0
+    if not key:
+        return max(0.0, run.summary["wall_s"] - sum(run.summary[each] or 0.0 for each, _, _ in PARTS if each))
+    return float(run.summary[key] or 0.0) * bars.scale
+
+
+def loss_over_time(runs: list[Run]) -> bytes | None:
+    """The PNG of the training loss over the time since each run's first start, or over that in steps where one did not
+    record its start.
+    """
+    panel = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
+    starts = [number(run.environment, "first_started_unix_s") for run in runs]
+    if any(start is None for start in starts):
+        return draw(panel, runs, "train_s")
+    shifted = [
+        replace(run, lines={**run.lines, "train": since(start or 0.0, run.lines["train"])})
+        for run, start in zip(runs, starts, strict=True)
+    ]
+    return draw(panel, shifted, "since_start_s")
+
+
+def since(start_unix_s: float, lines: list[Line]) -> list[Line]:
+    """The lines with the seconds since a start."""
+    timed = [(line, number(line, "time_unix_s")) for line in lines]
+    return [{**line, "since_start_s": time - start_unix_s} for line, time in timed if time is not None]

@@ -1,21 +1,20 @@
-"""Turns run folders into one HTML file to read, keep and send: `python -m train.report RUN [RUN ...] [--output DIR]`.
+"""The page of one run or several: one HTML file to read, keep and send, with its figures as PNGs beside it.
 
-One run: RUN/report/report.html. Several: report/report.html beside the first run, so runs/report for the usual layout.
-The report on runs in S3 is written to this machine: NAME-report/report.html in the current folder, report/ for several.
-No torch here: a laptop that has only copies of the run folders can write the report.
+It needs no torch: a laptop that has only copies of the run folders can write it.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, check
-from train.report.cards import ability, cards, duration, side_by_side
+from train.config.compare import TOLERANCE
+from train.report import comparison
+from train.report.cards import ability, cards, side_by_side
 from train.report.data import (
     Records,
     bad_rows,
@@ -26,8 +25,10 @@ from train.report.data import (
     read_records,
     splits_table,
 )
-from train.report.figures import MAX_POINTS, data_figures, draw, labels, look, panels, printable, x_axis
-from train.report.run import Run, summarise
+from train.report.data_figures import data_figures
+from train.report.figures import MAX_POINTS, bars_of, draw, draw_bars, look, loss_over_time, panels, x_axis
+from train.report.run import Run, tell_apart
+from train.report.texts import as_text, at_step, duration, percent, printable
 from train.run_folder import samples
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import LocalFolder
@@ -36,21 +37,31 @@ from train.storage.schema import BadContent
 if TYPE_CHECKING:
     from jinja2 import Template
 
+TITLES = ("Training report: ", "Comparison of ")  # of report.html.j2
+Table = list[list[str]]
+
 # ---- table ---------------------------------------------------------------------------------------------------------
 
-TITLES = ("Training report: ", "Comparison of ")  # of report.html.j2
+
+def gigabytes(value: float) -> str:
+    return f"{value / 1e9:,.2f}"
 
 
-COUNT, SECONDS = "{:,.0f}".format, "{:,.1f}".format
+COUNT, SECONDS, SHARE = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("Task", "task", str),
-    ("Model", "model", str),
+    ("Task", "task", as_text),
+    ("Model", "model", as_text),
     ("Parameters", "parameters", COUNT),
-    ("Instance", "instance", str),
+    ("Data", "data", as_text),
+    ("Instance", "instance", as_text),
+    ("Device", "device", as_text),
     ("World size (ranks)", "world_size", COUNT),
-    ("Backend", "backend", str),
-    ("Precision", "precision", str),
+    ("Backend", "backend", as_text),
+    ("backend.compile", "compile", as_text),
+    ("Precision", "precision", as_text),
     ("Global batch (sequences)", "global_batch_size", COUNT),
+    ("Micro batch (sequences)", "micro_batch_size", COUNT),
+    ("Micro batches a step and rank", "accumulation", COUNT),
     ("Sequence length (tokens)", "seq_len", COUNT),
     ("Steps done", "steps", COUNT),
     ("Steps planned", "steps_total", COUNT),
@@ -58,16 +69,23 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Tokens processed", "tokens", COUNT),
     ("Training time (h:mm:ss)", "train_s", duration),
     ("Tokens/s over the whole run", "tokens_per_s", COUNT),
-    ("MFU", "mfu", "{:.1%}".format),
-    ("Bubble: waiting for other stages", "bubble_share", "{:.1%}".format),
-    ("Bubble at best", "bubble_share_ideal", "{:.1%}".format),
-    ("Least peak memory of a rank (GB)", "least_rank_bytes", lambda value: f"{value / 1e9:,.2f}"),
-    ("Highest peak memory of a rank (GB)", "most_rank_bytes", lambda value: f"{value / 1e9:,.2f}"),
+    ("Sequences/s", "sequences_per_s", SECONDS),
+    ("MFU", "mfu", SHARE),
+    ("Bubble: waiting for other stages", "bubble_share", SHARE),
+    ("Bubble at best", "bubble_share_ideal", SHARE),
+    ("Compiling (s)", "compile_s", SECONDS),
+    ("Compiled graphs", "graphs", COUNT),
+    ("Billable time: since the first start (h:mm:ss)", "wall_s", duration),
+    ("Billable time without compiling (h:mm:ss)", "wall_without_compile_s", duration),
     ("Cost", "cost_usd", "${:,.2f}".format),
+    ("Peak device memory of rank 0 (GB)", "peak_device_bytes", gigabytes),
+    ("Most device memory that the monitor saw (GB)", "monitored_device_bytes", gigabytes),
+    ("Peak host memory of rank 0 (GB)", "peak_host_bytes", gigabytes),
+    ("Least peak memory of a rank (GB)", "least_rank_bytes", gigabytes),
+    ("Highest peak memory of a rank (GB)", "most_rank_bytes", gigabytes),
     ("Final training loss", "train_loss", "{:,.4f}".format),
     ("Unigram entropy (nats)", "unigram_entropy", "{:.4f}".format),
-    ("Goodput", "goodput", "{:.1%}".format),
-    ("Time since the first start (h:mm:ss)", "wall_s", duration),
+    ("Goodput", "goodput", SHARE),
     ("Faults and alarms", "alarms", COUNT),
     ("Faults survived", "faults_survived", COUNT),
     ("Steps lost to them", "steps_lost", COUNT),
@@ -83,18 +101,22 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Suggested checkpoint.every (steps)", "suggested_every", COUNT),
     ("Suggested time between saves (s)", "suggested_interval_s", SECONDS),
     ("Attempts (first start and resumes)", "attempts", COUNT),
-    ("Last attempt ended", "reason", str),
+    ("Last attempt ended", "reason", as_text),
+    ("Versions", "versions", printable),
 )
+WITH_RATIO = ("tokens_per_s", "sequences_per_s", "train_s", "wall_s", "wall_without_compile_s", "cost_usd")
 
 
-def facts(summary: dict[str, Any]) -> dict[str, str]:
-    """The summary as labels and texts, in the order of the table."""
-    result = {}
+def facts(run: Run, baseline: Run) -> dict[str, str]:
+    """The summary as labels and texts, in the order of the table, with ratios to the baseline's figures."""
+    result, summary = {}, run.summary
     for label, key, form in ROWS:
         value = summary[key]
-        result[label] = "unknown" if value is None else printable(form(value))
+        result[label] = "unknown" if value is None else form(value)
         if key == "cost_usd" and value is not None and summary["cost_partial"]:
             result[label] = f"at least {result[label]}"
+        if key in WITH_RATIO and (times := comparison.times(run, baseline, key)):
+            result[label] += f" ({times})"
         if key == "train_loss":
             for name, score in summary["scores"].items():
                 for which, (value, step) in score.items():
@@ -102,62 +124,51 @@ def facts(summary: dict[str, Any]) -> dict[str, str]:
     return result
 
 
-def at_step(value: float | None, step: int) -> str:
-    return f"{'no number' if value is None else f'{value:,.4f}'} at step {step:,}"
-
-
-def table(summaries: list[dict[str, Any]]) -> list[list[str]]:
+def table(runs: Sequence[Run]) -> Table:
     """Rows of a label and a text for each run; rows unknown for every run are left out, but for the most important."""
-    columns = [facts(summary) for summary in summaries]
+    columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in sorted(columns, key=len, reverse=True) for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
     return [row for row in rows if row[0] in ("MFU", "Cost", "Final training loss") or set(row[1:]) != {"unknown"}]
 
 
-def config_differences(runs: list[Run]) -> list[list[str]]:
+def config_differences(runs: Sequence[Run]) -> Table:
     """Rows of a key and a value for each run, for the keys that differ; run_dir always does and is left out."""
     keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
     rows = [[key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    return [[printable(row[0]), *row[1:]] for row in rows if len(set(row[1:])) > 1]
 
 
-# ---- file ----------------------------------------------------------------------------------------------------------
+# ---- page ----------------------------------------------------------------------------------------------------------
 
 
-def as_text(value: object) -> str:
-    return printable(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
-
-
-def why_unknown(run: Run, figure: str, precision: object) -> str:
+def why_unknown(run: Run, figure: str) -> str:
     if not run.lines["summary"]:
         return "the run has not written a summary yet: it is still going, or it was killed"
-    peak = "instance.device_tflops_fp32" if precision == "fp32" else "instance.device_tflops_bf16"
+    peak = "instance.device_tflops_" + ("fp32" if run.summary["precision"] == "fp32" else "bf16")
     what, key = {"mfu": ("peak FLOP/s", peak), "cost_usd": ("price", "instance.usd_per_hour")}[figure]
     if run.config.get(key) is not None:
         return f"the run recorded none, though {key} is set"
     return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
 
 
-def describe(run: Run, records: Records | None, label: str, number: int) -> dict[str, Any]:
+def describe(run: Run, records: Records | None, index: int) -> dict[str, Any]:
     """The values that the template shows of one run."""
-    summary = summarise(run)
     return {
-        "label": label,
+        "label": run.label,
         "path": printable(run.location or run.path),
-        "stroke": look(number),
-        "summary": summary,
-        "cards": cards(run, summary, records),
-        "why": {
-            key: why_unknown(run, key, summary["precision"]) for key in ("mfu", "cost_usd") if summary[key] is None
-        },
+        "stroke": look(index),
+        "summary": run.summary,
+        "cards": cards(run, records),
+        "why": {key: why_unknown(run, key) for key in ("mfu", "cost_usd") if run.summary[key] is None},
         "faults": [(f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.lines["fault"]],
         "bad_rows": [(split, printable(text)) for split, text in bad_rows(records)],
-        "config": [(key, as_text(value)) for key, value in run.config.items()],
-        "environment": [(key, as_text(value)) for key, value in run.environment.items()],
+        "config": [(printable(key), as_text(value)) for key, value in run.config.items()],
+        "environment": [(printable(key), as_text(value)) for key, value in run.environment.items()],
     }
 
 
-def sections(records: Records) -> list[tuple[str, list[tuple[str, list[list[str]]]]]]:
+def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
     """(title, [(caption, table)]) of the data and of the best evaluation; empty ones are left out."""
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
     titled = [
@@ -167,8 +178,12 @@ def sections(records: Records) -> list[tuple[str, list[tuple[str, list[list[str]
             [("", metrics_table(records)), *by_label],
         ),
     ]
-    shown = [(title, [(caption, printed(rows)) for caption, rows in tables if rows]) for title, tables in titled]
-    return [(title, tables) for title, tables in shown if tables]
+    known = [(title, [(caption, printed(rows)) for caption, rows in tables if rows]) for title, tables in titled]
+    return [(title, tables) for title, tables in known if tables]
+
+
+def printed(rows: Table) -> Table:
+    return [[printable(cell) for cell in row] for row in rows]
 
 
 def samples_of(run: Run) -> samples.Samples | None:
@@ -179,49 +194,59 @@ def samples_of(run: Run) -> samples.Samples | None:
         raise InputError(f"{run.path / samples.NAME} is damaged: {error}") from error
 
 
-def printed(rows: list[list[str]]) -> list[list[str]]:
-    return [[printable(cell) for cell in row] for row in rows]
-
-
-def template(path: Path) -> Template:
-    """The template of a page, which may extend base.html.j2 of this folder."""
+def template() -> Template:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader([path.parent, Path(__file__).parent])
+    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["printable"] = printable
-    return environment.get_template(path.name)
+    return environment.get_template("report.html.j2")
 
 
-def render(runs: list[Run], output: Path) -> Path:
+def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
+    """(name, title, PNG) of the curves, and for several runs of the bars beside the first one's."""
+    x = x_axis(runs)
+    drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
+    if len(runs) > 1:
+        drawn.append(("training_loss_over_time", "Training loss over time", loss_over_time(runs)))
+        drawn += [(bars.name, bars.title, draw_bars(bars, runs)) for bars in bars_of(runs)]
+    return [(name, title, png) for name, title, png in drawn if png is not None]
+
+
+def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
     """Write report.html and its PNGs to the folder `output`; returns the path of the HTML.
 
-    What readers look for comes first: cards, curves, samples. The long table and all settings fold below.
+    What readers look for comes first: cards, curves, samples. The long table and all settings fold below. Several runs
+    stand beside the first one.
+
+    Args:
+        tolerance: share of the first run's validation score by which an equal one may differ.
+        failed: a line on each run that is missing here, since it failed.
     """
-    learnt = samples_of(runs[0]) if len(runs) == 1 else None
-    read, names, x = [read_records(run.path) for run in runs], labels(runs), x_axis(runs)
-    drawn = [(panel, draw(panel, runs, x)) for panel in panels(runs)]
-    figures = [(panel, png) for panel, png in drawn if png is not None]
-    only = read[0] if len(runs) == 1 else None
-    pictures = list(data_figures(only)) if only is not None else []
-    described = [describe(*each, number) for number, each in enumerate(zip(runs, read, names, strict=True))]
-    html = template(Path(__file__).parent / "report.html.j2").render(
+    tell_apart(runs)
+    records, is_one = [read_records(run.path) for run in runs], len(runs) == 1
+    learnt, only = (samples_of(runs[0]), records[0]) if is_one else (None, None)
+    figures, pictures = curves(runs), [] if only is None else list(data_figures(only))
+    described = [describe(run, each, index) for index, (run, each) in enumerate(zip(runs, records, strict=True))]
+    html = template().render(
         runs=described,
-        rows=side_by_side([run["cards"] for run in described]),
+        rows=side_by_side(runs, [each["cards"] for each in described]),
+        sentences=comparison.sentences(runs, tolerance),
+        warnings=[*failed, *comparison.warnings(runs)] if not is_one or failed else [],
+        tolerance=percent(tolerance),
         samples=learnt,
-        ability="" if learnt is None else ability(described[0]["summary"]),
-        table=table([run["summary"] for run in described]),
+        ability="" if learnt is None else ability(runs[0].summary),
+        table=table(runs),
         differences=config_differences(runs),
-        figures=[(panel.title, base64.b64encode(png).decode()) for panel, png in figures],
+        figures=[(title, base64.b64encode(png).decode()) for _, title, png in figures],
         sections=sections(only) if only is not None else [],
         pictures=[(title, base64.b64encode(png).decode()) for _, title, png in pictures],
-        comparison=f1_comparison(read, names) if len(runs) > 1 else [],
-        by_sequences=x == "examples",
+        comparison=[] if is_one else printed(f1_comparison(records, [run.label for run in runs])),
+        by_sequences=x_axis(runs) == "examples",
         averaged=any(len(run.lines["train"]) > MAX_POINTS for run in runs),
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
-    files = {f"{panel.name}.png": png for panel, png in figures} | {f"{name}.png": png for name, _, png in pictures}
-    files["report.html"] = html.encode()
+    files = {f"{name}.png": png for name, _, png in [*figures, *pictures]} | {"report.html": html.encode()}
     try:
         output.mkdir(parents=True, exist_ok=True)
         foreign = [name for name in files if (output / name).exists() and not is_report(output / "report.html")]

@@ -1,4 +1,4 @@
-"""A run folder read for the report: its lines, its attempts, and their summary. No torch here."""
+"""A run folder as the report reads it: its lines, its attempts, and their summary. No torch here."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from train.config import InputError, check, flatten, lower_is_better
 from train.config.checks import LARGEST, LARGEST_FLOAT
+from train.report.texts import printable
 from train.run_folder.outcome import KEYS, NAME, Outcome
 from train.storage.schema import BadContent, read_yaml, record
 
 Line = dict[str, Any]
+Summary = dict[str, Any]  # see `summarise`
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
@@ -30,6 +33,11 @@ class Run:
     lines: dict[str, list[Line]]  # by kind, superseded train and eval lines left out: curves are drawn from these
     location: str = ""  # of a run in S3, as the user wrote it
     outcome: Outcome | None = None  # of the last attempt; None: it goes on, or was killed
+    label: str = ""  # its name among the runs of a report
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarise(self)
 
 
 def read_run(path: Path) -> Run:
@@ -44,7 +52,17 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise InputError(f"cannot read {error.filename or path}: {error.strerror}") from error
     attempts, kept = split_attempts(lines), drop_superseded(lines)
-    return Run(path, dict(flatten(config)), dict(flatten(environment)), attempts, kept, outcome=outcome)
+    described = dict(flatten(config)), dict(flatten(environment))
+    return Run(path, *described, attempts, kept, outcome=outcome, label=printable(path.name))
+
+
+def tell_apart(runs: list[Run]) -> None:
+    """Label the runs by their folder names, with as many parent folders as make them different."""
+    for depth in range(1, max(len(run.path.parts) for run in runs) + 1):
+        for run in runs:
+            run.label = printable(Path(*run.path.parts[-depth:]))
+        if len({run.label for run in runs}) == len(runs):
+            break
 
 
 def read_outcome(path: Path) -> Outcome | None:
@@ -187,6 +205,53 @@ def sizes(run: Run, end: Line) -> dict[str, float | None]:
     }
 
 
+def resources(run: Run) -> dict[str, Any]:
+    """The machine of a run, what compiling cost on it, and peaks of memory. Totals and peaks are over all attempts."""
+    environment, config = run.environment, run.config
+    device, summaries = environment.get("device"), run.lines["summary"]
+    if isinstance(device, str):
+        device = device.removesuffix(" through XLA")  # the same device with XLA as without
+    # On a CPU the device's memory is the host's.
+    monitored = [] if device == "cpu" else run.lines["train"]
+    own = {"baretrain": environment.get("baretrain"), "commit": environment.get("commit")}
+    packages = {
+        key.removeprefix("versions."): value for key, value in environment.items() if key.startswith("versions.")
+    }
+    return {
+        "device": device,
+        "compile": config.get("backend.compile"),
+        "compile_s": total([of_attempt(attempt, "compile_s") for attempt in run.attempts]),
+        "graphs": total([of_attempt(attempt, "graphs") for attempt in run.attempts]),
+        "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
+        "accumulation": number(environment, "plan.accumulation"),
+        "peak_device_bytes": highest(summaries, "peak_device_bytes"),
+        "monitored_device_bytes": highest(monitored, "device_memory_bytes"),
+        "peak_host_bytes": highest(summaries, "peak_host_bytes"),
+        "versions": ", ".join(f"{name} {value}" for name, value in {**own, **packages}.items() if value) or None,
+        "data": environment.get("identity.data"),
+    }
+
+
+def of_attempt(attempt: list[Line], key: str) -> float | None:
+    """compile_s or graphs of an attempt: by its summary, or by its train lines if it wrote none."""
+    if attempt[-1]["kind"] == "summary":
+        return number(attempt[-1], key)
+    return last(attempt, key) if key == "graphs" else total([number(line, key) for line in attempt])
+
+
+def highest(lines: list[Line], key: str) -> float | None:
+    return max((value for line in lines if (value := number(line, key)) is not None), default=None)
+
+
+def billable_s(run: Run) -> float | None:
+    """Seconds from the first start of a run to its last line, pauses between attempts included."""
+    wall_s = number(closing(run), "wall_s")
+    first, end = number(run.environment, "first_started_unix_s"), number(run.attempts[-1][-1], "time_unix_s")
+    if wall_s is None and first is not None and end is not None:
+        wall_s = end - first
+    return wall_s if wall_s is not None and wall_s > 0 else None
+
+
 def steps_done(run: Run) -> int:
     """The step that the last attempt reached, by its newest line or by a save that was committed since."""
     steps = 0
@@ -216,12 +281,12 @@ def reliability(run: Run, end: Line) -> dict[str, float | None]:
         "checkpoints": len(run.lines["checkpoint"]),
         "save_s": total([number(line, "save_s") for line in run.lines["checkpoint"]]),
         "alarms": len(run.lines["fault"]),
-        **{key: number(ending, key) for key in ("wall_s", "skipped_steps", "rollbacks")},
+        **{key: number(ending, key) for key in ("skipped_steps", "rollbacks")},
         **{key: number(end, key) for key in ("mttf_s", "suggested_interval_s", "suggested_every")},
     }
 
 
-def summarise(run: Run) -> dict[str, Any]:
+def summarise(run: Run) -> Summary:
     """What the summary table says, as plain values; None is unknown. Times and tokens are totals over all attempts."""
     config, environment, lines = run.config, run.environment, run.lines
     attempts = [attempt_totals(attempt) for attempt in run.attempts]
@@ -233,8 +298,11 @@ def summarise(run: Run) -> dict[str, Any]:
     entropy = last(lines["summary"] + lines["eval"], "unigram_entropy")
     of_ranks = end.get("peak_bytes_of_ranks")
     peaks = [value for value in of_ranks if is_count(value)] if isinstance(of_ranks, list) else []
+    counted, machine, wall_s = sizes(run, end), resources(run), billable_s(run)
+    examples = counted["examples"] if len(attempts) == 1 else None  # steps that were redone are not among them
     return {
-        **sizes(run, end),
+        **counted,
+        **machine,
         **reliability(run, end),
         "task": config.get("task.kind"),
         "model": ", ".join([str(model), *shape]) if model else None,
@@ -246,6 +314,9 @@ def summarise(run: Run) -> dict[str, Any]:
         "tokens": tokens,
         "train_s": train_s,
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
+        "sequences_per_s": examples / train_s if examples and train_s else None,
+        "wall_s": wall_s,
+        "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (machine["compile_s"] or 0.0)),
         "mfu": mean([(each["mfu"], each["train_s"]) for each in attempts]),
         "least_rank_bytes": min(peaks, default=None),
         "most_rank_bytes": max(peaks, default=None),

@@ -1,0 +1,178 @@
+"""Runs beside the first one, the baseline: ratios of their figures, whether they did the same work, and whether it came
+out equally well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from train.config import lower_is_better
+from train.config.checks import LARGEST_FLOAT
+from train.report.run import Run
+from train.report.texts import as_text, count, factor, percent, printable, shortened, spoken
+
+SAME_EXAMPLES = 0.01  # share by which as many sequences may differ: a batch does not divide every epoch
+WORK = ("task.", "model.", "optim.", "seed", "data.lengths")  # settings that decide what is learnt
+BATCH = ("global_batch_size", "steps")  # what runs at another batch cannot have in common
+MACHINE = ("device", "instance", "world_size")
+
+
+def ratio(run: Run, baseline: Run, key: str) -> float | None:
+    """How many times the baseline's figure a run has; None if either is unknown, or cannot have been measured."""
+    value, base = run.summary[key] or 0.0, baseline.summary[key] or 0.0
+    return value / base if 0 < value < LARGEST_FLOAT and 1 / LARGEST_FLOAT < base < LARGEST_FLOAT else None
+
+
+def times(run: Run, baseline: Run, key: str) -> str:
+    """The ratio in words; empty for the baseline itself and where there is none."""
+    value = None if run is baseline else ratio(run, baseline, key)
+    return "" if value is None else f"{factor(value)} times"
+
+
+def quality(run: Run, baseline: Run, tolerance: float) -> str:
+    """Whether the last validation score equals the baseline's, by the metric that its best.metric names or by the loss.
+
+    `tolerance` is the share of the baseline's score by which equal ones may differ. Runs that were validated on
+    different data are never called equal.
+    """
+    there, here = baseline.summary["scores"], run.summary["scores"]
+    wanted = [name for name in (baseline.config.get("best.metric"), "loss") if isinstance(name, str)]
+    name = next((name for name in wanted if name in there and name in here), None)
+    if name is None:
+        return "quality unknown (no evaluation of both)"
+    (value, _), (base, _) = here[name]["last"], there[name]["last"]
+    if value is None or base is None:
+        values = ["no number" if each is None else f"{each:.4g}" for each in (value, base)]
+        return f"quality: no number ({spoken(name)} {values[0]} against {values[1]})"
+    both = f"{spoken(name)} {value:.4g} against {base:.4g}"
+    if validated_on(run) != validated_on(baseline):
+        return f"quality not comparable ({both}, on different data)"
+    apart = abs(value - base) / (abs(base) or abs(value) or 1.0)
+    if apart <= tolerance:
+        how_far = f"{percent(apart)} apart" if apart else "the same"
+        return f"equal quality ({spoken(name)} {how_far}, tolerance {percent(tolerance)})"
+    which = "better" if (value < base) == lower_is_better(name) else "worse"
+    return f"unequal quality ({both}, {percent(apart)} {which}, tolerance {percent(tolerance)})"
+
+
+# ---- the same work on the same machine -----------------------------------------------------------------------------
+
+
+def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
+    """What makes the work of a run another one than the baseline's: "key: value there, value here"."""
+    work = [
+        {key: value for key, value in each.config.items() if key.startswith(WORK)} | validated_on(each)
+        for each in (baseline, run)
+    ]
+    result = list(differing(*work))
+    there, here = (each.summary["examples"] for each in (baseline, run))
+    if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
+        result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
+    lengths = [{"seq_len": each.summary["seq_len"]} for each in (baseline, run)]
+    if all(each["seq_len"] for each in lengths):  # old runs do not record it, and do not differ by that
+        result += differing(*lengths)
+    if same_batch:
+        result += differing(*({key: each.summary[key] for key in BATCH} for each in (baseline, run)))
+    return result
+
+
+def validated_on(run: Run) -> dict[str, Any]:
+    return {"data": run.summary["data"], "eval_examples": run.config.get("eval_examples")}
+
+
+def differing(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    for key in there | here:
+        if there.get(key) != here.get(key):
+            values = (
+                "unknown" if value is None else shortened(as_text(value)) for value in (there.get(key), here.get(key))
+            )
+            yield printable("{}: {} there, {} here".format(key, *values))
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def at_same_batch(runs: Sequence[Run]) -> list[Run]:
+    """The runs with the baseline's global batch; empty if there is no other one."""
+    same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
+    return same if len(same) > 1 else []
+
+
+def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
+    """The run with the largest batch of each variant, the baseline's first; empty if all have the same batch. Runs are
+    of one variant if backend, split over ranks and machine are the same.
+    """
+
+    def variant(run: Run) -> str:
+        settings = {key: value for key, value in run.config.items() if key.startswith(("backend.", "parallel."))}
+        known = {key: run.summary[key] for key in (*MACHINE, "backend", "precision")}
+        return json.dumps([settings, known], sort_keys=True, default=str)
+
+    def batches(run: Run) -> tuple[float, float]:
+        return run.summary["micro_batch_size"] or 0.0, run.summary["global_batch_size"] or 0.0
+
+    largest: dict[str, Run] = {}
+    for run in runs:
+        key = variant(run)
+        if key not in largest or batches(run) > batches(largest[key]):
+            largest[key] = run
+    return list(largest.values()) if len({*map(batches, largest.values())}) > 1 else []
+
+
+# ---- what the report says ------------------------------------------------------------------------------------------
+
+
+def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
+    """A sentence on each run beside the first at the same batch, and on each variant at its own largest batch."""
+    same, largest = at_same_batch(runs), at_largest_batch(runs)
+    said = [sentence(run, same[0], tolerance, same_batch=True) for run in same[1:]]
+    for run in largest[1:]:
+        if not (run in same and largest[0] in same):  # that has been said
+            said.append(sentence(run, largest[0], tolerance, same_batch=False))
+    # Without either, they are runs of one variant that differ in batch.
+    return said or [sentence(run, runs[0], tolerance, same_batch=True) for run in runs[1:]]
+
+
+def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> str:
+    """How many times the throughput, in which share of the time, and whether it is the same result of the same work."""
+    speed = ratio(run, baseline, "tokens_per_s")
+    does = f"{factor(speed)} times the tokens/s" if speed is not None else "an unknown number of tokens/s"
+    parts = [f"{run.label} does {does} of {baseline.label}{time_text(run, baseline)}"]
+    if not same_batch:
+        here, there = (count(each.summary["global_batch_size"]) for each in (run, baseline))
+        parts[0] += f", each at its own largest batch ({here} against {there})"
+    parts.append(quality(run, baseline, tolerance))
+    machines = differing(*({key: each.summary[key] for key in MACHINE} for each in (baseline, run)))
+    for what, differences in (
+        ("not the same work", work_differences(run, baseline, same_batch=same_batch)),
+        ("not the same machine", list(machines)),
+    ):
+        if differences:
+            more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
+            parts.append(f"{what} ({'; '.join(differences[:2])}{more})")
+    return ", ".join(parts)
+
+
+def time_text(run: Run, baseline: Run) -> str:
+    """The share of the baseline's billable time, and the same without compiling; empty if it is unknown."""
+    whole, without = (ratio(run, baseline, key) for key in ("wall_s", "wall_without_compile_s"))
+    if whole is None:
+        return ""
+    compiles = any(each.summary["compile_s"] for each in (run, baseline))
+    aside = f" ({factor(without)} without compiling)" if compiles and without is not None else ""
+    return f" in {factor(whole)} {'of' if whole < 1 else 'times'} the time{aside}"
+
+
+def warnings(runs: Sequence[Run]) -> Iterator[str]:
+    """What a reader must know of runs before they are compared."""
+    for run in runs:
+        known = run.summary
+        if known["reason"] not in ("done", "early_stop"):
+            of = "" if known["steps_total"] is None else f" of {count(known['steps_total'])}"
+            yield f"{run.label} has not ended: step {known['steps']:,.0f}{of}"
+        if known["attempts"] > 1:
+            yield f"{run.label} took {known['attempts']} attempts: its billable time includes the pauses between them"
+        if known["cost_usd"] is not None and known["cost_partial"]:
+            yield f"{run.label}: the cost is a lower bound, not every attempt recorded its own to the end"
