@@ -225,8 +225,6 @@ FLAGS = [
     ("report", "RUN --output TEXT/x", "TEXT/x"),
     ("report", "RUN --frob", "--frob"),
     ("compare", "", "required"),
-    ("compare", "RUN", "two runs or more"),
-    ("compare", "RUN RUN/.", "two runs or more"),
     ("compare", "RUN nosuch", "nosuch is not a folder"),
     ("compare", "RUN EMPTY", "holds no metrics.jsonl"),
     ("compare", "RUN EMPTY --tolerance x", "'x'"),
