@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, TrainConfig
 from train.config.backend import is_iso_date
-from train.doctor.instance import instance_names, read_instance
+from train.doctor.probe import instance_names, read_instance
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 MACHINES = [name for name in instance_names() if name != "local"]
@@ -42,7 +42,7 @@ def test_the_figures_of_a_machine_are_consistent(name: str):
     assert machine.device_tflops_bf16 > machine.device_tflops_fp32
     assert (machine.usd_per_hour is None) == (machine.price_date is None), "a price has a date"
     assert machine.source and "not run on hardware" in machine.source
-    assert read_instance(name).num_efa == machine.efa_interfaces
+    assert read_instance(name) == machine
 
 
 def test_machines_with_the_same_chip_have_the_same_peak():

@@ -22,8 +22,7 @@ from train.doctor import __main__ as command
 from train.doctor import checks, checks_devices, checks_host, checks_s3, checks_versions
 from train.doctor.explain import CAUSES, explain
 from train.doctor.finding import TEXT_COLUMN, Finding, ok, screen, warn
-from train.doctor.instance import Instance, read_instance
-from train.doctor.probe import Answer, Probe, ask_tool
+from train.doctor.probe import Answer, Probe, ask_tool, read_instance
 from train.host import machine
 
 GIB = 2**30
@@ -33,7 +32,7 @@ LS, FI_INFO, LDCONFIG = ("neuron-ls", "-j"), ("fi_info", "-p", "efa"), ("ldconfi
 PLUGIN = "\tlibnccl-net-ofi.so (libc6,x86-64) => /opt/amazon/ofi-nccl/lib/libnccl-net-ofi.so\n"
 CHRONY, TIMEDATE = ("chronyc", "tracking"), ("timedatectl", "show", "-p", "NTPSynchronized")
 UNLIMITED = dict.fromkeys(("nofile", "memlock", "nproc"), (math.inf, math.inf))
-TRN1 = Instance("trn1.32xlarge", 32, (1, 2, 8, 32), 8)
+TRN1 = read_instance("trn1.32xlarge")
 
 
 def recorded(name):
@@ -164,7 +163,7 @@ def gpus(tmp_path):
     answers |= {FI_INFO: Answer("fi_info", 0, four), LDCONFIG: Answer("ldconfig", 0, PLUGIN)}
     probe = with_answers(laptop, answers)
     return change(
-        probe, instance=Instance("p4d.24xlarge", 8, (), 4), limits=UNLIMITED, memory_bytes=(1000 * GIB, 1152 * GIB)
+        probe, instance=read_instance("p4d.24xlarge"), limits=UNLIMITED, memory_bytes=(1000 * GIB, 1152 * GIB)
     )
 
 
@@ -262,7 +261,7 @@ def test_devices_of_a_gpu_machine(gpus):
 
 def test_a_machine_without_the_devices_of_its_instance(laptop):
     find(checks_devices.devices, laptop, "ok", "no accelerator; 8 CPU cores")
-    probe = change(laptop, instance=Instance("p4d.24xlarge", 8))
+    probe = change(laptop, instance=read_instance("p4d.24xlarge"))
     find(checks_devices.devices, probe, "bad", "has 8 devices, this machine shows none", "--instance")
     write(laptop.root, "/sys/devices/virtual/dmi/id/product_name", "trn1.2xlarge\n")
     find(checks.machine, probe, "warn", "this is a trn1.2xlarge", "--instance trn1.2xlarge")
@@ -335,8 +334,8 @@ def test_efa(trn1, laptop):
     find(check, trn1, "bad", "4 of trn1.32xlarge's 8", "InterfaceType=efa")
     find(check, change(trn1, num_machines=1), "warn", "4 of trn1.32xlarge's 8")
     find(check, laptop, "skip")
-    find(check, change(laptop, instance=Instance("trn1.2xlarge", 2, (), 0)), "skip", "has none")
-    one_card = change(laptop, instance=Instance("g6.12xlarge", 4, (), 1), num_machines=2)
+    find(check, change(laptop, instance=read_instance("trn1.2xlarge")), "skip", "has none")
+    one_card = change(laptop, instance=read_instance("g6.12xlarge"), num_machines=2)
     find(check, one_card, "warn", "0 of g6.12xlarge's 1")  # TCP goes over the same card
     write(laptop.root, "/sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
     find(check, laptop, "skip")  # InfiniBand of another maker is no EFA
@@ -390,7 +389,7 @@ def test_packages_against_the_known_good_table(trn1, laptop, gpus):
 
 
 def test_native_packages_of_a_trn2(trn1):
-    trn2 = change(trn1, instance=Instance("trn2.48xlarge"))
+    trn2 = change(trn1, instance=read_instance("trn2.48xlarge"))
     packages(trn2, "warn", "no table", torch_neuronx="2.13.3.0.1", torch="2.13.0", torch_xla="")
     packages(trn2, "bad", "missing", "torch-neuronx>2.9", torch_neuronx="", torch="2.13.0", torch_xla="")
 
@@ -535,18 +534,6 @@ def test_host_name(trn1, laptop):
     find(check, laptop, "ok")
     write(trn1.root, "/etc/hosts", "#127.0.1.1 ip-10-0-0-4\n127.0.0.1 localhost # ip-10-0-0-4\n")
     find(check, trn1, "ok")
-
-
-# ---- instances -----------------------------------------------------------------------------------------------------
-
-
-def test_instances_are_read_from_the_configuration():
-    assert read_instance("trn1.32xlarge").devices == 32
-    assert 16 not in read_instance("trn1.32xlarge").rank_counts
-    assert read_instance("trn1.2xlarge").num_efa == 0
-    assert read_instance("p4d.24xlarge") == Instance("p4d.24xlarge", 8, (), 4)
-    assert read_instance("local") == Instance("local")
-    assert read_instance("trn9.48xlarge") == Instance("trn9.48xlarge")
 
 
 # ---- tools ---------------------------------------------------------------------------------------------------------

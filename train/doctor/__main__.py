@@ -21,7 +21,7 @@ from train.config import check
 from train.doctor import checks
 from train.doctor.explain import explain
 from train.doctor.finding import Finding, is_red, screen, wrap
-from train.doctor.instance import instance_names
+from train.doctor.probe import instance_names
 from train.host import cluster
 from train.host.launched import check_launch, launched
 from train.host.launcher import leave_it_to_the_first

@@ -17,8 +17,7 @@ import psutil
 
 from train.doctor import checks_devices, checks_host, checks_versions
 from train.doctor.finding import Finding, bad, ok, warn
-from train.doctor.instance import instance_names, read_instance
-from train.doctor.probe import Probe, ask_tool
+from train.doctor.probe import Probe, ask_tool, instance_names, read_instance
 from train.host.machine import installed_versions
 
 PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2's Nitro machines: the instance type

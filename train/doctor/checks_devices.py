@@ -154,7 +154,7 @@ def kill(pids: list[int]) -> str:
 
 def ranks(probe: Probe) -> Finding:
     instance, wanted = probe.instance, probe.num_ranks
-    counts = ", ".join(map(str, instance.rank_counts)) if instance else ""
+    counts = ", ".join(map(str, (instance and instance.rank_counts) or []))
     if wanted is None:
         return skip(f"--ranks-per-machine checks a number{f'; here: {counts}' if counts else ''}")
     full = probe.num_devices or count_devices(probe)
@@ -180,7 +180,7 @@ def read_fi_info(text: str) -> set[str]:
 
 def efa(probe: Probe) -> Finding:
     num_seen = len(probe.efa_devices)
-    wanted = probe.instance.num_efa if probe.instance else None
+    wanted = probe.instance.efa_interfaces if probe.instance else None
     # A single machine trains without EFA, and one network card serves TCP as well.
     fault = warn if probe.num_machines == 1 or wanted == 1 else bad
     alone = "" if probe.num_machines > 1 else " (a single machine trains without)"

@@ -39,7 +39,8 @@ def packages(probe: Probe) -> Finding:
     torch, neuronx = versions.get("torch", ""), versions.get("torch-neuronx", "")
     if not torch:
         return bad("torch is not installed", cure="pip install .")
-    native = bool(probe.instance and probe.instance.is_native) and minor(neuronx) != "2.9"
+    has_native = probe.instance is not None and probe.instance.name.startswith(("trn2", "trn3"))  # PyTorch without XLA
+    native = has_native and minor(neuronx) != "2.9"
     if native:
         versions.pop("torch-neuronx", None)  # the native build is right there
     faults = [fault.partition("; ") for fault in package_faults(versions)]

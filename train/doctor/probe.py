@@ -8,9 +8,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 
-from train.doctor.instance import Instance
+import yaml
+
+from train.config import InstanceConfig
 from train.host.cluster import AMAZON, efa_devices
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
@@ -92,7 +95,7 @@ class Probe:
     free_bytes: Callable[[Path], int | None] = lambda path: None  # on the disk that holds a path
     cwd: Path = Path()
     now_s: float = 0.0
-    instance: Instance | None = None
+    instance: InstanceConfig | None = None
     num_ranks: int | None = None
     num_machines: int = 1
 
@@ -131,7 +134,7 @@ class Probe:
 
     @property
     def is_trainium(self) -> bool:
-        if self.instance and self.instance.is_trainium:
+        if self.instance and self.instance.device == "neuron":
             return True
         chips = (file for file in self.pci(AMAZON) if reads(file.with_name("device"), *TRAINIUM_PCI))
         return bool(self.neuron_devices) or any(chips)
@@ -150,6 +153,16 @@ class Probe:
     def pci(self, vendor: str) -> list[Path]:
         """The vendor files of this vendor's devices."""
         return [file for file in self.files("/sys/bus/pci/devices/*/vendor") if reads(file, vendor)]
+
+
+def instance_names() -> list[str]:
+    """Names of the known instance types: those of conf/instance/*.yaml."""
+    folder = resources.files("conf") / "instance"
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+def read_instance(name: str) -> InstanceConfig:
+    return InstanceConfig(**yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text()))
 
 
 def reads(file: Path, *wanted: str) -> bool:
