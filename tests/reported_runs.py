@@ -85,7 +85,8 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps({**CONFIG, **(config or {})}))  # JSON is YAML
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    timed = [{"time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(lines)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed) + tail)
     return folder
 
 

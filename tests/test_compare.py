@@ -94,7 +94,7 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps(CONFIG | (config or {})))
     (folder / "environment.json").write_text(json.dumps(described | (environment or {})))
-    rows = [{"attempt": 1, **line} for line in (lines or written)]
+    rows = [{"attempt": 1, "time_unix_s": BEGAN_S, **line} for line in (lines or written)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

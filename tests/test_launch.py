@@ -32,7 +32,6 @@ from train.host import launcher
 from train.host.launched import Launched, launched
 from train.host.launcher import die_with_launcher, leave_it_to_the_first
 from train.ranks import World
-from train.telemetry.tensorboard import Board
 
 HANG_S = 300.0  # never waited for unless a test fails
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -521,13 +520,6 @@ def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
     assert process.exitcode == 0
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "done"
     assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_curves_that_cannot_be_begun_are_left_out(tmp_path: Path):
-    (tmp_path / "tensorboard").write_text("a file where the folder would be")
-    board = Board(tmp_path / "tensorboard", first_step=1)
-    board.add("train", {"step": 1, "loss": 2.0})
-    board.close()
 
 
 def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, prepared):

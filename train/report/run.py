@@ -17,6 +17,7 @@ from train.config.checks import LARGEST, LARGEST_FLOAT
 from train.report.texts import printable
 from train.run_folder.outcome import KEYS, NAME, Outcome
 from train.storage.schema import BadContent, read_yaml, record
+from train.telemetry.lines import read_lines
 
 Line = dict[str, Any]
 Summary = dict[str, Any]  # see `summarise`
@@ -45,7 +46,8 @@ def read_run(path: Path) -> Run:
     try:
         check(path.is_dir(), f"{path} is not a folder; give the run_dir of a training run")
         check((path / "metrics.jsonl").is_file(), f"{path} is not a run folder: it holds no metrics.jsonl")
-        lines = read_metrics(path / "metrics.jsonl")
+        lines = list(read_lines(path / "metrics.jsonl", is_strict=True))
+        check(bool(lines), f"{path / 'metrics.jsonl'} holds no line yet: there is nothing to report")
         config = read_mapping(path / "config.yaml", read_yaml)
         environment = read_mapping(path / "environment.json", json.loads)
         outcome = read_outcome(path / NAME)
@@ -84,25 +86,6 @@ def read_mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
         raise InputError(f"{path} is damaged: {error}") from error
     check(isinstance(value, dict), f"{path} is damaged: expected a mapping, found {type(value).__name__}")
     return {str(key): item for key, item in value.items()}
-
-
-def read_metrics(path: Path) -> list[Line]:
-    """All lines of metrics.jsonl but a last one that is cut off; InputError for a damaged one, or if there is none."""
-    rows = [(row_number, row) for row_number, row in enumerate(path.read_bytes().split(b"\n"), 1) if row.strip()]
-    lines: list[Line] = []
-    for row_number, row in rows:
-        try:
-            line = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            if row_number == rows[-1][0]:
-                break  # the process was killed while it wrote
-            raise InputError(f"{path} line {row_number} is not JSON: {error}") from error
-        valid = isinstance(line, dict) and isinstance(line.get("kind"), str)
-        valid = valid and all(is_count(line.get(key)) for key in ("attempt", "step"))
-        check(valid, f"{path} line {row_number} is not a metrics line: expected an object with kind, attempt and step")
-        lines.append(line)
-    check(bool(lines), f"{path} holds no line yet: there is nothing to report")
-    return lines
 
 
 def is_count(value: object) -> bool:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from train.config import Failure
 from train.run_folder.folder import RunFolder
-from train.telemetry.lines import LineFile, finite, read_lines
-from train.telemetry.tensorboard import Board
+from train.telemetry.lines import read_lines
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger("train")
+NO_CURVES = ("step", "steps", "examples", "epoch", "train_s", "tokens")
 
 
 class Journal:
@@ -17,23 +24,47 @@ class Journal:
 
     def __init__(self, folder: RunFolder, *, first_step: int, tensorboard: bool) -> None:
         folder.cut_half_written_line()
-        self.folder = folder
+        self.folder, self.first_step, self.tensorboard = folder, first_step, tensorboard
         before = list(read_lines(folder.metrics))
         self.attempt = 1 + max((line["attempt"] for line in before), default=0)
         costs = (line.get("cost_usd") for line in reversed(before))
         known = (cost for cost in costs if type(cost) in (int, float) and 0 <= cost < math.inf)
         self.cost_before_usd: float = next(known, 0.0)  # of the earlier attempts, up to their last line
-        self.file = LineFile(folder.metrics)
-        self.board = Board(folder.tensorboard, first_step=first_step) if tensorboard else None
+        self.file = folder.metrics.open("ab")
+        self.writer: SummaryWriter | None = None
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
-        if self.folder.may_append():
-            line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
-            self.file.write(json.dumps({key: value if finite(value) else None for key, value in line.items()}))
-            if self.board is not None and kind in ("train", "eval"):
-                self.board.add(kind, values)
+        if not self.folder.may_append():
+            return
+        line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
+        line = {key: value if finite(value) else None for key, value in line.items()}
+        try:
+            self.file.write(json.dumps(line).encode() + b"\n")
+            self.file.flush()
+        except OSError as error:
+            raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
+        if self.tensorboard and kind in ("train", "eval"):
+            self.add_curves(kind, values)
+
+    def add_curves(self, kind: str, values: dict[str, Any]) -> None:
+        try:
+            if self.writer is None:
+                from torch.utils.tensorboard import SummaryWriter  # late: the first step need not wait for the import
+
+                self.writer = SummaryWriter(str(self.folder.tensorboard), purge_step=self.first_step)
+            for name, value in values.items():
+                if name not in NO_CURVES:
+                    self.writer.add_scalar(f"{kind}/{name}", value, values["step"])
+        except OSError as error:
+            logger.warning("TensorBoard's files cannot be written (%s): no more of them", error.strerror)
+            self.tensorboard = False
 
     def close(self) -> None:
-        self.file.close(cuts_off=self.folder.may_append())
-        if self.board is not None:
-            self.board.close()
+        self.file.close()
+        if self.writer is not None and self.tensorboard:
+            self.writer.close()
+
+
+def finite(value: Any) -> bool:
+    """Whether JSON can hold the value: it has no NaN and no infinity."""
+    return not isinstance(value, float) or math.isfinite(value)
