@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 from running import ROOT, TINY, command, run
 
-from train.bench.figures import Peak, Window, cost, speeds, table
-from train.bench.sweep import OWN, Try, bisect, key_of, search, try_size, verdict_of
+from train.bench.speeds import Peak, TimedSteps, cost, speeds, table
+from train.bench.sweep import OWN, Try, key_of, outcome_of, search, try_size
 from train.cli import compose as cli
 from train.config import Failure, InputError, InstanceConfig, TrainConfig
 from train.host.memory import available_bytes, total_memory_bytes
@@ -52,9 +52,9 @@ KINDS = {
 # ---- arithmetic ----------------------------------------------------------------------------------------------------
 
 WINDOWS = [
-    Window(steps=2, wall_s=1.0, tokens=90.0, slots=100.0, flops=4e9, wait_s=0.1),
-    Window(steps=2, wall_s=2.0, tokens=100.0, slots=100.0, flops=4e9, wait_s=0.5, compile_s=3.0),
-    Window(steps=2, wall_s=1.0, tokens=95.0, slots=100.0, flops=4e9, wait_s=0.2),
+    TimedSteps(steps=2, wall_s=1.0, tokens=90.0, slots=100.0, flops=4e9, wait_s=0.1),
+    TimedSteps(steps=2, wall_s=2.0, tokens=100.0, slots=100.0, flops=4e9, wait_s=0.5, compile_s=3.0),
+    TimedSteps(steps=2, wall_s=1.0, tokens=95.0, slots=100.0, flops=4e9, wait_s=0.2),
 ]
 
 
@@ -218,16 +218,12 @@ def test_the_global_batch_ends_a_sweep():
     assert tried == [2, 1, 6] and ended.startswith("6 is the largest micro batch that global_batch_size")
 
 
-def test_a_bisection_ends_between_neighbours():
-    assert bisect([4, 5], 4, 5, lambda size: pytest.fail("nothing lies between")) == 4
-
-
 # ---- a try ---------------------------------------------------------------------------------------------------------
 
 
 def test_only_a_lack_of_memory_does_not_fit():
     def verdict(status, kind=None, *, kills=0, is_counted=True):
-        return verdict_of(status, {"kind": kind} if kind else {}, kills, is_counted=is_counted)
+        return outcome_of(status, {"kind": kind} if kind else {}, kills, is_counted=is_counted)
 
     assert verdict(0, "bench") == "fits"
     assert verdict(1, "out_of_device_memory") == "does not fit: out of device memory"

@@ -22,8 +22,8 @@ from train.attempt.attempt import OutOfMemory
 from train.attempt.preempt import StoppedEarly, StopRequest
 from train.backend.base import peak_device_bytes
 from train.bench.config import BenchConfig
-from train.bench.figures import GIB, Peak, Window, cost, plural, speeds, table
 from train.bench.peak import matmul_flops_per_s
+from train.bench.speeds import GIB, Peak, TimedSteps, cost, plural, speeds, table
 from train.cli import compose as cli
 from train.config import Failure, HubConfig, InputError, TrainConfig, check
 from train.config.checkpoints import BestConfig
@@ -125,7 +125,7 @@ class Meter:
 
     cfg: BenchConfig
     stop: StopRequest
-    windows: list[Window] = field(default_factory=list)
+    windows: list[TimedSteps] = field(default_factory=list)
     line_s: float | None = None  # time of the last line
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class BenchRecorder(Recorder):
             wall_s = max(now_s - before_s - window.compile_s, 1e-9)
             wait_s, compile_s = values["data_wait_s"], window.compile_s
             meter.windows.append(
-                Window(window.steps, wall_s, window.tokens, window.slots, window.flops, wait_s, compile_s)
+                TimedSteps(window.steps, wall_s, window.tokens, window.slots, window.flops, wait_s, compile_s)
             )
         if values["step"] >= end:
             meter.stop.ask(MEASURED)

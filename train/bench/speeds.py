@@ -14,7 +14,7 @@ FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the
 
 
 @dataclass(frozen=True)
-class Window:
+class TimedSteps:
     """Some steps in a row, of all ranks."""
 
     steps: int
@@ -38,7 +38,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
-def speeds(windows: Sequence[Window], *, global_batch_size: int, peak: Peak | None) -> dict[str, Any]:
+def speeds(windows: Sequence[TimedSteps], *, global_batch_size: int, peak: Peak | None) -> dict[str, Any]:
     """Speeds of all ranks together. `mfu` is the model's arithmetic a second over the peak of all ranks; None if one of
     them is unknown.
     """
@@ -71,63 +71,41 @@ def cost(instance: InstanceConfig, *, machines: int, sequences_per_s: float) -> 
 
 def table(result: dict[str, Any]) -> str:
     """The figures for people."""
-    rows = [
-        ("device", device_line(result)),
-        ("batch", batch_line(result)),
-        ("steps/s", spread_text(result["steps_per_s"], ".4g")),
-        ("tokens/s", spread_text(result["tokens_per_s"], ",.0f") + padding_text(result["padding_share"])),
-        ("MFU", mfu_text(result)),
-        ("data wait", f"{result['data_wait_share']:.1%} of the time"),
-        ("compiling", compile_text(result)),
-        ("memory", memory_text(result)),
-        ("cost", cost_text(result)),
-    ]
-    return "\n".join(f"{head:11}{text}" for head, text in rows)
 
+    def spread_text(key: str, form: str) -> str:
+        values = result[key]
+        return f"{values['median']:{form}} ({values['least']:{form}} to {values['most']:{form}})"
 
-def device_line(result: dict[str, Any]) -> str:
     ranks = f"{plural(result['world_size'], 'rank')} of {plural(result['threads'], 'thread')}"
-    return f"{result['backend']} on {result['device']}, {result['precision']}, {ranks}, instance={result['instance']}"
+    parts = f"{result['micro_batch_size']} x {result['accumulation']} x {result['replicas']}"
+    padding, mfu = result["padding_share"], "unknown: no formula for the FLOPs of this model"
+    if result["mfu"] is not None:
+        mfu = f"{result['mfu']:.1%} of {result['peak_flops_per_s'] / 1e12:.3g} TFLOP/s ({result['peak_source']})"
+    compiling, late_s = "nothing was compiled", result["compile_s_in_timed_steps"]
+    if result["compile_s"]:
+        compiling = f"{result['compile_s']:.1f} s, {result['graphs']} graphs"
+    if late_s:
+        compiling += f"; {late_s:.1f} s of it in timed steps (left out there): raise warmup"
+    memory = f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank"
+    if result["peak_device_bytes"] is not None:
+        memory = f"{result['peak_device_bytes'] / GIB:.2f} GiB of device memory, {memory}"
+    usd = result["usd_per_million_sequences"]
+    rows = {
+        "device": f"{result['backend']} on {result['device']}, {result['precision']}, {ranks}, "
+        f"instance={result['instance']}",
+        "batch": f"{result['global_batch_size']} sequences a step = {parts} (micro batch, accumulation, replicas)",
+        "steps/s": spread_text("steps_per_s", ".4g"),
+        "tokens/s": spread_text("tokens_per_s", ",.0f") + (f", without {padding:.1%} padding" if padding else ""),
+        "MFU": mfu,
+        "data wait": f"{result['data_wait_share']:.1%} of the time",
+        "compiling": compiling,
+        "memory": memory,
+        "cost": f"unknown: instance={result['instance']} has no price"
+        if usd is None
+        else f"${usd:,.2f} per million sequences",
+    }
+    return "\n".join(f"{head:11}{text}" for head, text in rows.items())
 
 
 def plural(number: int, name: str) -> str:
     return f"{number} {name}{'s' if number > 1 else ''}"
-
-
-def batch_line(result: dict[str, Any]) -> str:
-    parts = f"{result['micro_batch_size']} x {result['accumulation']} x {result['replicas']}"
-    return f"{result['global_batch_size']} sequences a step = {parts} (micro batch, accumulation, replicas)"
-
-
-def spread_text(values: dict[str, float], form: str) -> str:
-    return f"{values['median']:{form}} ({values['least']:{form}} to {values['most']:{form}})"
-
-
-def padding_text(share: float) -> str:
-    return f", without {share:.1%} padding" if share else ""
-
-
-def mfu_text(result: dict[str, Any]) -> str:
-    if result["mfu"] is None:
-        return "unknown: no formula for the FLOPs of this model"
-    peak = f"{result['peak_flops_per_s'] / 1e12:.3g} TFLOP/s"
-    return f"{result['mfu']:.1%} of {peak} ({result['peak_source']})"
-
-
-def compile_text(result: dict[str, Any]) -> str:
-    text = f"{result['compile_s']:.1f} s, {result['graphs']} graphs" if result["compile_s"] else "nothing was compiled"
-    late_s = result["compile_s_in_timed_steps"]
-    return text + (f"; {late_s:.1f} s of it in timed steps (left out there): raise warmup" if late_s else "")
-
-
-def memory_text(result: dict[str, Any]) -> str:
-    device = result["peak_device_bytes"]
-    host = f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank"
-    return host if device is None else f"{device / GIB:.2f} GiB of device memory, {host}"
-
-
-def cost_text(result: dict[str, Any]) -> str:
-    usd = result["usd_per_million_sequences"]
-    return (
-        f"unknown: instance={result['instance']} has no price" if usd is None else f"${usd:,.2f} per million sequences"
-    )

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 import conf
 from train.bench.config import BenchConfig, check_takes_files
-from train.bench.figures import GIB, plural
+from train.bench.speeds import GIB, plural
 from train.cli import compose as cli
 from train.cli.help import groups
 from train.config import Failure, InputError, TrainConfig, check, make_plan
@@ -34,7 +34,7 @@ from train.storage.atomic_io import write_atomic
 from train.storage.schema import BadContent, read_object
 
 GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
-PATIENCE = 2  # larger micro batches in a row that are no faster, after which none is tried
+MOST_SLOWER = 2  # larger micro batches in a row that are no faster, after which none is tried
 FIRST = 8  # the first micro batch that is tried, if none is given
 HOST_SHARE = 0.9  # of the memory that is available, for the ranks of a try on CPUs
 MANY_ROWS = 2**62  # more than any data: a try checks the data itself
@@ -81,8 +81,11 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
         def attempt(size: int) -> Try:
             command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
             tries.append(try_size(command, size, share // size, Path(work)))
-            print(row(tries[-1]), flush=True)
-            return tries[-1]
+            tried = tries[-1]
+            peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
+            speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
+            print(f"{size:11}  {share // size:12}  {speed:>10}  {peak:>10}  {tried.verdict}", flush=True)
+            return tried
 
         ended = search(sizes, first, attempt)
     fitting = [each for each in tries if each.bench is not None]
@@ -153,7 +156,7 @@ def is_usable(cfg: BenchConfig, size: int) -> bool:
 
 def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> str:
     """Try sizes: halves of the first one until one fits, or its half if it fits, then doubles while they fit and are
-    faster, then what lies between the largest that fits and the smallest that does not. Gives why it ended.
+    faster, then what lies between the largest that fits and the smallest that does not. Returns why it ended.
     """
     tried = attempt(first)
     failed: int | None = None
@@ -178,21 +181,15 @@ def search(sizes: Sequence[int], first: int, attempt: Callable[[int], Try]) -> s
         low = tried.micro_batch_size
         slower = 0 if tried.tokens_per_s > GROWTH * best else slower + 1
         best = max(best, tried.tokens_per_s)
-        if slower == PATIENCE:
+        if slower == MOST_SLOWER:
             return f"throughput no longer grows; {low} still fits"
-    low = bisect(sizes, low, failed, attempt)
-    return f"{low} is the largest micro batch that fits"
-
-
-def bisect(sizes: Sequence[int], low: int, high: int, attempt: Callable[[int], Try]) -> int:
-    """The largest size that fits; `low` does, `high` does not."""
-    while between := [size for size in sizes if low < size < high]:
+    while between := [size for size in sizes if low < size < failed]:
         middle = between[len(between) // 2]
         if attempt(middle).bench is None:
-            high = middle
+            failed = middle
         else:
             low = middle
-    return low
+    return f"{low} is the largest micro batch that fits"
 
 
 # ---- one try -------------------------------------------------------------------------------------------------------
@@ -221,11 +218,14 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
         errors="replace",
         check=False,
     )
-    result = read_result(work / f"{size}.json")
+    try:
+        result = read_object((work / f"{size}.json").read_bytes())
+    except (FileNotFoundError, BadContent):  # it was killed
+        result = {}
     kills = count_oom_kills(counter) - before
-    verdict = verdict_of(done.returncode, result, kills, is_counted=counter is not None)
-    if verdict is not None:
-        return Try(size, accumulation, verdict, result if verdict == "fits" else None)
+    outcome = outcome_of(done.returncode, result, kills, is_counted=counter is not None)
+    if outcome is not None:
+        return Try(size, accumulation, outcome, result if outcome == "fits" else None)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     refusals = [line for line in lines if line.startswith("error: ")]
     why = (refusals or lines or ["it printed nothing"])[-1].removeprefix("error: ")
@@ -234,7 +234,7 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
 
 
-def verdict_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
+def outcome_of(status: int, result: dict[str, Any], kills: int, *, is_counted: bool) -> str | None:
     """Fits, or how memory ran out; None for another failure. `kills`: processes that the kernel killed meanwhile for
     lack of memory, if it counts them.
     """
@@ -245,21 +245,6 @@ def verdict_of(status: int, result: dict[str, Any], kills: int, *, is_counted: b
     if status != cli.DONE and (kills > 0 or (status == -signal.SIGKILL and not is_counted)):
         return "does not fit: the kernel killed it for lack of host memory"
     return None
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """What a try has written; empty if it was killed."""
-    try:
-        return read_object(path.read_bytes())
-    except (FileNotFoundError, BadContent):
-        return {}
-
-
-def row(tried: Try) -> str:
-    """A row of the table."""
-    peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
-    speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
-    return f"{tried.micro_batch_size:11}  {tried.accumulation:12}  {speed:>10}  {peak:>10}  {tried.verdict}"
 
 
 # ---- the experiment ------------------------------------------------------------------------------------------------
