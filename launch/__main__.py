@@ -20,7 +20,7 @@ from launch import code, commands, estimate, show, submit
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.engines import INSTANCE, Engine
-from launch.plan import Request, make_job, run_overrides
+from launch.plan import make_job, run_overrides
 from launch.record import Record
 from launch.schedulers import SETTINGS, engine, scheduler
 from train.cli import compose as cli
@@ -100,8 +100,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     overrides = run_overrides(of_run, settings) if not cfg.prepare else list(of_run)
     run: Any = cli.load_config(PrepareConfig if cfg.prepare else TrainConfig, overrides)
     bundle = code.pack()
-    request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
-    job = make_job(request, bundle, python=cfg.cluster.interpreter(), folder=str(Path.cwd()))
+    job = make_job(cfg, run, overrides, bundle, folder=str(Path.cwd()))
     record = Record(job.run_dir, run.s3)
     starts = engine(cfg, bundle) or scheduler(job.scheduler)
     command = starts.request(job, record)

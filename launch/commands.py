@@ -12,8 +12,9 @@ from launch import logs, submit
 from launch.ec2 import commands as ec2
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
-from launch.status import Status, clean, columns, lines_of, shown_step, status, watch
-from launch.values import shown_duration, shown_moment
+from launch.show import columns
+from launch.status import Status, clean, lines_of, shown_step, status, watch
+from launch.values import shown_moment
 from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
 from train.config import Failure, InputError, S3Config, check
 from train.run_folder.outcome import STOP_FILE
@@ -21,8 +22,6 @@ from train.storage.folders import open_folder
 from train.storage.schema import is_path
 
 EVERY_S = 5.0  # between two questions
-STOP_POLL_S = 5.0  # a run looks for the file STOP every preempt.poll_s, by default
-NO_JOB = "nothing to {}: {} has no job ({})"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def list_runs(options: argparse.Namespace, s3: S3Config) -> int:
         else:
             table.append(row(seen))
     if len(table) > 1:
-        print("\n".join(columns(table)))
+        print("\n".join(columns(table, str.ljust)))
     elif not names:
         print(f"no run was launched in {printable(folder)}", file=sys.stderr)
     return DONE
@@ -145,9 +144,8 @@ def count(text: str) -> int:
 
 def stop(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
-    seen = asked(record)
-    if not seen.is_active:
-        print(printable(NO_JOB.format("stop", record.run_dir, seen.state)))
+    seen = active(record, "stop")
+    if seen is None:
         return DONE
     check(seen.kind == "train", f"a preparation keeps what is done: python -m launch cancel {record.run_dir} --yes")
     if seen.is_waiting or not seen.progress.exists:  # a file STOP alone would be taken for another program's folder
@@ -158,20 +156,9 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
         # The event comes first: a supervisor removes files STOP that nobody asked for.
         record.append_event("stop_asked", reason="launch stop")
     record.run.write(STOP_FILE, b"")
-    print(printable(f"{record.run_dir} was asked to stop with a checkpoint; {expected(seen)}"))
+    print(printable(f"{record.run_dir} was asked to stop with a checkpoint, after its next step"))
     print(printable(f"python -m launch status {record.run_dir} --watch shows when it has"))
     return DONE
-
-
-def expected(seen: Status) -> str:
-    """How long a stop takes."""
-    step_s, save_s = seen.progress.step_s, seen.progress.save_s
-    if seen.history.running_attempt is None:
-        return "it does so after the first step of its next attempt"
-    if step_s is None:
-        return "it does so after its next step"
-    parts = [f"a step takes {shown_duration(step_s)}", *([f"a save {shown_duration(save_s)}"] if save_s else [])]
-    return f"expect it within {shown_duration(STOP_POLL_S + 2 * step_s + (save_s or 0.0))} or so ({', '.join(parts)})"
 
 
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
@@ -189,9 +176,8 @@ def cancel_flags(parser: Parser) -> None:
 
 def cancel(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
-    seen = asked(record)
-    if not seen.is_active:
-        print(printable(NO_JOB.format("cancel", record.run_dir, seen.state)))
+    seen = active(record, "cancel")
+    if seen is None:
         return DONE
     if not options.yes:
         print(printable(f"{record.run_dir}: the job would end at once ({seen.answer.text}); {lost(seen)}"))
@@ -202,12 +188,15 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
     return DONE
 
 
-def asked(record: Record) -> Status:
-    """How the run stands. Failure if its scheduler does not say whether it has a job."""
+def active(record: Record, name: str) -> Status | None:
+    """Return how a run with a job stands; None, and a line, if it has none. Failure if its scheduler does not say."""
     submit.answer_lost_submission(record)
     seen = status(record)
     if seen.answer.is_active is None:
         raise Failure(f"{record.run_dir}: {seen.answer.failure}")
+    if not seen.answer.is_active:
+        print(printable(f"nothing to {name}: {record.run_dir} has no job ({seen.state})"))
+        return None
     return seen
 
 
@@ -221,7 +210,7 @@ def end(record: Record, seen: Status) -> None:
 
 
 def lost(seen: Status) -> str:
-    """What a run loses that ends now."""
+    """Return what a run loses that ends now."""
     step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
         return "whole shards stay, and the same job goes on from them"

@@ -20,7 +20,7 @@ from launch.job import Job
 from launch.plan import safe_name
 from launch.record import Record
 from launch.show import line
-from train.config import InputError, check
+from train.config import check
 from train.config.checks import check_positive
 from train.storage.folders import LocalFolder, is_s3, local_path
 
@@ -68,10 +68,8 @@ class Engine(ABC):
     def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
         self.cfg, self.bundle = cfg, bundle
         kind, instance = cfg.cluster.kind, cfg.instance.name
-        check(
-            isinstance(cfg.cluster, self.settings),
-            f"cluster.kind={kind} does not fit the settings chosen; choose cluster={kind}",
-        )
+        fits = isinstance(cfg.cluster, self.settings)
+        check(fits, f"cluster.kind={kind} does not fit the settings chosen; choose cluster={kind}")
         assert isinstance(cfg.cluster, EngineConfig)
         self.common = cfg.cluster
         check(not cfg.prepare, f"prepare=true is not for cluster={kind}; prepare with cluster=local or cluster=slurm")
@@ -124,11 +122,8 @@ class Engine(ABC):
         """Write the files, and say what comes next. InputError for a file that is there and differs."""
         files, folder = self.files(job), self.folder()
         for name, content in files.items():
-            same = folder.size(name) is None or folder.read(name) == content
+            same = folder.create(name, content) or folder.read(name) == content
             check(same, f"{self.path(name)} is there and differs; remove it, or choose another cluster.folder")
-        for name, content in files.items():
-            if not folder.create(name, content) and folder.read(name) != content:  # another launcher was faster
-                raise InputError(f"{self.path(name)} was written by another program at this moment; look at it")
         written = [line("written", self.path(name)) for name in files]
         return [*written, "nothing was started; next:", *(line(what, shlex.join(how)) for what, how in self.steps(job))]
 

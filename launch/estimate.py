@@ -22,27 +22,14 @@ from train.models.model_sizes import Shape, check_layers, find_shape, knows_voca
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
-
-
-@dataclass(frozen=True)
-class Published:
-    """A share of the peak that somebody measured, on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's own
-    formula, in which the head is not counted.
-    """
-
-    chip: str
-    mfu: float
-    source: str
-
-
-TRAINIUM = Published("Trainium", 0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)")
-TRAINIUM_FP32 = Published(
-    "Trainium", 0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)"
-)
-A100 = Published("A100", 0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)")
-V100 = Published("V100", 0.42, "NVIDIA: 224 sequences/s on a V100-32GB (DeepLearningExamples)")
-IN_16_BITS = {figure.chip: figure for figure in (TRAINIUM, A100, V100)}
-IN_FP32 = {"Trainium": TRAINIUM_FP32}
+# Shares of the peak that somebody measured on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's own formula,
+# in which the head is not counted.
+IN_16_BITS = {
+    "Trainium": (0.288, "AWS: 3,697.71 sequences/s on a trn1.32xlarge (aws-neuron-sdk, Neuron 2.26)"),
+    "A100": (0.44, "NVIDIA: 580 sequences/s on an A100-80GB (DeepLearningExamples)"),
+    "V100": (0.42, "NVIDIA: 224 sequences/s on a V100-32GB (DeepLearningExamples)"),
+}
+IN_FP32 = {"Trainium": (0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aws-neuron-sdk, Neuron 2.28)")}
 
 
 @dataclass(frozen=True)
@@ -98,17 +85,23 @@ def estimate(
     `seq_len` tokens, and `vocab_size` that of their tokenizer; None: unknown. InputError for a speed that says nothing
     of these machines.
     """
-    rate, speed_note = speed(cfg, mfu, calibration)
+    flops_per_s, speed_note = speed(cfg, mfu, calibration)
     shape = find_shape(cfg.model, vocab_size=vocab_size)
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
-    work = Work(flops, 0 if shape is None else gradient_bytes(cfg, shape), rate)
-    numbers = sorted({*counts, nodes})
-    table = tuple(row(cfg, each, processes_per_node, seq_len=seq_len, rows=rows, work=work) for each in numbers)
-    notes = [*notes_of_work(cfg, work, seq_len), speed_note, *notes_of_network(cfg, work, processes_per_node)]
-    at = next(each for each in table if each.nodes == nodes)
-    notes += [] if shape is None else notes_of_memory(cfg, shape, at, seq_len)
-    if shape is not None and not knows_vocabulary(cfg.model, vocab_size=vocab_size):
-        notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
+    work = Work(flops, 0 if shape is None else gradient_bytes(cfg, shape), flops_per_s)
+    table = tuple(
+        row(cfg, each, processes_per_node, seq_len=seq_len, rows=rows, work=work) for each in sorted({*counts, nodes})
+    )
+    if flops is None:
+        name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
+        notes = [f"no formula for {name} and task={cfg.task.kind}: no estimate of time", speed_note]
+    else:
+        notes = [f"{flops / 1e9:,.4g} GFLOP to train on a sequence, each of {seq_len} tokens", speed_note]
+        notes += [] if flops_per_s is None else notes_of_network(cfg, work.gradient_bytes, processes_per_node)
+    if shape is not None:
+        notes += notes_of_memory(cfg, shape, next(each for each in table if each.nodes == nodes), seq_len)
+        if not knows_vocabulary(cfg.model, vocab_size=vocab_size):
+            notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
     if rows is None and cfg.max_epochs is not None:
         notes.append(f"max_epochs={cfg.max_epochs:g} is left out: the size of the data is unknown")
     notes += [*notes_of_price(cfg.instance), "hours of steps alone, without starts, compiling, evaluations and saves"]
@@ -116,7 +109,7 @@ def estimate(
 
 
 def row(cfg: TrainConfig, nodes: int, processes: int, *, seq_len: int, rows: int | None, work: Work) -> Row:
-    """The estimate for one number of machines."""
+    """Return the estimate for one number of machines."""
     instance, world = cfg.instance, nodes * processes
     try:
         check_launch(instance, Launched(world_size=world, local_world_size=processes, is_distributed=True))
@@ -135,7 +128,7 @@ def row(cfg: TrainConfig, nodes: int, processes: int, *, seq_len: int, rows: int
     allreduce_s = all_reduce_s(work.gradient_bytes, instance, nodes=nodes, processes_per_node=processes)
     step_s = compute_s + (allreduce_s or 0.0)
     hours = None if steps is None else steps * step_s / 3600
-    machine_hours = None if hours is None else hours * nodes
+    on_demand, spot = instance.usd_per_hour, instance.usd_per_hour_spot
     return replace(
         planned,
         compute_s=compute_s,
@@ -144,20 +137,15 @@ def row(cfg: TrainConfig, nodes: int, processes: int, *, seq_len: int, rows: int
         sequences_per_s=plan.global_batch_size / step_s,
         tokens_per_s=plan.global_batch_size * seq_len / step_s,
         hours=hours,
-        usd_on_demand=product(machine_hours, instance.usd_per_hour),
-        usd_spot=product(machine_hours, instance.usd_per_hour_spot),
+        usd_on_demand=None if hours is None or on_demand is None else hours * nodes * on_demand,
+        usd_spot=None if hours is None or spot is None else hours * nodes * spot,
     )
 
 
-def product(hours: float | None, usd_per_hour: float | None) -> float | None:
-    return None if hours is None or usd_per_hour is None else hours * usd_per_hour
-
-
-# ---- how fast a rank computes --------------------------------------------------------------------------------------
-
-
-def speed(cfg: TrainConfig, mfu: float | None, calibration: Calibration | None) -> tuple[float | None, str]:
-    """FLOP/s of a rank, None if nothing is known of it, and where the figure is from."""
+def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple[float | None, str]:
+    """Return the FLOP/s of a rank, None if nothing is known of it, and where the figure is from. InputError for the
+    speed of a run on another machine of which no peak is known.
+    """
     instance, precision = cfg.instance, precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)
     if mfu is not None:
@@ -165,55 +153,40 @@ def speed(cfg: TrainConfig, mfu: float | None, calibration: Calibration | None) 
         wants = f"mfu={mfu:g}: the peak of instance={instance.name} is unknown; give calibrate=RUN instead"
         check(peak is not None, wants)
         return (peak or 0.0) * mfu, f"{mfu:.1%} of the peak of {precision}, as given"
-    if calibration is not None:
-        return calibrated(calibration, instance, precision, peak)
+    if run is not None:
+        note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s a rank in {run.precision}"
+        note += f", {run.world_size} ranks on {run.instance}"
+        note += ", whose all-reduce is in that figure and counts twice" if run.world_size > 1 else ""
+        if run.instance == instance.name and (run.mfu is None or run.precision == precision):
+            return run.flops_per_s, note
+        if run.mfu is None or peak is None:
+            raise InputError(
+                f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed "
+                f"says nothing of instance={instance.name}; take a run on that, or give mfu"
+            )
+        return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"
         return None, f"no time: {lacks} of instance={instance.name} is unknown; calibrate=RUN takes a finished run's"
     chip, published = instance.accelerator or "this chip", IN_FP32 if precision in ("fp32", "tf32") else IN_16_BITS
-    figure = published.get(chip, TRAINIUM if instance.device == "neuron" else A100)
-    note = f"{figure.mfu:.1%} of the peak of {precision}, from BERT-large by {figure.source}"
+    nearest = "Trainium" if instance.device == "neuron" else "A100"
+    share, source = published.get(chip, IN_16_BITS[nearest])
+    note = f"{share:.1%} of the peak of {precision}, from BERT-large by {source}"
     if chip not in published:
-        note += f"; that of the {figure.chip} in bf16, as none is published for {chip} in {precision}"
-    return peak * figure.mfu, note
-
-
-def calibrated(run: Calibration, instance: InstanceConfig, precision: str, peak: float | None) -> tuple[float, str]:
-    """The speed of a finished run, by FLOPs. InputError for a run on another machine of which no peak is known."""
-    note = f"as fast as {run.location}: {run.flops_per_s / 1e12:.3g} TFLOP/s a rank in {run.precision}"
-    note += f", {run.world_size} ranks on {run.instance}"
-    note += ", whose all-reduce is in that figure and counts twice" if run.world_size > 1 else ""
-    if run.instance == instance.name and (run.mfu is None or run.precision == precision):
-        return run.flops_per_s, note
-    if run.mfu is None or peak is None:
-        raise InputError(
-            f"calibrate={run.location} ran on instance={run.instance}, and without the peaks of both its speed says "
-            f"nothing of instance={instance.name}; take a run on that, or give mfu"
-        )
-    return run.mfu * peak, f"{note}; its {run.mfu:.1%} of the peak, here of {instance.name} in {precision}"
+        note += f"; that of the {nearest} in bf16, as none is published for {chip} in {precision}"
+    return peak * share, note
 
 
 # ---- what is assumed -----------------------------------------------------------------------------------------------
 
 
-def notes_of_work(cfg: TrainConfig, work: Work, seq_len: int) -> list[str]:
-    if work.flops is None:
-        name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
-        return [f"no formula for {name} and task={cfg.task.kind}: no estimate of time"]
-    return [f"{work.flops / 1e9:,.4g} GFLOP to train on a sequence, each of {seq_len} tokens"]
-
-
-def notes_of_network(cfg: TrainConfig, work: Work, processes: int) -> list[str]:
+def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[str]:
     instance = cfg.instance
-    if work.flops is None or work.flops_per_s is None:
-        return []
     inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
-    known = [
-        *([f"{inside:g} GB/s and {DEVICE_HOP_S * 1e6:g} µs a message inside a machine"] if inside else []),
-        *([f"{between:g} Gbit/s and {NETWORK_HOP_S * 1e6:g} µs between machines"] if between else []),
-    ]
+    known = [f"{inside:g} GB/s and {DEVICE_HOP_S * 1e6:g} µs a message inside a machine"] if inside else []
+    known += [f"{between:g} Gbit/s and {NETWORK_HOP_S * 1e6:g} µs between machines"] if between else []
     notes = [
-        f"an all-reduce of {work.gradient_bytes / 1e6:,.4g} MB a step by rings, none of it behind the backward pass"
+        f"an all-reduce of {num_bytes / 1e6:,.4g} MB a step by rings, none of it behind the backward pass"
         + (f"; {', '.join(known)}" if known else "")
     ]
     if cfg.parallel.held(2) != Held():
@@ -232,7 +205,7 @@ def notes_of_network(cfg: TrainConfig, work: Work, processes: int) -> list[str]:
 
 
 def notes_of_memory(cfg: TrainConfig, shape: Shape, at: Row, seq_len: int) -> list[str]:
-    """What a rank of the planned machines holds, and whether its device is large enough."""
+    """Say what a rank of the planned machines holds, and whether its device is large enough."""
     if at.micro_batch_size is None or at.accumulation is None:
         return []
     needed = memory_of(
@@ -253,13 +226,10 @@ def notes_of_memory(cfg: TrainConfig, shape: Shape, at: Row, seq_len: int) -> li
 
 
 def notes_of_price(instance: InstanceConfig) -> list[str]:
-    spot, on_demand = instance.usd_per_hour_spot, instance.usd_per_hour
-    known = [
-        *([f"${on_demand:,.2f} an hour on demand"] if on_demand else []),
-        *([f"${spot:,.2f} on spot"] if spot else []),
-    ]
+    prices = {"on demand": instance.usd_per_hour, "on spot": instance.usd_per_hour_spot}
+    known = [f"${usd:,.2f} an hour {market}" for market, usd in prices.items() if usd is not None]
+    unknown = [market for market, usd in prices.items() if usd is None]
     date = f", as of {instance.price_date}" if instance.price_date else ""
-    unknown = [name for name, price in (("on demand", on_demand), ("on spot", spot)) if price is None]
     notes = [f"a {instance.name} for {' and '.join(known)}{date}"] if known else []
     return [*notes, *([f"the price {' and '.join(unknown)} is unknown"] if unknown else [])]
 
@@ -267,30 +237,21 @@ def notes_of_price(instance: InstanceConfig) -> list[str]:
 # ---- as text -------------------------------------------------------------------------------------------------------
 
 HEADER = ["machines", "ranks", "batch", "steps", "step", "all-reduce", "tokens/s", "hours", "on demand", "spot"]
+FORMATS = {"steps": "{:,d}", "step_s": "{:.3g} s", "allreduce_s": "{:.2g} s", "tokens_per_s": "{:,.0f}"}
+FORMATS |= {"hours": "{:,.3g}", "usd_on_demand": "${:,.2f}", "usd_spot": "${:,.2f}"}
 
 
 def table(result: Estimate) -> list[list[str]]:
-    """The rows as text, with a header. A row of an impossible number of machines has the reason in its third cell."""
+    """Return the rows as text, with a header. A row of an impossible number of machines has the reason in its third
+    cell.
+    """
     return [HEADER, *(cells(each) for each in result.rows)]
 
 
 def cells(each: Row) -> list[str]:
-    first = [str(each.nodes), str(each.world_size)]
+    ranks = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:
-        return [*first, each.reason]
+        return [*ranks, each.reason]
     batch = f"{each.global_batch_size:,} = {each.replicas} x {each.accumulation} x {each.micro_batch_size}"
-    return [
-        *first,
-        batch,
-        shown(each.steps, ",d"),
-        shown(each.step_s, ".3g", " s"),
-        shown(each.allreduce_s, ".2g", " s"),
-        shown(each.tokens_per_s, ",.0f"),
-        shown(each.hours, ",.3g"),
-        "?" if each.usd_on_demand is None else f"${each.usd_on_demand:,.2f}",
-        "?" if each.usd_spot is None else f"${each.usd_spot:,.2f}",
-    ]
-
-
-def shown(value: float | None, form: str, unit: str = "") -> str:
-    return "?" if value is None else f"{value:{form}}{unit}"
+    figures = [(getattr(each, name), form) for name, form in FORMATS.items()]
+    return [*ranks, batch, *("?" if value is None else form.format(value) for value, form in figures)]

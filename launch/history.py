@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from launch.record import DAMAGED, Event
-from launch.values import MOST_CHARS, count, moment, table, text, texts
+from launch.values import MAX_CHARS, count, moment, table, text, texts
 
 ENDS = ("done", "stopped", "failed", "refused")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Submission:
     """What a scheduler was asked to start, and what it called it."""
 
@@ -24,7 +24,7 @@ class Submission:
     refusal: str = ""  # why the job could not be started
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttemptEntry:
     number: int
     nodes: list[str]
@@ -40,14 +40,14 @@ class AttemptEntry:
     is_over: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ended:
     outcome: str
     reason: str
     time_unix_s: float | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class History:
     """All attempts of the run; the rest is of its last submission."""
 
@@ -92,85 +92,72 @@ class History:
         last = self.last_attempt
         return None if last is None or last.is_over or self.ended is not None else last
 
+    def add(self, event: Event) -> None:
+        """Add an event of the submission that began last."""
+        details, last, at_unix_s = event.details, self.last_attempt, moment({"at": event.time_unix_s}, "at")
+        match event.kind:
+            case "submitted":
+                sha256 = self.submission.config_sha256 if self.submission is not None else ""
+                self.submission = submission_of(event, sha256)
+            case "not_submitted" if self.submission is not None:
+                self.submission.refusal = text(details, "reason") or "rejected"
+            case "attempt_began":
+                begun_at = count(details, "checkpoint") or 0
+                if last is not None and not last.is_over:  # its machine was lost; what it saved shows now
+                    self.add_try(got_on=begun_at > last.begun_at, in_order=False)
+                number, nodes = count(details, "number") or 0, texts(details, "nodes")
+                self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
+                self.ended, self.is_tried = None, True
+            case "attempt_ended" if last is not None:
+                last.ended_unix_s, last.exit_code, last.is_over = at_unix_s, count(details, "exit_code"), True
+                last.step, last.checkpoint = count(details, "step"), count(details, "checkpoint")
+                last.outcome, last.reason = text(details, "outcome"), text(details, "reason")
+                last.next = text(details, "next")
+                self.add_try(got_on=details.get("made_progress") is True, in_order=last.outcome == "stopped")
+            case "gate":
+                failed = table(details, "failed").items()
+                self.passed_gate = texts(details, "passed")
+                self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
+            case "stop_asked":
+                self.stop_asked_unix_s = at_unix_s or 0.0
+            case "cancelled":
+                self.cancelled_unix_s = at_unix_s or 0.0
+            case "requeued":
+                if not self.is_tried:
+                    self.add_try(got_on=False, in_order=False)
+                self.excluded = sorted({*self.excluded, *texts(details, "excluded")})
+                self.requeues, self.is_tried = self.requeues + 1, False
+            case "ended":
+                outcome = text(details, "outcome")
+                self.ended = Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s)
+            case kind if kind == DAMAGED:
+                self.damaged.append(text(details, "name"))
+
+    def add_try(self, *, got_on: bool, in_order: bool) -> None:
+        self.tries.append(got_on)
+        self.faults += not (got_on and in_order)
+
 
 def read_history(events: Sequence[Event]) -> History:
-    """What the events say. Details of a wrong type count as missing, and unknown events are passed over."""
+    """Return what the events say. Details of a wrong type count as missing, and unknown events are passed over."""
     history = History()
     for event in events:
-        history = after(history, event)
+        asked = history.submission
+        is_answer = event.kind == "submitted" and asked is not None and not asked.handle and not asked.refusal
+        if event.kind in ("submitting", "submitted") and not is_answer:
+            attempts, damaged = history.attempts, history.damaged
+            history = History(history.submissions + 1, submission_of(event), attempts, len(attempts), damaged=damaged)
+        else:
+            history.add(event)
     return history
 
 
-def after(history: History, event: Event) -> History:
-    details, time_unix_s = event.details, moment({"at": event.time_unix_s}, "at")
-    if event.kind in ("submitting", "submitted"):
-        return submitted(history, event, time_unix_s)
-    if event.kind == "not_submitted" and history.submission is not None:
-        return replace(history, submission=replace(history.submission, refusal=text(details, "reason") or "refused"))
-    if event.kind == "attempt_began":
-        begun_at = count(details, "checkpoint") or 0
-        entry = AttemptEntry(count(details, "number") or 0, texts(details, "nodes"), time_unix_s, begun_at=begun_at)
-        last = history.last_attempt
-        if last is not None and not last.is_over:  # its machine was lost; what it saved shows now
-            history = tried(history, got_on=begun_at > last.begun_at, in_order=False)
-        return replace(history, attempts=[*history.attempts, entry], ended=None, is_tried=True)
-    if event.kind == "attempt_ended" and history.last_attempt is not None:
-        entry, got_on = over(history.last_attempt, event, time_unix_s), details.get("made_progress") is True
-        history = tried(history, got_on=got_on, in_order=entry.outcome == "stopped")
-        return replace(history, attempts=[*history.attempts[:-1], entry])
-    if event.kind == "gate":
-        failed = {str(node): str(reason)[:MOST_CHARS] for node, reason in table(details, "failed").items()}
-        return replace(history, passed_gate=texts(details, "passed"), failed_gate=failed)
-    if event.kind == "stop_asked":
-        return replace(history, stop_asked_unix_s=time_unix_s or 0.0)
-    if event.kind == "cancelled":
-        return replace(history, cancelled_unix_s=time_unix_s or 0.0)
-    if event.kind == "requeued":
-        history = history if history.is_tried else tried(history, got_on=False, in_order=False)
-        excluded = sorted({*history.excluded, *texts(details, "excluded")})
-        return replace(history, requeues=history.requeues + 1, excluded=excluded, is_tried=False)
-    if event.kind == DAMAGED:
-        return replace(history, damaged=[*history.damaged, text(details, "name")])
-    if event.kind == "ended":
-        outcome = text(details, "outcome")
-        return replace(
-            history, ended=Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), time_unix_s)
-        )
-    return history
-
-
-def tried(history: History, *, got_on: bool, in_order: bool) -> History:
-    return replace(history, tries=[*history.tries, got_on], faults=history.faults + (not (got_on and in_order)))
-
-
-def submitted(history: History, event: Event, time_unix_s: float | None) -> History:
-    """A submission begins, or is answered."""
-    asked, details = history.submission, event.details
-    now = Submission(
+def submission_of(event: Event, config_sha256: str = "") -> Submission:
+    details = event.details
+    return Submission(
         scheduler=text(details, "scheduler"),
-        time_unix_s=time_unix_s,
+        time_unix_s=moment({"at": event.time_unix_s}, "at"),
         nodes=count(details, "nodes"),
         handle=table(details, "handle"),
-        config_sha256=text(details, "config_sha256"),
-    )
-    is_answer = event.kind == "submitted" and asked is not None and not asked.handle and not asked.refusal
-    if is_answer and asked is not None:
-        now = replace(now, config_sha256=now.config_sha256 or asked.config_sha256)
-        return replace(history, submission=now)
-    begins = History(history.submissions + 1, now, history.attempts, len(history.attempts))
-    return replace(begins, damaged=history.damaged)
-
-
-def over(entry: AttemptEntry, event: Event, time_unix_s: float | None) -> AttemptEntry:
-    details = event.details
-    return replace(
-        entry,
-        ended_unix_s=time_unix_s,
-        exit_code=count(details, "exit_code"),
-        outcome=text(details, "outcome"),
-        reason=text(details, "reason"),
-        step=count(details, "step"),
-        checkpoint=count(details, "checkpoint"),
-        next=text(details, "next"),
-        is_over=True,
+        config_sha256=text(details, "config_sha256") or config_sha256,
     )

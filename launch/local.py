@@ -19,8 +19,18 @@ from launch.preflight import run_preflight
 from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import CODES, Decision, StopRequest, attempt_name, prepared, recording_failure, retry, supervise
-from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
+from launch.supervise import (
+    CODES,
+    Decision,
+    StopRequest,
+    attempt_name,
+    prepared,
+    recording_failure,
+    retry,
+    run_of_job,
+    supervise,
+)
+from train.cli.command import DONE, FAILED
 from train.config import InputError, Unreachable
 from train.host import children
 from train.host.processes import is_alive, read_process
@@ -68,7 +78,7 @@ class Scheduler:
                 commands.main([*command, record.run_dir, *record.s3.flags()])
         ended, more = read_history(record.events()).ended, f"python -m launch status {record.run_dir}"
         if ended is None:
-            print(f"the job ended and noted no reason; {more} says more", file=sys.stderr)
+            print(f"the job ended and recorded no reason; {more} says more", file=sys.stderr)
             return FAILED
         print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; {more} shows it")
         return CODES.get(ended.outcome, FAILED)
@@ -104,18 +114,16 @@ def handle_of(pid: int) -> Handle:
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
+    """Return the command of the process that runs a job."""
     return [job.python, "-m", "launch.local", record.run_dir, *record.s3.flags()]
 
 
+# ---- the supervisor --------------------------------------------------------------------------------------------------
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser(
-        "launch.local",
-        "Supervise a job of this machine. python -m launch cluster=local starts this.",
-        examples=("runs/mine",),
-    )
-    parser.add_argument("run", help="run folder")
-    add_s3_flags(parser, caches=False)
-    return run_flags(parser, arguments, lambda options, s3: run_job(Record(options.run, s3)))
+    purpose = "Supervise a job of this machine. python -m launch cluster=local starts this."
+    return run_of_job("launch.local", purpose, arguments, lambda record, _: run_job(record))
 
 
 def run_job(record: Record) -> int:
@@ -131,40 +139,33 @@ def prepare(record: Record, job: Job) -> Decision:
     steps = [["--part", str(part)] for part in range(1, job.parts + 1)] + ([["--merge"]] if job.parts > 1 else [])
     for step in steps:
         if code := on_this_machine(record, job, "prepare", *step):
-            return prepared(code, " ".join(step).removeprefix("--") or "the preparation")
+            return prepared(code, " ".join(step).removeprefix("--"))
     return Decision("end", "done", "prepared")
 
 
 def train(record: Record, job: Job) -> Decision:
-    stop = StopRequest(record)
+    stop, cluster, node = StopRequest(record), cluster_of(job), platform.node()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
-    cluster = cluster_of(job)
-    if cluster.gate and (failure := preflight(record, job)):
-        return Decision("end", "failed", failure)
-    return supervise(
-        record,
-        cluster,
-        lambda number: on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}", stop=stop),
-        nodes=[platform.node()],
-        stop=stop,
-    )
-
-
-def preflight(record: Record, job: Job) -> str:
-    """Why this machine is not fit to train; empty if it is."""
 
     def examine(command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         return on_this_machine(record, job, command, f"--attempt={name}")
 
-    _, failed = run_preflight(record, job, [platform.node()], examine, name=f"gate_{os.getpid()}")
-    return "".join(f"this machine is not fit to train: {reason}" for reason in failed.values())
+    def attempt(number: int) -> int:
+        return on_this_machine(record, job, "train", f"--attempt={attempt_name(number)}", stop=stop)
+
+    if cluster.gate:
+        _, failed = run_preflight(record, job, [node], examine, name=f"gate_{os.getpid()}")
+        for reason in failed.values():
+            return Decision("end", "failed", f"this machine is not fit to train: {reason}")
+    return supervise(record, cluster, attempt, nodes=[node], stop=stop)
 
 
 def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopRequest | None = None) -> int:
-    argv = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.s3.flags()]
+    """Run a command of launch.node, and wait for the ranks that outlive it; its exit code."""
     children.adopt_orphans()
-    process = children.start(argv, env=os.environ)
+    words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.s3.flags()]
+    process = children.start(words, env=os.environ)
     code = children.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
     children.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
     return code

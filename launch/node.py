@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from launch import code
 from launch.config import ClusterConfig
@@ -32,7 +31,7 @@ from train.storage.folders import canonical_json, wait_for_file
 from train.storage.schema import FileName
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
-MEETING_S = 120  # for machines that have just answered to meet for their collectives; torchrun's own limit is 900 s
+JOIN_S = 120  # for machines that have just answered to join for their collectives; torchrun's own limit is 900 s
 PREFLIGHT = "gate/{}/{}.json"
 
 
@@ -46,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", help="run folder")
     parser.add_argument("--hosts", default="", help="machines of the job, in order of their ranks")
     parser.add_argument("--addresses", default="", help="of the machines, in the same order; the first one's will do")
-    parser.add_argument("--group", type=int, default=0, help="machines that meet one another, by their order; 0: all")
-    parser.add_argument("--port", type=int, default=0, help="at which the machines meet")
+    parser.add_argument("--group", type=int, default=0, help="machines that join one another, by their order; 0: all")
+    parser.add_argument("--port", type=int, default=0, help="at which the machines join")
     parser.add_argument("--attempt", default="", help="name of what is tried, for logs and answers")
     parser.add_argument("--part", type=int, help="of a preparation, counted from 1")
     parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
@@ -59,19 +58,15 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # torchrun inherits that; by default they end it and orphan its ranks
     record = Record(options.run, s3)
-    job = record.job()
-    node = Node(record, job, options)
-    return COMMANDS[options.command](node)
-
-
-def own_name() -> str:
-    return os.environ.get("SLURMD_NODENAME") or platform.node()
+    return COMMANDS[options.command](Node(record, record.job(), options))
 
 
 class Node:
+    """This machine in a job: its name, its place among the hosts that join, and its logs."""
+
     def __init__(self, record: Record, job: Job, options: argparse.Namespace) -> None:
         self.record, self.job, self.options = record, job, options
-        self.name = FileName(own_name())
+        self.name = FileName(os.environ.get("SLURMD_NODENAME") or platform.node())
         self.hosts = options.hosts.split(",") if options.hosts else [self.name]
         check(self.name in self.hosts, f"this machine is {self.name}, none of the job's: {', '.join(self.hosts)}")
         self.addresses = options.addresses.split(",")
@@ -94,46 +89,45 @@ class Node:
         return str(code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code") / code.START)
 
     def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
-        cluster = cluster_of(self.job)
-        meeting = rendezvous(self, cluster, is_train=module == "train")
+        joined = rendezvous(self, cluster_of(self.job), is_train=module == "train")
         logs = [f"--log-dir={self.logs / self.name}", "--redirects=3", "--tee=0:3"]
         size = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.job.processes_per_node}"]
-        head = [self.job.python, "-m", "torch.distributed.run", *size, *meeting, "--max-restarts=0", *logs]
+        head = [self.job.python, "-m", "torch.distributed.run", *size, *joined, "--max-restarts=0", *logs]
         return [*head, self.start_py(), module, *arguments]
 
     def run(self, command: Sequence[str], log: str) -> int:
         """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            output = stack.enter_context((self.logs / log).open("ab"))
+        with (self.logs / log).open("ab") as output:
             process = children.start(command, env=self.environment(), output=output)
             for number in children.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
                 signal.signal(number, lambda number, _: process.send_signal(number))
-            result = children.exit_code(process)
-        self.upload()
-        return result
-
-    def upload(self) -> None:
-        if not self.record.is_remote:
-            return
-        top = self.record.local_folder()
-        for path in sorted(self.logs.rglob("*")):
+            code = children.exit_code(process)
+        for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
             if path.is_file() and self.name in path.relative_to(self.logs).as_posix():
-                self.record.folder.write(path.relative_to(top).as_posix(), path.read_bytes())
+                name = path.relative_to(self.record.local_folder()).as_posix()
+                self.record.folder.write(name, path.read_bytes())
+        return code
+
+    def answer(self, content: bytes) -> None:
+        """Write the machine's part of the preflight: what is missing in the record is as bad as what failed."""
+        self.record.folder.write(PREFLIGHT.format(self.options.attempt, self.name), content)
 
 
 def rendezvous(node: Node, cluster: ClusterConfig, *, is_train: bool) -> list[str]:
-    """The options by which the machines' torchruns meet. Their id is new for every attempt: stale agents stay out."""
+    """Return the options by which the machines' torchruns join. Their id is new for every attempt: stale agents stay
+    out.
+    """
     ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
     if len(node.hosts) == 1:
         return [ident, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     address, port = node.addresses[0], node.options.port
     if cluster.rendezvous == "static":
-        limit = [] if is_train else [f"--rdzv-conf=timeout={MEETING_S}"]
+        limit = [] if is_train else [f"--rdzv-conf=timeout={JOIN_S}"]
         return [ident, f"--node-rank={node.rank}", f"--master-addr={address}", f"--master-port={port}", *limit]
-    conf = {"is_host": int(node.rank == 0), **({} if is_train else {"join_timeout": MEETING_S})}
-    settings = ",".join(f"{name}={value}" for name, value in conf.items())
-    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={settings}"]
+    limit_text = "" if is_train else f",join_timeout={JOIN_S}"
+    conf = f"--rdzv-conf=is_host={int(node.rank == 0)}{limit_text}"
+    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", conf]
 
 
 def train(node: Node) -> int:
@@ -145,10 +139,10 @@ def train(node: Node) -> int:
 
 
 def preflight(node: Node) -> int:
-    """Examine this machine. The answer is in the record: what is missing there is as bad as what is red."""
-    job, known = node.job, node.job.instance != "local"
+    """Examine this machine."""
+    job, instance = node.job, node.job.instance
     command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
-    command += [f"--machines={job.nodes}", *([f"--instance={job.instance}"] if known else [])]
+    command += [f"--machines={job.nodes}", *([f"--instance={instance}"] if instance != "local" else [])]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, env=node.environment(), stdout=output)
         code = children.exit_code(process, limit_s=DOCTOR_S)
@@ -156,17 +150,16 @@ def preflight(node: Node) -> int:
         answer = output.read()
     if code == children.TIMED_OUT:  # a driver, or a file system, that never answers
         answer = canonical_json({"ok": False, "fault": f"train.doctor did not end in {DOCTOR_S:g} s"})
-    answer = answer or canonical_json({"ok": False, "fault": f"train.doctor ended with {code}"})
-    node.record.folder.write(PREFLIGHT.format(node.options.attempt, node.name), answer)
+    node.answer(answer or canonical_json({"ok": False, "fault": f"train.doctor ended with {code}"}))
     return DONE
 
 
 def collectives(node: Node) -> int:
-    """Examine what joins this machine's ranks with one another and with those of its group; the answer is noted too."""
+    """Examine what joins this machine's ranks with one another and with those of its group."""
     settings = [each for each in node.job.overrides if each.partition("=")[0].split(".")[0] in ("backend", "instance")]
     code = node.run(node.torchrun("train.doctor", ["--collectives", *settings]), f"{node.name}.collectives.txt")
-    answer = {"ok": code == 0, "fault": f"train.doctor --collectives ended with exit code {code}, see its log"}
-    node.record.folder.write(PREFLIGHT.format(node.options.attempt, node.name), canonical_json(answer))
+    fault = f"train.doctor --collectives ended with exit code {code}, see its log"
+    node.answer(canonical_json({"ok": code == 0, "fault": fault}))
     return code
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from launch.code import Bundle
-from launch.config import MOST_RANKS, LaunchConfig
+from launch.config import LaunchConfig
 from launch.environment import environment
 from launch.job import Code, Job
 from train.cli.compose import quoted
@@ -23,59 +23,52 @@ RANKS_PER_CPU = 4  # more only wait for one another
 FIXED_KEYS = ("seed", "global_batch_size", "data.path", "seq_len")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What the command line asked for."""
-
-    launch: LaunchConfig
-    run: TrainConfig | PrepareConfig
-    overrides: list[str]  # of the run
-    cluster: dict[str, Any]  # settings of the cluster, plain
-
-
 def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
-    """The settings of the run: those given for it, and the instance of the launch unless they name another."""
+    """Return the settings of the run: those given for it, and the instance of the launch unless they name another."""
     keys = {override.partition("=")[0] for override in given}
     instance = [each for each in launch if each.partition("=")[0].split(".")[0] == "instance"]
     return [*(each for each in instance if each.partition("=")[0] not in keys), *given]
 
 
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
-    """The overrides with the folder `key` written out, so that every node takes the same one."""
+    """Return the overrides with the folder `key` written out, so that every node takes the same one."""
     check("${" not in location, f"{key}={location!r} must be without ${{, by which settings refer to others")
     others = [each for each in overrides if each.partition("=")[0] != key]
     return [*others, f"{key}={quoted(location)}"]
 
 
 def absolute(location: str) -> str:
-    """A location that means the same in every working folder."""
+    """Return a location that means the same in every working folder."""
     return location.rstrip("/") if is_s3(location) else str(local_path(location).absolute())
 
 
-def make_job(request: Request, bundle: Bundle, *, python: str, folder: str) -> Job:
-    """The job that a request leads to. InputError for a number of ranks that the machines cannot run."""
-    cfg, run = request.launch, request.run
+def make_job(
+    cfg: LaunchConfig, run: TrainConfig | PrepareConfig, overrides: Sequence[str], bundle: Bundle, *, folder: str
+) -> Job:
+    """Return the job of a launch of `run`, whose settings `overrides` are. InputError for a number of ranks that the
+    machines cannot run.
+    """
     ranks = cfg.ranks_per_node
     if isinstance(run, TrainConfig):
+        kind, key, where = "train", "run_dir", absolute(run.run_dir)
         check_ranks(cfg, uses_devices=run.backend.device != "cpu")
         check_backend(run.backend, cfg.instance)
     else:
-        check(
-            cfg.nodes == 1, f"nodes={cfg.nodes} are for training: a preparation has parts={cfg.nodes}, a machine each"
-        )
-    where = absolute(run.run_dir if isinstance(run, TrainConfig) else run.output)
+        kind, key, where = "prepare", "output", absolute(run.output)
+        message = f"nodes={cfg.nodes} are for training: a preparation has parts={cfg.nodes}, a machine each"
+        check(cfg.nodes == 1, message)
     settings = to_dict(run)
     return Job(
         id=FileName(f"{safe_name(where)}-{sha256_json([where, settings, bundle.sha256])[:8]}"),
-        kind="train" if isinstance(run, TrainConfig) else "prepare",
+        kind=kind,
         run_dir=where,
-        overrides=located(request.overrides, "run_dir" if isinstance(run, TrainConfig) else "output", where),
+        overrides=located(overrides, key, where),
         config_sha256=Sha256(sha256_json(settings)),
-        python=python,
+        python=cfg.cluster.interpreter(),
         folder=folder,
         code=Code(FileName(bundle.file), Sha256(bundle.sha256), bundle.revision),
         scheduler=cfg.cluster.kind,
-        cluster=request.cluster,
+        cluster=asdict(cfg.cluster),
         instance=cfg.instance.name,
         nodes=cfg.nodes,
         spares=cfg.spares,
@@ -88,35 +81,28 @@ def make_job(request: Request, bundle: Bundle, *, python: str, folder: str) -> J
 
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
-    """InputError for a number of ranks that an instance cannot run: see train.host.launched.check_launch."""
-    counts = cfg.instance.rank_counts
-    if counts is None:
-        most, has = most_ranks(cfg, uses_devices=uses_devices)
-        check(
-            cfg.ranks_per_node <= most,
-            f"processes_per_node={cfg.ranks_per_node}: {cfg.instance.name} has {has}, {most} ranks are the most",
-        )
+    """InputError for more ranks than a machine has devices, or without devices a few a CPU, to try things out; and for
+    a number that the instance cannot run, see train.host.launched.check_launch.
+    """
+    instance, ranks = cfg.instance, cfg.ranks_per_node
+    given = f"processes_per_node={ranks}"
+    if instance.rank_counts is not None:
+        valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]
+        name = instance.name if cfg.nodes == 1 else f"each of several {instance.name}"
+        check(ranks in valid, f"{given}: {name} runs {' or '.join(map(str, valid))}")
         return
-    valid = counts if cfg.nodes == 1 else [max(counts)]
-    name = cfg.instance.name if cfg.nodes == 1 else f"each of several {cfg.instance.name}"
-    check(
-        cfg.ranks_per_node in valid,
-        f"processes_per_node={cfg.ranks_per_node}: {name} runs {' or '.join(map(str, valid))}",
-    )
-
-
-def most_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> tuple[int, str]:
-    """The most ranks of a machine, and what it has: one a device; without devices a few a CPU, to try things out."""
-    devices, cpus = cfg.instance.devices, cfg.instance.vcpus
-    if uses_devices and cfg.instance.device is not None and devices is not None:
-        return devices, f"{devices} device{'s' * (devices > 1)}"
-    if cpus is None and cfg.cluster.is_here:
-        cpus = os.cpu_count()
-    return (MOST_RANKS, "CPUs") if cpus is None else (RANKS_PER_CPU * cpus, f"{cpus} CPU{'s' * (cpus > 1)}")
+    most, has = instance.devices, "device"
+    if not uses_devices or instance.device is None or most is None:
+        cpus = os.cpu_count() if instance.vcpus is None and cfg.cluster.is_here else instance.vcpus
+        most, has = None if cpus is None else RANKS_PER_CPU * cpus, "CPU"
+    if most is not None:
+        number = most if has == "device" else most // RANKS_PER_CPU
+        has = f"{number} {has}{'s' * (number > 1)}"
+        check(ranks <= most, f"{given}: {instance.name} has {has}, {most} ranks are the most")
 
 
 def safe_name(location: str) -> str:
-    """The last part of a location, as a name that no scheduler or shell reads in another way."""
+    """Return the last part of a location, as a name that no scheduler or shell reads in another way."""
     last = location.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-")[:40] or "run"
 

@@ -14,7 +14,7 @@ from train.storage.folders import wait_for_file
 from train.storage.schema import BadContent, read_object
 
 NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
-SHOWN = 300  # characters of a reason
+MAX_CHARS = 300  # of a reason
 
 
 class Run(Protocol):
@@ -25,13 +25,14 @@ class Run(Protocol):
 def run_preflight(
     record: Record, job: Job, nodes: Sequence[str], run: Run, *, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """The machines that are to train, fewer than the job needs if too few are fit; and those that failed, with reasons.
+    """Return the machines that are to train, fewer than the job needs if too few are fit; and those that failed, with
+    reasons.
 
     Where collectives fail over the machines chosen, each is tried alone and then in pairs: those that fail are left
     out, and spares take their ranks.
     """
     run("preflight", nodes, name=name)
-    failed = retry(answers, record, name, nodes)
+    failed = failures(record, name, nodes)
     while True:
         passed = [node for node in nodes if node not in failed]
         chosen = passed[: job.nodes]
@@ -46,18 +47,39 @@ def run_preflight(
 
 
 def suspects(record: Record, nodes: Sequence[str], run: Run, *, name: str) -> dict[str, str]:
-    """The machines whose collectives fail alone; if none, those of the pairs that fail; if none, all."""
+    """Return the machines whose collectives fail alone; if none, those of the pairs that fail; if none, all."""
     for group, which in ((1, "alone"), (2, "in pairs")):
         if group < len(nodes):
             attempt = f"{name}_{group}"
             run("collectives", nodes, name=attempt, group=group)
-            if failed := retry(answers, record, attempt, nodes):
+            if failed := failures(record, attempt, nodes):
                 return {node: f"{COLLECTIVES} {which}: {reason}" for node, reason in failed.items()}
-    return dict.fromkeys(nodes, f"{COLLECTIVES} over {', '.join(nodes)} fail, see logs/{name}"[:SHOWN])
+    return dict.fromkeys(nodes, f"{COLLECTIVES} over {', '.join(nodes)} fail, see logs/{name}"[:MAX_CHARS])
+
+
+def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:
+    """Return the machines that failed, each with the reason."""
+    reasons = {node: retry(failure_of, record, PREFLIGHT.format(attempt, node)) for node in nodes}
+    return {node: printable(reason)[:MAX_CHARS] for node, reason in reasons.items() if reason}
+
+
+def failure_of(record: Record, name: str) -> str:
+    """Return why the machine with this answer is not fit; empty if it is."""
+    try:
+        answer = read_object(wait_for_file(record.folder, name, record.folder.read))
+    except FileNotFoundError:
+        return f"{NO_ANSWER} in {record.location}: the machine does not see that folder, or cannot start train.doctor"
+    except BadContent as error:
+        return f"its answer cannot be read: {error}"
+    if answer.get("ok") is True:
+        return ""
+    red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]
+    texts = [f"{each.get('name')}: {each.get('text')} ({each.get('cure')})" for each in red]
+    return "; ".join(texts) or str(answer.get("fault") or "train.doctor has no findings")
 
 
 def too_few(nodes: Sequence[str], failed: Mapping[str, str], job: Job) -> str:
-    """What to say if fewer machines are fit than the job needs."""
+    """Return what to say if fewer machines are fit than the job needs."""
     counts = f"{len(nodes) - len(failed)} of {len(nodes)} nodes passed the preflight, {job.nodes} are needed"
     return "; ".join([counts, *(f"{node}: {reason}" for node, reason in failed.items())])
 
@@ -70,25 +92,3 @@ def is_shared(failed: Mapping[str, str], nodes: Sequence[str]) -> bool:
 def is_certain(reason: str) -> bool:
     """Whether it is this machine that is not fit: not the record's folder, and not another machine of its pair."""
     return not reason.startswith((NO_ANSWER, COLLECTIVES))
-
-
-def answers(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, str]:
-    """The machines that failed, each with the reason."""
-    reasons = {node: reason_of(record, PREFLIGHT.format(attempt, node)) for node in nodes}
-    return {node: printable(reason)[:SHOWN] for node, reason in reasons.items() if reason}
-
-
-def reason_of(record: Record, name: str) -> str:
-    try:
-        content = wait_for_file(record.folder, name, record.folder.read)
-    except FileNotFoundError:
-        return f"{NO_ANSWER} in {record.location}: the machine does not see that folder, or cannot start train.doctor"
-    try:
-        answer = read_object(content)
-    except BadContent as error:
-        return f"its answer cannot be read: {error}"
-    if answer.get("ok") is True:
-        return ""
-    red = [each for each in answer.get("findings", []) if isinstance(each, dict) and each.get("state") == "bad"]
-    texts = [f"{each.get('name')}: {each.get('text')} ({each.get('cure')})" for each in red]
-    return "; ".join(texts) or str(answer.get("fault") or "train.doctor has no findings")

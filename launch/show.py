@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.job import Job
@@ -27,13 +27,9 @@ def plan_lines(job: Job, run: TrainConfig | PrepareConfig, request: Sequence[str
         line("machines", machines),
         line("cluster", ", ".join(f"{key}={shown(value)}" for key, value in chosen.items())),
         line("code", f"{job.code.file}, {bundle_bytes / 1e3:.0f} kB, git {job.code.revision or 'none'}"),
-        *(line("variables" if not index else "", each) for index, each in enumerate(variables(job.environment))),
+        *paragraph("variables", "\n".join(f"{name}={value}" for name, value in sorted(job.environment.items()))),
         *([line("command", shlex.join(request))] if request else []),
     ]
-
-
-def variables(environment: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in sorted(environment.items())]
 
 
 def shown(value: Any) -> str:
@@ -49,14 +45,14 @@ def paragraph(head: str, text: str) -> list[str]:
     return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines whose columns are aligned at the right. A row with fewer cells ends in a remark of any length."""
+def columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """Return rows as lines with aligned columns. A row with fewer cells ends in a remark of any length."""
     whole = [row for row in rows if len(row) == len(rows[0])]
     widths = [max(len(row[index]) for row in whole) for index in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join(cells if len(row) == len(widths) else [*cells[: len(row) - 1], row[-1]]))
+        cells = [align(cell, width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join(cells if len(row) == len(widths) else [*cells[: len(row) - 1], row[-1]]).rstrip())
     return lines
 
 

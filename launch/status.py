@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable
 from train.storage.schema import BadContent, read_object
 
-MOST_ATTEMPTS = 5  # shown: the last ones
-MOST_CHARS = 400  # of a text from elsewhere
+MAX_ATTEMPTS = 5  # shown: the last ones
+MAX_CHARS = 400  # of a text from elsewhere
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,17 @@ class Status:
     line_age_s: float | None = None  # time since the last line of the metrics
 
     @property
-    def is_active(self) -> bool:
-        """Whether the job waits or runs, as far as is known."""
-        return self.answer.is_active is True
-
-    @property
     def is_waiting(self) -> bool:
         """Whether the job has no machine yet, or none now."""
-        return self.is_active and not self.answer.nodes
+        return self.answer.is_active is True and not self.answer.nodes
 
     def to_json(self) -> str:
-        """One line. All characters that a terminal could act on are escaped."""
+        """Return one line, in which all characters that a terminal could act on are escaped."""
         return json.dumps(plain(asdict(self)), sort_keys=True, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """JSON without NaN and infinities, which a handle may hold."""
+    """Return JSON without NaN and infinities, which a handle may hold."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -77,15 +72,16 @@ def ask(name: str, handle: Handle) -> State:
     return scheduler(name).state(handle)
 
 
-def status(record: Record, *, asks: Callable[[str, Handle], State] = ask, now_unix_s: float | None = None) -> Status:
-    """How a run stands. InputError if it was not launched, or if its record is damaged."""
-    now_unix_s = time.time() if now_unix_s is None else now_unix_s
+def status(record: Record, *, asks: Callable[[str, Handle], State] = ask) -> Status:
+    """Return how a run stands. InputError if it was not launched, or if its record is damaged."""
+    now_unix_s = time.time()
     job, history = record.job(), read_history(record.events())
     answer = answer_of(history.submission, asks)
     if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
         history = read_history(record.events())
-    is_run = job.kind == "train"
-    progress = read_progress(record.run, planned_steps=planned_steps(record)) if is_run else Progress()
+    progress = read_progress(record.run, planned_steps=planned_steps(record)) if job.kind == "train" else Progress()
+    total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
+    has_pace = answer.is_active and total is not None and step is not None and step_s is not None
     return Status(
         run_dir=record.run_dir,
         kind=job.kind,
@@ -96,32 +92,31 @@ def status(record: Record, *, asks: Callable[[str, Handle], State] = ask, now_un
         answer=answer,
         history=history,
         progress=progress,
-        time_left_s=time_left_s(progress) if answer.is_active else None,
-        line_age_s=None if progress.line_unix_s is None else max(0.0, now_unix_s - progress.line_unix_s),
+        time_left_s=max(0, total - step) * step_s if has_pace else None,  # type: ignore[operator]
+        line_age_s=None if line_unix_s is None else max(0.0, now_unix_s - line_unix_s),
     )
 
 
 def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State]) -> Answer:
-    """What the scheduler says; a failure if nobody was asked for the job, or if the scheduler does not answer."""
+    """Return what the scheduler says; a failure if it was not asked for the job, or does not answer."""
     if submission is None:
         return Answer("", False, failure="no submission is recorded")
+    name = submission.scheduler
     if submission.refusal:
-        return Answer(submission.scheduler, False, text=f"not started: {submission.refusal}")
+        return Answer(name, False, text=f"not started: {submission.refusal}")
     if not submission.handle:
-        return Answer(
-            submission.scheduler, failure="it never answered the submission; look there for a job of this run"
-        )
+        return Answer(name, failure="it never answered the submission; look there for a job of this run")
     try:
-        state = asks(submission.scheduler, submission.handle)
+        state = asks(name, submission.handle)
     except (Failure, InputError) as error:
-        return Answer(submission.scheduler, failure=str(error))
-    return Answer(submission.scheduler, state.is_active, state.text, list(state.nodes), outcome=state.outcome)
+        return Answer(name, failure=str(error))
+    return Answer(name, state.is_active, state.text, list(state.nodes), outcome=state.outcome)
 
 
 def state_of(kind: str, answer: Answer, history: History) -> str:
-    """One term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped, failed,
-    refused, ended (with an outcome that is not known), cancelled, vanished (nobody knows its end), not submitted. The
-    scheduler does not say: unknown.
+    """Return one term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped,
+    failed, refused, ended (with an outcome that is not known), cancelled, vanished (nobody knows its end), not
+    submitted. The scheduler does not say: unknown.
     """
     submission, ended = history.submission, history.ended
     if submission is None or submission.refusal:
@@ -141,13 +136,8 @@ def state_of(kind: str, answer: Answer, history: History) -> str:
     return "unknown" if answer.is_active is None else answer.outcome or "vanished"
 
 
-def time_left_s(progress: Progress) -> float | None:
-    total, step, step_s = progress.total_steps, progress.step, progress.step_s
-    return None if total is None or step is None or step_s is None else max(0, total - step) * step_s
-
-
 def planned_steps(record: Record) -> int | None:
-    """The number of steps that the plan estimates; None if it has none."""
+    """Return the number of steps that the plan estimates; None if it has none."""
     try:
         return count(table(read_object(record.folder.read(PLAN)), "estimate"), "steps")
     except (FileNotFoundError, BadContent):  # the plan is for people; a damaged one stops nobody
@@ -158,13 +148,13 @@ def planned_steps(record: Record) -> int | None:
 
 
 def clean(text: str) -> str:
-    """One line that no terminal acts on, cut if it is very long."""
+    """Return one line that no terminal acts on, cut if it is very long."""
     line = printable(text)
-    return line if len(line) <= MOST_CHARS else f"{line[:MOST_CHARS]}..."
+    return line if len(line) <= MAX_CHARS else f"{line[:MAX_CHARS]}..."
 
 
 def lines_of(status: Status) -> list[str]:
-    """The run and its state, then a line for each fact that is known."""
+    """Return the run and its state, then a line for each fact that is known."""
     rows = [(label, clean(text)) for label, text in [*of_job(status), *of_run(status), *of_attempts(status)] if text]
     width = max(len(label) for label, _ in rows)
     return [f"{clean(status.run_dir)}: {status.state}", *(f"{label:{width}}  {text}" for label, text in rows)]
@@ -179,10 +169,10 @@ def of_job(status: Status) -> list[tuple[str, str]]:
     times = f", {history.submissions} times" if history.submissions > 1 else ""
     end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
     if status.state == "vanished":
-        end = f"nobody noted how; python -m launch resume {status.run_dir} goes on from what was saved"
+        end = f"nothing recorded how; python -m launch resume {status.run_dir} goes on from what was saved"
     return [
         ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
-        ("machines", ", ".join(answer.nodes) or (f"{nodes} asked for" if nodes and status.is_active else "")),
+        ("machines", ", ".join(answer.nodes) or (f"{nodes} asked for" if nodes and answer.is_active else "")),
         ("submitted", f"{shown_moment(submission.time_unix_s)}{times}" if submission else ""),
         ("stop asked", "" if history.stop_asked_unix_s is None else shown_moment(history.stop_asked_unix_s)),
         ("cancelled", "" if history.cancelled_unix_s is None else shown_moment(history.cancelled_unix_s)),
@@ -207,12 +197,12 @@ def of_run(status: Status) -> list[tuple[str, str]]:
         ("checkpoint", "" if progress.checkpoint is None else f"step {progress.checkpoint:,}"),
         ("cost", "" if progress.cost_usd is None else f"${progress.cost_usd:,.2f}"),
         ("last line", "" if age_s is None else f"{shown_duration(round(age_s))} ago"),
-        ("outcome", f"{end.outcome}: {end.reason}" if end and not status.history.running_attempt else ""),
+        ("outcome", f"{end['outcome']}: {end['reason']}" if end and not status.history.running_attempt else ""),
     ]
 
 
 def of_attempts(status: Status) -> Iterator[tuple[str, str]]:
-    for each in status.history.attempts[-MOST_ATTEMPTS:]:
+    for each in status.history.attempts[-MAX_ATTEMPTS:]:
         where = f" on {', '.join(each.nodes)}" if each.nodes else ""
         text = f"since {shown_moment(each.began_unix_s)}{where}"
         if each.is_over:
@@ -228,12 +218,6 @@ def shown_step(status: Status) -> str:
     return f"{step:,}" if total is None else f"{step:,} of {total:,} ({step / total:.1%})"
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def watch(ask: Callable[[], Status], every_s: float, *, as_json: bool = False) -> None:
     """Print the status until the job has ended: a line for each change of its state or step, or JSON each time. A
     service that does not answer is asked again.
@@ -241,16 +225,18 @@ def watch(ask: Callable[[], Status], every_s: float, *, as_json: bool = False) -
     before = ""
     while True:
         try:
-            seen: Status | None = ask()
-            assert seen is not None
+            seen = ask()
             line = f"{seen.state}  {shown_step(seen)}  {clean(seen.answer.failure or seen.answer.text)}"
+            is_over = seen.answer.is_active is False
+            if as_json:
+                print(seen.to_json(), flush=True)
         except Unreachable as error:
-            seen, line = None, clean(str(error))
-        if as_json:
-            print(*([seen.to_json()] if seen else [line]), file=sys.stdout if seen else sys.stderr, flush=True)
-        elif line != before:
+            line, is_over = clean(str(error)), False
+            if as_json:
+                print(line, file=sys.stderr, flush=True)
+        if not as_json and line != before:
             print(f"{shown_moment(time.time())}  {line}", flush=True)
-        before = line
-        if seen is not None and seen.answer.is_active is False:
+        if is_over:
             return
+        before = line
         time.sleep(every_s)

@@ -13,12 +13,11 @@ from launch.plan import check_unchanged
 from launch.record import CONFIG, Record
 from launch.schedulers import cluster_of, last_submission, scheduler
 from launch.spec import Handle
-from launch.supervise import FIRST_FILE
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
 from train.host.processes import is_alive, read_process
 from train.run_folder.outcome import STOP_FILE, read_outcome
-from train.run_folder.ownership import check_is_run_folder, check_location
+from train.run_folder.ownership import ENVIRONMENT, check_is_run_folder, check_location
 from train.storage.folders import is_s3, open_folder
 from train.storage.schema import read_yaml
 
@@ -31,7 +30,7 @@ def submit(
     """Write the record and start the job. InputError if the run has another job, or if its settings have changed."""
     settings = to_dict(run)
     number = check_idle(record)
-    if record.exists() and record.run.size(FIRST_FILE) is not None:
+    if record.exists() and record.run.size(ENVIRONMENT) is not None:
         check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
     if isinstance(run, TrainConfig):
         check_startable(record, run, is_here=cluster_of(job).is_here)

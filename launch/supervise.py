@@ -6,9 +6,9 @@ of whichever task ended first.
 
 from __future__ import annotations
 
-import re
+import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -16,63 +16,35 @@ from typing import Any, TypeVar
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from launch.config import ClusterConfig
-from launch.history import History, after, read_history
+from launch.history import History, read_history
 from launch.record import Event, Record
+from launch.run_progress import newest_checkpoint
 from launch.values import text
-from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.cli.command import DONE, FAILED, REFUSED, STOPPED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.run_folder.ownership import ENVIRONMENT
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
-COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
-FIRST_FILE = "environment.json"  # of a run folder
 # Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away. A job
 # that began with an earlier version goes on with its code, which writes sentences.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block", "EC2 ", "the capacity block ")
-PATIENCE_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
+RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
 
 def retry(act: Callable[..., Answer], *arguments: Any, **named: Any) -> Answer:
-    """Act, and again for PATIENCE_S while a service does not answer."""
+    """Act, and again for RETRIES_S while a service does not answer."""
     again = Retrying(
         retry=retry_if_exception_type((Unreachable, OSError)),
-        stop=stop_after_delay(PATIENCE_S),
+        stop=stop_after_delay(RETRIES_S),
         wait=wait_fixed(ASKS_S),
         before_sleep=lambda state: print(f"tried again: {state.outcome and state.outcome.exception()}", flush=True),
         reraise=True,
     )
     return again(act, *arguments, **named)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a run folder says at one moment."""
-
-    outcome: dict[str, Any]  # of the last attempt; empty if it left none
-    checkpoint: int  # the newest step that is committed; -1: none
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """An attempt that has ended."""
-
-    before: Seen
-    after: Seen
-    exit_code: int
-    asked: str | None = None  # why the scheduler wants the machines back; None: it does not
-    refusal: str = ""  # what the trainer refused before it took the run folder: then there is no outcome
-
-    @property
-    def outcome(self) -> dict[str, Any]:
-        """How it ended; empty if it left no outcome: then the one that is there is older."""
-        return {} if self.after.outcome == self.before.outcome else self.after.outcome
-
-    @property
-    def made_progress(self) -> bool:
-        return self.after.checkpoint > self.before.checkpoint
 
 
 @dataclass(frozen=True)
@@ -84,20 +56,25 @@ class Decision:
     reason: str
 
 
-def look(record: Record) -> Seen:
-    names = record.run.names("checkpoints/")
-    steps = [int(match[1]) for name in names if (match := COMMITTED.fullmatch(name))]
-    return Seen(read_outcome(record.run), max(steps, default=-1))
+def decide(
+    outcome: dict[str, Any],
+    history: History,
+    cluster: ClusterConfig,
+    *,
+    exit_code: int,
+    asked: str | None = None,
+    rejection: str = "",
+) -> Decision:
+    """Decide what follows an attempt.
 
-
-def decide(attempt: Attempt, history: History, cluster: ClusterConfig) -> Decision:
-    """Decide what follows an attempt."""
-    outcome = attempt.outcome
+    `outcome` is how it ended, empty if it left none. `asked` says why the scheduler wants the machines back; None: it
+    does not. `rejection` is what the trainer rejected before it took the run folder: then there is no outcome.
+    """
     ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
     if not outcome:
-        ended, reason = "failed", f"ended with exit code {attempt.exit_code} and left no outcome"
-        if attempt.refusal:
-            return Decision("end", "refused", f"refused: {attempt.refusal}")
+        ended, reason = "failed", f"ended with exit code {exit_code} and left no outcome"
+        if rejection:
+            return Decision("end", "refused", f"refused: {rejection}")
     if ended in ("done", "refused"):
         return Decision("end", ended, reason)
     if ended == "failed" and outcome and not outcome["goes_on"]:
@@ -106,20 +83,20 @@ def decide(attempt: Attempt, history: History, cluster: ClusterConfig) -> Decisi
         return Decision("end", "stopped", "stopped as asked")
     limit = exhausted(history, cluster)
     if ended == "stopped":
-        if attempt.asked is None and not kind.startswith(TAKEN_BACK):
+        if asked is None and not kind.startswith(TAKEN_BACK):
             return Decision("end", "stopped", reason)
         # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
         if limit:
             return Decision("end", "failed", limit)
-        is_here = not cluster.signals_ranks and attempt.asked is None and kind == KILLED
-        return Decision("again" if is_here else "requeue", "stopped", attempt.asked or reason)
+        is_here = not cluster.signals_ranks and asked is None and kind == KILLED
+        return Decision("again" if is_here else "requeue", "stopped", asked or reason)
     if limit:
         return Decision("end", "failed", f"{limit}; the last one {reason}")
-    return Decision("requeue" if attempt.asked else "again", "failed", reason)
+    return Decision("requeue" if asked else "again", "failed", reason)
 
 
 def prepared(code: int, what: str) -> Decision:
-    """What came of a preparation, or of a part of one, by the exit code of train.prepare."""
+    """Return what came of a preparation, or of a part of one, by the exit code of train.prepare."""
     outcome = {DONE: "done", REFUSED: "refused"}.get(code, "failed")
     return Decision("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
 
@@ -133,7 +110,7 @@ def exhausted(history: History, cluster: ClusterConfig) -> str:
 
 
 def settled(decision: Decision, record: Record, cluster: ClusterConfig) -> Decision:
-    """The decision that stands: a requeue becomes an end once the user has asked for a stop, or a limit is reached."""
+    """Return the decision that stands: no requeue once the user has asked for a stop, or a limit is reached."""
     if decision.next != "requeue":
         return decision
     history = read_history([*retry(record.events), Event("requeued", 0.0, "")])
@@ -145,7 +122,7 @@ def settled(decision: Decision, record: Record, cluster: ClusterConfig) -> Decis
 
 @contextmanager
 def recording_failure(record: Record) -> Iterator[None]:
-    """Whatever ends the job by an error is in the record: else it would look as if its machine had been lost."""
+    """Record what ends the job by an error: else it would look as if its machine had been lost."""
     try:
         yield
     except Exception as error:
@@ -163,7 +140,7 @@ class StopRequest:
         self.is_written = False
 
     def ask(self, reason: str) -> None:
-        """Note the request; the first reason stays. Signal handlers call this, so nothing is written yet."""
+        """Keep the request; the first reason stays. Signal handlers call this, so nothing is written yet."""
         self.reason = self.reason or reason
 
     def write(self) -> None:
@@ -173,7 +150,7 @@ class StopRequest:
         if self.reason is None or self.is_written:
             return
         try:
-            if self.record.run.size(FIRST_FILE) is not None:
+            if self.record.run.size(ENVIRONMENT) is not None:
                 self.record.run.write(STOP_FILE, b"")
                 self.is_written = True
         except (InputError, Unreachable, OSError) as error:
@@ -181,14 +158,8 @@ class StopRequest:
 
 
 def attempt_name(number: int) -> str:
-    """Of the folder in logs/ that holds what an attempt printed."""
+    """Return the name of the folder in logs/ that holds what an attempt printed."""
     return f"attempt_{number:04d}"
-
-
-def refusal_of(record: Record, attempt: str) -> str:
-    """What the trainer refused in an attempt, as a machine has noted it; empty if it refused nothing."""
-    noted = [event.details for event in record.events() if event.kind == "refused"]
-    return next((text(each, "reason") for each in noted if each.get("attempt") == attempt), "")
 
 
 def supervise(
@@ -199,40 +170,63 @@ def supervise(
     nodes: list[str],
     stop: StopRequest,
     pause_s: float = PAUSE_S,
-    meet: Callable[[], object] = lambda: None,
 ) -> Decision:
-    """Make attempts until the decision is another than "again", and note each in the record.
+    """Make attempts until the decision is another than "again", each with its events in the record.
 
     `start` makes the attempt of a number, counted over all of the run, and returns its exit code. `stop` holds the
-    scheduler's request for the machines. `meet` waits between two attempts for machines that may be lost.
+    scheduler's request for the machines.
     """
+    run = record.run
     while True:
-        has_stop_file = retry(record.run.size, STOP_FILE) is not None  # before the events: a stop is noted first
+        has_stop_file = retry(run.size, STOP_FILE) is not None  # before the events: a stop is recorded first
         events = retry(record.events)
         if read_history(events).is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # it came between two attempts, or before the first
             return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
-            retry(record.run.remove, STOP_FILE)  # of an attempt that died before it could obey
+            retry(run.remove, STOP_FILE)  # of an attempt that died before it could obey
         number = 1 + sum(event.kind == "attempt_began" for event in events)
-        before = retry(look, record)
-        begins = Event("attempt_began", 0.0, "", {"number": number, "checkpoint": max(0, before.checkpoint)})
-        if limit := exhausted(after(read_history(events), begins), cluster):  # by attempts whose machines were lost
+        before, saved = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
+        begins = {"number": number, "checkpoint": saved}
+        with_it = read_history([*events, Event("attempt_began", 0.0, "", begins)])
+        if limit := exhausted(with_it, cluster):  # by attempts whose machines were lost
             return Decision("end", "failed", limit)
-        retry(record.append_event, "attempt_began", number=number, nodes=nodes, checkpoint=max(0, before.checkpoint))
+        retry(record.append_event, "attempt_began", nodes=nodes, **begins)
+
         code = start(number)
-        refusal = retry(refusal_of, record, attempt_name(number))
-        attempt = Attempt(before, retry(look, record), code, stop.reason, refusal)
-        details: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": attempt.made_progress}
-        details |= {"checkpoint": attempt.after.checkpoint, "step": attempt.outcome.get("step")}
-        details |= {"outcome": attempt.outcome.get("outcome", "failed")}
-        ended = Event("attempt_ended", time.time(), "", details)
-        decision = decide(attempt, read_history([*retry(record.events), ended]), cluster)
-        details |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
-        retry(record.append_event, "attempt_ended", **details)
+        outcome, checkpoint, events = retry(read_outcome, run), retry(newest_checkpoint, run) or 0, retry(record.events)
+        outcome = {} if outcome == before else outcome  # an older one
+        ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
+        ended |= {"checkpoint": checkpoint, "step": outcome.get("step")}
+        ended |= {"outcome": outcome.get("outcome", "failed")}
+        rejected = [each.details for each in events if each.kind == "refused"]  # as a machine has recorded it
+        reasons = [text(each, "reason") for each in rejected if each.get("attempt") == attempt_name(number)]
+        history = read_history([*events, Event("attempt_ended", time.time(), "", ended)])
+        rejection = reasons[0] if reasons else ""
+        decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
+        ended |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
+        retry(record.append_event, "attempt_ended", **ended)
         print(f"attempt {number}: {decision.outcome}, {decision.reason}; next: {decision.next}", flush=True)
         if decision.next != "again":
             return decision
         time.sleep(pause_s)
-        meet()
+
+
+def run_of_job(
+    name: str,
+    purpose: str,
+    arguments: Sequence[str] | None,
+    act: Callable[[Record, argparse.Namespace], int],
+    *,
+    switches: Mapping[str, str] | None = None,
+) -> int:
+    """Read the command line of a program that a scheduler starts for a run, and act; returns the exit code. `switches`:
+    flags without a value, with their help.
+    """
+    parser = command_parser(name, purpose, examples=("runs/mine",))
+    parser.add_argument("run", help="run folder")
+    for flag, what in (switches or {}).items():
+        parser.add_argument(flag, action="store_true", help=what)
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments, lambda options, s3: act(Record(options.run, s3), options))

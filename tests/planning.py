@@ -17,7 +17,7 @@ from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.job import Code, Job
 from launch.node import Node
-from launch.plan import Request, make_job, run_overrides
+from launch.plan import make_job, run_overrides
 from launch.record import Record
 from launch.schedulers import SETTINGS
 from train.cli import compose as cli
@@ -36,8 +36,8 @@ def plan(own: list[str], of_run: list[str]) -> tuple[LaunchConfig, Job]:
     cfg = load(LaunchConfig, tuple(own))
     overrides = of_run if cfg.prepare else run_overrides(of_run, own)
     run = load(PrepareConfig if cfg.prepare else TrainConfig, tuple(overrides))
-    request = Request(cfg, run, overrides, dataclasses.asdict(cfg.cluster))
-    return cfg, make_job(request, BUNDLE, python=PYTHON, folder="/home/me/work")
+    job = make_job(cfg, run, overrides, BUNDLE, folder="/home/me/work")
+    return cfg, dataclasses.replace(job, python=PYTHON)
 
 
 @functools.cache  # many tests give the same settings

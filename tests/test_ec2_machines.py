@@ -29,7 +29,7 @@ from launch.ec2.boot import user_data
 from launch.ec2.clean import Clock
 from launch.job import Code, Job
 from launch.record import Record
-from launch.supervise import look
+from launch.run_progress import newest_checkpoint
 from train.cli.command import DONE
 from train.config import S3Config
 from train.storage.schema import FileName, Sha256
@@ -123,7 +123,7 @@ class Cloud(World):
                 self.machines.machines.kill_all(number)
                 del self.started[machine.id]
                 self.started[f"{machine.id} gone"] = -1
-        if self.interruption and look(self.record).checkpoint > 0:
+        if self.interruption and (newest_checkpoint(self.record.run) or 0) > 0:
             self.interrupt_one()
 
     def boot(self, machine: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -12,10 +13,11 @@ import tarfile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import plan
 from running import ROOT
 
 from launch import code
-from launch.job import Code, Job
+from launch.job import Job
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.storage.folders import sha256_bytes
@@ -25,23 +27,7 @@ ANY = st.text(max_size=40).filter(lambda text: text.isascii() or text.encode(err
 
 
 def job(**changes):
-    values = {
-        "id": "mine-1a2b3c4d",
-        "kind": "train",
-        "run_dir": "/runs/mine",
-        "overrides": ["experiment=demo"],
-        "config_sha256": "0" * 64,
-        "python": sys.executable,
-        "folder": "/home/me/work",
-        "code": Code("code.tar.gz", "1" * 64, "abc"),
-        "scheduler": "local",
-        "cluster": {"kind": "local"},
-        "instance": "local",
-        "nodes": 1,
-        "spares": 0,
-        "processes_per_node": 2,
-    }
-    return Job(**{**values, **changes})
+    return dataclasses.replace(plan(["cluster=local"], ["experiment=demo", "run_dir=runs/mine"])[1], **changes)
 
 
 def test_the_bundle_runs_the_code_that_was_packed_wherever_the_job_stands(tmp_path):

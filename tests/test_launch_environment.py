@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import ROOT
 
-from launch.environment import VARIABLES, environment
+from launch.environment import environment
 from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, TrainConfig
 from train.host import machine
@@ -68,11 +68,6 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
     runs |= machine.neuron_environment({"MASTER_ADDR": "10.0.0.4"}, nodes=2, stochastic_rounding=False)
     assert {name: ours[name] for name in set(ours) & set(runs)} == {name: runs[name] for name in set(ours) & set(runs)}
     assert not machine.bad_knobs(ours)
-
-
-def test_every_variable_has_a_reason_and_stands_once():
-    assert len({variable.name for variable in VARIABLES}) == len(VARIABLES)
-    assert all(variable.why for variable in VARIABLES)
 
 
 @pytest.mark.parametrize("sizes", [{"nodes": 0, "processes_per_node": 1}, {"nodes": 1, "processes_per_node": 0}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,142 +11,94 @@ from pathlib import Path
 
 import psutil
 import pytest
-from running import ROOT, eventually, run, train_overrides
+from launching import LaunchedRun, settings_of_run
+from running import ROOT
 
 from launch.__main__ import main
-from launch.record import Event, Record
-from launch.schedulers import last_submission, scheduler
-from launch.supervise import look
 from train.cli.command import DONE, REFUSED, STOPPED
 from train.config import S3Config
 from train.data.shards.format import read_manifest
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
 
-LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
-LONG += ["preempt.poll_s=0.1", "export=false"]
 
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> list[float]:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = run(train_overrides(folder, prepared, *LONG))
-    assert done.returncode == DONE, done.stderr
-    return losses(folder)
-
-
-def losses(run_dir: Path) -> list[float]:
-    """Of the evaluations; of a step that was done twice the last."""
-    written = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return list({line["step"]: line["loss"] for line in written if line["kind"] == "eval"}.values())
-
-
-def words(run_dir: Path, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
-    """The command line of a launch; of a setting that is given twice the last one counts."""
-    given = {each.partition("=")[0]: each for each in train_overrides(run_dir, data, *LONG, *of_run)}
-    return ["cluster=local", *own, "submit=true", "--", *given.values()]
+def words(run: LaunchedRun, data: Path, *own: str, of_run: tuple[str, ...] = ()) -> list[str]:
+    """The command line of a launch."""
+    return ["cluster=local", *own, "submit=true", "--", *settings_of_run(run.run_dir, data, *of_run)]
 
 
 @pytest.fixture
-def record(tmp_path: Path) -> Iterator[Record]:
-    """Of a run that no test leaves behind."""
-    record = Record(str(tmp_path / "run"), S3Config())
-    yield record
-    if record.exists():
-        main(["cancel", record.run_dir, "--yes"])
+def launched(tmp_path: Path) -> Iterator[LaunchedRun]:
+    """A run that no test leaves behind."""
+    run = LaunchedRun(str(tmp_path / "run"), S3Config())
+    yield run
+    if run.exists():
+        main(["cancel", run.run_dir, "--yes"])
 
 
-def events(record: Record, kind: str) -> list[Event]:
-    return [event for event in record.events() if event.kind == kind]
+def below(run: LaunchedRun) -> list[psutil.Process]:
+    return psutil.Process(run.handle["pid"]).children(recursive=True)
 
 
-def supervisor(record: Record) -> psutil.Process:
-    event = last_submission(record)
-    assert event is not None
-    return psutil.Process(event.details["handle"]["pid"])
-
-
-def is_active(record: Record) -> bool:
-    event = last_submission(record)
-    assert event is not None
-    return scheduler("local").state(event.details["handle"]).is_active
-
-
-def ended(record: Record, number: int = 1) -> dict:
-    eventually(lambda: len(events(record, "ended")) >= number and not is_active(record))
-    return events(record, "ended")[-1].details
-
-
-def wait_for_checkpoint(record: Record, *, after: int = 0) -> None:
-    eventually(lambda: look(record).checkpoint > after)
-
-
-def logs(record: Record) -> str:
-    top = record.local_folder() / "logs"
-    return "\n".join(f"== {path}\n{path.read_text()}" for path in sorted(top.rglob("*.txt")))
-
-
-def test_a_run_whose_torchrun_is_killed_goes_on(record, hold, prepared, undisturbed):
+def test_a_run_whose_torchrun_is_killed_continues(launched, hold, prepared, undisturbed_losses):
     hold.before(25)
-    assert main(words(Path(record.run_dir), prepared, "detach=true", "processes_per_node=2")) == DONE
-    assert is_active(record)  # the command has returned, the run goes on
-    wait_for_checkpoint(record)
-    below = supervisor(record).children(recursive=True)
-    (torchrun,) = [each for each in below if "torch.distributed.run" in each.cmdline()]
+    assert main(words(launched, prepared, "detach=true", "processes_per_node=2")) == DONE
+    assert launched.state.is_active  # the command has returned, the run continues
+    launched.wait_for_checkpoint()
+    (torchrun,) = [each for each in below(launched) if "torch.distributed.run" in each.cmdline()]
     torchrun.kill()
     hold.let_go(25)
-    assert ended(record) == {"outcome": "done", "reason": "done"}, logs(record)
-    assert len(events(record, "attempt_began")) == 2
-    assert losses(Path(record.run_dir)) == pytest.approx(undisturbed, rel=1e-5)
+    assert launched.ended() == {"outcome": "done", "reason": "done"}, launched.logs()
+    assert len(launched.of_kind("attempt_began")) == 2
+    assert launched.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
-def test_a_run_is_stopped_cancelled_and_resumed(record, hold, prepared, undisturbed, monkeypatch, tmp_path):
+def test_a_run_is_stopped_cancelled_and_resumed(launched, hold, prepared, undisturbed_losses, monkeypatch, tmp_path):
     hold.before(25, 45)
     monkeypatch.chdir(prepared.parent)
-    assert main(words(Path(record.run_dir), Path(prepared.name), "detach=true")) == DONE
+    assert main(words(launched, Path(prepared.name), "detach=true")) == DONE
     monkeypatch.chdir(tmp_path)  # where the data have another name
-    wait_for_checkpoint(record)
-    assert main(["stop", record.run_dir]) == DONE
-    assert ended(record)["outcome"] == "stopped", logs(record)
-    stopped = read_outcome(record.run)
+    launched.wait_for_checkpoint()
+    assert main(["stop", launched.run_dir]) == DONE
+    assert launched.ended()["outcome"] == "stopped", launched.logs()
+    stopped = read_outcome(launched.run)
     assert (stopped["outcome"], stopped["step"]) == ("stopped", stopped["checkpoint"])
     hold.let_go(25)  # a slow machine may have stopped before it
-    assert main(["resume", record.run_dir]) == DONE
-    wait_for_checkpoint(record, after=stopped["step"])
-    below = supervisor(record).children(recursive=True)
-    assert len(below) >= 3  # launch.node, torchrun and its rank
-    assert main(["cancel", record.run_dir, "--yes"]) == DONE
-    gone, alive = psutil.wait_procs(below, timeout=300)
-    assert gone and not alive and not is_active(record)
-    assert read_outcome(record.run) == {}  # no time was left to write one
+    assert main(["resume", launched.run_dir]) == DONE
+    launched.wait_for_checkpoint(after=stopped["step"])
+    processes = below(launched)
+    assert len(processes) >= 3  # launch.node, torchrun and its rank
+    assert main(["cancel", launched.run_dir, "--yes"]) == DONE
+    gone, alive = psutil.wait_procs(processes, timeout=300)
+    assert gone and not alive and not launched.state.is_active
+    assert read_outcome(launched.run) == {}  # no time was left to write one
     hold.let_go(45)
-    assert main(["resume", record.run_dir]) == DONE
-    assert ended(record, 2)["outcome"] == "done", logs(record)
-    assert losses(Path(record.run_dir)) == pytest.approx(undisturbed, rel=1e-5)
+    assert main(["resume", launched.run_dir]) == DONE
+    assert launched.ended(2)["outcome"] == "done", launched.logs()
+    assert launched.losses == pytest.approx(undisturbed_losses, rel=1e-5)
 
 
-def test_ctrl_c_stops_with_a_checkpoint(record, prepared):
-    command = [sys.executable, "-m", "launch", *words(Path(record.run_dir), prepared, of_run=("max_steps=100000",))]
+def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
+    command = [sys.executable, "-m", "launch", *words(launched, prepared, of_run=("max_steps=100000",))]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, text=True)
-    wait_for_checkpoint(record)
+    launched.wait_for_checkpoint()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     said, _ = process.communicate(timeout=300)
-    assert process.returncode == STOPPED, logs(record)
+    assert process.returncode == STOPPED, launched.logs()
     assert "was asked to stop with a checkpoint" in said
-    assert ended(record)["outcome"] == "stopped"
-    assert read_outcome(record.run)["outcome"] == "stopped"
+    assert launched.ended()["outcome"] == "stopped"
+    assert read_outcome(launched.run)["outcome"] == "stopped"
 
 
-def test_what_the_trainer_refuses_ends_the_job_at_once(record, prepared, tmp_path, capfd):
-    assert main(words(Path(record.run_dir), tmp_path / "no_data")) == REFUSED
-    assert not record.exists()  # nothing was started
-    own = words(Path(record.run_dir), prepared, "processes_per_node=2")
-    assert main([*own, "backend.device=cuda"]) == REFUSED
-    details = ended(record)
-    assert details["outcome"] == "refused" and "cuda" in details["reason"], logs(record)
-    assert len(events(record, "attempt_began")) == 1
+def test_what_the_trainer_rejects_ends_the_job_at_once(launched, prepared, tmp_path, capfd):
+    assert main(words(launched, tmp_path / "no_data")) == REFUSED
+    assert not launched.exists()  # nothing was started
+    assert main([*words(launched, prepared, "processes_per_node=2"), "backend.device=cuda"]) == REFUSED
+    details = launched.ended()
+    assert details["outcome"] == "refused" and "cuda" in details["reason"], launched.logs()
+    assert len(launched.of_kind("attempt_began")) == 1
     capfd.readouterr()
-    assert main(["logs", record.run_dir]) == DONE
+    assert main(["logs", launched.run_dir]) == DONE
     reason = details["reason"].removeprefix("refused: ")
     assert f"error: {reason}" in capfd.readouterr().out
 

@@ -9,54 +9,54 @@ import pytest
 from launch.config import LocalConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
+from launch.run_progress import newest_checkpoint
 from launch.slurm.config import SlurmConfig
-from launch.supervise import Attempt, Seen, StopRequest, decide, look, recording_failure, retry, supervise
+from launch.supervise import StopRequest, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
 CLUSTER = SlurmConfig(attempts=5, idle_attempts=2)
-FIRST = History(faults=1, tries=[True])
-NOTHING = Seen({}, -1)
+FIRST, ASKED = History(faults=1, tries=[True]), History(faults=1, stop_asked_unix_s=0.0)
 
 
-def outcome(ended, kind="x", *, goes_on=True):
-    return {"outcome": ended, "kind": kind, "reason": "why", "step": 6, "checkpoint": 6, "goes_on": goes_on}
+LIMIT = "the time limit is near"
 
 
-def ended(how, kind="x", *, goes_on=True, asked=None, code=1):
-    return Attempt(NOTHING, Seen(outcome(how, kind, goes_on=goes_on), 6), code, asked)
+def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER, **options):
+    """What follows an attempt that ended so; an empty outcome is one that was killed with its machine."""
+    outcome = {"outcome": ended, "kind": kind, "reason": "why", "step": 6, "checkpoint": 6, "goes_on": goes_on}
+    decision = decide(outcome if ended else {}, history, cluster, exit_code=1, **options)
+    assert decision.reason
+    return decision
 
 
 @pytest.mark.parametrize(
-    ("attempt", "expected"),
+    ("attempt", "options", "expected"),
     [
-        (ended("done", code=0), ("end", "done")),
-        (ended("refused", goes_on=False), ("end", "refused")),
-        (ended("failed", goes_on=False), ("end", "failed")),
-        (ended("failed"), ("again", "failed")),
-        (ended("failed", asked="the time limit is near"), ("requeue", "failed")),
-        (ended("stopped", "stop_file"), ("end", "stopped")),
-        (ended("stopped", "stop_file", asked="the time limit is near"), ("requeue", "stopped")),
-        (ended("stopped", "SIGTERM"), ("requeue", "stopped")),  # preempted: Slurm signals the tasks alone
-        (ended("stopped", "spot_notice"), ("requeue", "stopped")),
-        (ended("stopped", "EC2 spot notice: terminate at 12:00"), ("requeue", "stopped")),  # of an earlier version
-        (ended("stopped", "max_run_s"), ("end", "stopped")),
-        (Attempt(NOTHING, NOTHING, 1), ("again", "failed")),  # killed with its machine
-        (Attempt(NOTHING, NOTHING, 2), ("again", "failed")),  # the launcher's part of a machine: not the trainer
-        (Attempt(NOTHING, NOTHING, 1, refusal="no data"), ("end", "refused")),  # before the run folder was taken
-        (Attempt(Seen(outcome("done"), 6), Seen(outcome("done"), 6), 1), ("again", "failed")),  # an older outcome
+        (["done"], {}, ("end", "done")),
+        (["refused"], {"goes_on": False}, ("end", "refused")),
+        (["failed"], {"goes_on": False}, ("end", "failed")),
+        (["failed"], {}, ("again", "failed")),
+        (["failed"], {"asked": LIMIT}, ("requeue", "failed")),
+        (["stopped", "stop_file"], {}, ("end", "stopped")),
+        (["stopped", "stop_file"], {"asked": LIMIT}, ("requeue", "stopped")),
+        (["stopped", "max_run_s"], {}, ("end", "stopped")),
+        (["stopped", "spot_notice"], {}, ("requeue", "stopped")),
+        (["stopped", "EC2 spot notice: terminate at 12:00"], {}, ("requeue", "stopped")),  # of an earlier version
+        (["stopped", "SIGTERM"], {}, ("requeue", "stopped")),  # preempted: Slurm signals the tasks alone
+        # A torchrun that is killed: no scheduler is there to requeue the job.
+        (["stopped", "SIGTERM"], {"cluster": LocalConfig()}, ("again", "stopped")),
+        (["stopped", "spot_notice"], {"cluster": LocalConfig()}, ("requeue", "stopped")),
+        ([], {}, ("again", "failed")),
+        ([], {"rejection": "no data"}, ("end", "refused")),  # before the run folder was taken
+        # A stop that was asked for ends even a run that failed, but hides no failure for good.
+        (["failed"], {"history": ASKED}, ("end", "stopped")),
+        (["failed"], {"history": ASKED, "goes_on": False}, ("end", "failed")),
     ],
 )
-def test_what_follows_an_attempt(attempt, expected):
-    decision = decide(attempt, FIRST, CLUSTER)
-    assert (decision.next, decision.outcome) == expected and decision.reason
-
-
-def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
-    """Its ranks stop on SIGTERM, as those that a scheduler ends; but no scheduler is there to requeue the job."""
-    here = LocalConfig()
-    assert decide(ended("stopped", "SIGTERM"), FIRST, here).next == "again"
-    assert decide(ended("stopped", "spot_notice"), FIRST, here).next == "requeue"
+def test_what_follows_an_attempt(attempt, options, expected):
+    decision = decided(*attempt, **options)
+    assert (decision.next, decision.outcome) == expected
 
 
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
@@ -68,15 +68,8 @@ def test_a_torchrun_that_is_killed_ends_no_job_of_this_machine():
     ],
 )
 def test_a_job_gives_up(kind, history, limit):
-    decision = decide(ended(kind, asked="the time limit is near"), history, CLUSTER)
+    decision = decided(kind, history=history, asked=LIMIT)
     assert (decision.next, decision.outcome) == ("end", "failed") and limit in decision.reason
-
-
-def test_a_stop_that_was_asked_for_ends_even_a_run_that_failed():
-    asked = History(faults=1, stop_asked_unix_s=0.0)
-    decision = decide(ended("failed"), asked, CLUSTER)
-    assert (decision.next, decision.outcome) == ("end", "stopped")
-    assert decide(ended("failed", goes_on=False), asked, CLUSTER).outcome == "failed"  # no request hides that
 
 
 def event(kind, **details):
@@ -139,10 +132,10 @@ def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
 
 def test_only_committed_checkpoints_are_progress(tmp_path):
     record = Record(str(tmp_path / "run"), S3Config())
-    assert look(record) == NOTHING
+    assert newest_checkpoint(record.run) is None
     record.run.write("checkpoints/step_00000003/manifest.json", b"{}")
     record.run.write("checkpoints/step_00000009/model.pt", b"")
-    assert look(record).checkpoint == 3
+    assert newest_checkpoint(record.run) == 3
 
 
 class Run:
@@ -169,6 +162,13 @@ def test_attempts_are_made_until_the_run_is_done(tmp_path):
     kinds = [event.kind for event in run.record.events()]
     assert kinds == ["attempt_began", "attempt_ended"] * 3
     assert [event.details["next"] for event in run.record.events()[1::2]] == ["again", "again", "end"]
+
+
+def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(tmp_path):
+    run = Run(tmp_path / "run", ("done", 3))
+    run(1)
+    decision = supervise(run.record, CLUSTER, lambda _: 1, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    assert decision.outcome == "failed" and "left no outcome" in decision.reason
 
 
 def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):

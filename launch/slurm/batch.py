@@ -23,7 +23,7 @@ from launch.job import Job
 from launch.node import DOCTOR_S
 from launch.preflight import is_certain, is_shared, run_preflight, too_few
 from launch.record import Record
-from launch.slurm.commands import Slurm
+from launch.slurm.client import Slurm
 from launch.slurm.scheduler import settings
 from launch.supervise import (
     CODES,
@@ -33,11 +33,12 @@ from launch.supervise import (
     prepared,
     recording_failure,
     retry,
+    run_of_job,
     settled,
     supervise,
 )
-from train.cli.command import STOPPED, add_s3_flags, command_parser, run_flags
-from train.config import Failure, S3Config, check
+from train.cli.command import STOPPED
+from train.config import Failure, check
 from train.host import children
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
@@ -49,24 +50,16 @@ SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser(
-        "launch.slurm.batch",
-        "Run a job within Slurm. python -m launch cluster=slurm submits it.",
-        examples=("runs/mine",),
-    )
-    parser.add_argument("run", help="run folder")
-    parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
-    add_s3_flags(parser, caches=False)
-    return run_flags(parser, arguments, act)
+    purpose = "Run a job within Slurm. python -m launch cluster=slurm submits it."
+    merge = {"--merge": "of a preparation: write the manifest of all parts"}
+    return run_of_job("launch.slurm.batch", purpose, arguments, run_job, switches=merge)
 
 
-def act(options: argparse.Namespace, s3: S3Config) -> int:
+def run_job(record: Record, options: argparse.Namespace) -> int:
     check("SLURM_JOB_ID" in os.environ, "this is no job of Slurm; submit one with python -m launch cluster=slurm")
-    record = Record(options.run, s3)
-    job = record.job()
     with recording_failure(record):
-        batch = Batch(record, job, int(os.environ["SLURM_JOB_ID"]))
-        return batch.prepare(merge=options.merge) if job.kind == "prepare" else batch.train()
+        batch = Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"]))
+        return batch.prepare(merge=options.merge) if batch.job.kind == "prepare" else batch.train()
 
 
 class Interrupted(Exception):
@@ -84,7 +77,7 @@ class Batch:
         self.is_ending = False  # Slurm ends the job
         self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
         self.is_overdue = False  # the limit has come, and the run goes on
-        self.meetings = 0  # of the nodes' torchruns
+        self.rendezvous = 0  # of the nodes' torchruns
         self.excluded: list[str] = []  # nodes that a requeued job shall not get
 
     def train(self) -> int:
@@ -97,11 +90,13 @@ class Batch:
             retry(self.record.append_event, "interrupted", reason=decision.reason)
             self.upload()
             return STOPPED
-        if decision.next == "requeue":
-            decision = self.requeue(decision)
-        retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
+        decision = self.requeue(decision)
+        self.end(decision)
         self.upload()
         return CODES[decision.outcome]
+
+    def end(self, decision: Decision) -> None:
+        retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
 
     def history(self) -> History:
         return read_history(retry(self.record.events))
@@ -124,8 +119,7 @@ class Batch:
         """What is done again and again while srun runs."""
         if self.is_overdue and not self.history().is_stop_asked:
             reason = f"the run did not stop in {self.cluster.stop_before_s} s (cluster.stop_before_s)"
-            decision = self.requeue(Decision("requeue", "failed", reason))
-            retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
+            self.end(self.requeue(Decision("requeue", "failed", reason)))
             self.is_overdue = False
         self.stop.write()
 
@@ -144,8 +138,8 @@ class Batch:
     ) -> int:
         """Run a command of launch.node on nodes, at the same time; srun's exit code."""
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
-        self.meetings += 1
-        port = FIRST_PORT + (self.job_id * 101 + self.meetings) % PORTS  # two jobs may share a node
+        self.rendezvous += 1
+        port = FIRST_PORT + (self.job_id * 101 + self.rendezvous) % PORTS  # two jobs may share a node
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir, f"--hosts={','.join(nodes)}"]
         node += [f"--addresses={','.join(addresses)}", f"--port={port}", f"--attempt={name}", f"--group={group}"]
         node += self.record.s3.flags()
@@ -168,7 +162,7 @@ class Batch:
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # answers of others stay apart
         try:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
-        except Interrupted:  # that says nothing of the nodes
+        except Interrupted:  # this says nothing of the nodes
             return Decision("requeue", "stopped", self.stop.reason or "the preflight was interrupted by a signal")
         for node, reason in failed.items():
             print(f"preflight: {node} is left out: {reason}", flush=True)
@@ -238,8 +232,7 @@ class Batch:
         node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.s3.flags()]
         code = children.exit_code(children.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
         if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
-            decision = prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation")
-            retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
+            self.end(prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation"))
         self.upload()
         return code
 

@@ -10,9 +10,8 @@ from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
-from launch.slurm.commands import NoSlurm, Slurm, check_request, job_name
-from launch.slurm.config import SlurmConfig, time_limit_s
-from launch.slurm.records import Job as SlurmJob
+from launch.slurm.client import NoSlurm, Slurm, SlurmJob, check_request, job_name
+from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
 from train.cli.command import DONE
 from train.config import InputError, check
@@ -31,13 +30,12 @@ class Scheduler:
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         slurm, cluster = Slurm(), settings(job)
         try:
-            partition, others = slurm.partition(cluster.partition), slurm.partitions()
+            partition = slurm.partition(cluster.partition)
         except NoSlurm as error:
             if cfg.submit:
                 raise
             return f"Slurm was not asked: {error}. Not checked: partition, its limits, when the job would start"
-        limit_s = partition.max_time_s if cluster.time_limit is None else time_limit_s(cluster.time_limit)
-        check_request(partition, nodes=job.nodes + job.spares, time_limit_s=limit_s, others=others)
+        check_request(partition, nodes=job.nodes + job.spares, time_limit=cluster.time_limit)
         return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
@@ -52,7 +50,8 @@ class Scheduler:
         number = slurm.submit(options(job, record), SCRIPT, arguments(job, record))
         if job.kind == "train" or job.parts == 1:
             return {"job_id": number}
-        merge = [*(each for each in options(job, record) if not each.startswith("--array")), *after(number)]
+        waits = [f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"]
+        merge = [*(each for each in options(job, record) if not each.startswith("--array")), *waits]
         try:
             return {"job_id": slurm.submit(merge, SCRIPT, [*arguments(job, record), "--merge"]), "parts_id": number}
         except BaseException:
@@ -115,53 +114,26 @@ def settings(job: Job) -> SlurmConfig:
 
 
 def options(job: Job, record: Record) -> list[str]:
-    """The options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
-    cluster = settings(job)
-    name = job_name(record.run_dir)
+    """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
+    cluster, name, folder = settings(job), job_name(record.run_dir), record.local_folder() / "logs"
+    check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
     # Nodes need not share a folder with this machine if the record is in S3: the job puts its output there at its end.
-    logs = f"/tmp/{name}-%j-" if record.is_remote else f"{file_pattern(record.local_folder() / 'logs')}/"
-    given = [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
-    given += [f"--chdir={job.folder}"] if cluster.chdir is None else []  # a resume comes from another one perhaps
-    given += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
-    given += ["--exclusive", "--mem=0"] if cluster.exclusive else []
-    if job.kind == "prepare":
-        tasks = [f"--array=1-{job.parts}{at_once(job)}"] if job.parts > 1 else []
-        log = f"--output={logs}part_%a.txt" if tasks else f"--output={logs}job.txt"
-        return [
-            f"--job-name={name}",
-            "--nodes=1",
-            "--ntasks-per-node=1",
-            "--requeue",
-            "--open-mode=append",
-            log,
-            *tasks,
-            *given,
-        ]
-    return [
-        f"--job-name={name}",
-        "--dependency=singleton",  # two jobs of this name, and so of this run, never run at the same time
-        f"--nodes={job.nodes + job.spares}",
-        "--ntasks-per-node=1",
-        "--requeue",
-        "--open-mode=append",  # or a requeued job would begin with an empty log
-        f"--output={logs}job.txt",
-        f"--signal=B:USR1@{cluster.stop_before_s}",
-        *given,
-    ]
-
-
-def file_pattern(path: Path) -> str:
-    """A path as sbatch's --output reads it (man sbatch, "filename pattern")."""
-    check("\\" not in str(path), f"{path}: Slurm drops backslashes from the names of logs; choose a folder without one")
-    return str(path).replace("%", "%%")
-
-
-def at_once(job: Job) -> str:
-    return f"%{job.parts_at_once}" if job.parts_at_once else ""
-
-
-def after(number: int) -> list[str]:
-    return [f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"]
+    # In another name a percent sign begins a pattern (man sbatch, "filename pattern").
+    logs = f"/tmp/{name}-%j-" if record.is_remote else f"{str(folder).replace('%', '%%')}/"
+    is_array = job.kind == "prepare" and job.parts > 1
+    made = [f"--job-name={name}", "--ntasks-per-node=1", "--requeue"]
+    made += ["--open-mode=append"]  # or a requeued job would begin with an empty log
+    made += [f"--output={logs}{'part_%a' if is_array else 'job'}.txt"]
+    if job.kind == "train":
+        made += ["--dependency=singleton"]  # two jobs of this name, and so of this run, never run at the same time
+        made += [f"--nodes={job.nodes + job.spares}", f"--signal=B:USR1@{cluster.stop_before_s}"]
+    else:
+        at_once = f"%{job.parts_at_once}" if job.parts_at_once else ""
+        made += ["--nodes=1", *([f"--array=1-{job.parts}{at_once}"] if is_array else [])]
+    made += [f"--{key}={value}" for key in AT_NODES if (value := getattr(cluster, key)) is not None]
+    made += [f"--chdir={job.folder}"] if cluster.chdir is None else []  # a resume comes from another one perhaps
+    made += [f"--time={cluster.time_limit}"] if cluster.time_limit is not None else []
+    return [*made, *(["--exclusive", "--mem=0"] if cluster.exclusive else [])]
 
 
 def arguments(job: Job, record: Record) -> list[str]:

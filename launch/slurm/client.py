@@ -1,7 +1,9 @@
-"""Slurm's commands. They are run without a shell, and none needs an accounting database.
+"""Slurm's commands and what is read of their output. They are run without a shell, and none needs accounting.
 
 All raise InputError for what the user has to fix, Unreachable where slurmctld does not answer, and Failure where Slurm
-refuses for another reason.
+rejects a request for another reason. Jobs are asked for in columns, and never with their name or comment, to which
+their owner could give any form. The JSON of `squeue --json` has a schema for each release (data_parser in Slurm's
+documentation); columns need one parser.
 """
 
 from __future__ import annotations
@@ -10,22 +12,21 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.slurm.records import HOST, SACCT, SQUEUE, Job, Partition, check_hosts, read_jobs, read_partitions
+from launch.slurm.config import time_limit_s
 from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable, check
-from train.storage.schema import shown
+from train.storage.schema import BadContent, shown
 
-NAME = r"[A-Za-z0-9._-]{1,64}"
-NO_JOB = "Invalid job id specified"
 # Variables that lead to the cluster. The others of Slurm are those of the job in which we may run, or options that no
 # plan has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # lists in full
 
+NO_JOB = "Invalid job id specified"
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
     "|Zero Bytes were transmitted|temporarily unable|communication (failure|connection)",
@@ -44,10 +45,84 @@ CURES = (  # what sbatch says -> what to do; the first that fits
     ("time limit", "`sinfo --format='%P %l'` shows the limits"),
     ("dependency", "the job to wait for must be known to Slurm"),
 )
+HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+OVER: tuple[str, ...] = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+)
+OVER += ("REVOKED", "TIMEOUT")  # states from which a job does not come back by itself
+UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
+SQUEUE = "%A|%i|%T|%r|%N"  # of squeue --format
+SACCT = "JobIDRaw,JobID,State,Reason,NodeList"  # of sacct --format: the same columns
+JOB_LINE = re.compile(
+    r"(?P<job_id>\d{1,10})\|(?P<array_id>\d{1,10})(?:_\[?(?P<task>[\d,:%.-]+)\]?)?\|(?P<state>[A-Z_]+)[^|]*\|"
+    r"(?P<reason>[^|]*)\|(?P<nodes>[^|]*)",
+    re.ASCII,
+)
 
 
 class NoSlurm(InputError):
     """This machine belongs to no Slurm cluster."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job, or one task of a job array."""
+
+    job_id: int
+    state: str  # as Slurm names it: PENDING, RUNNING, COMPLETED, ...
+    reason: str  # why it waits, or why it failed; "" none
+    nodes: tuple[str, ...]  # that it has or had last, by name
+    array_task: str | None = None  # number of the task; "4-9" for those that have not begun
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    max_nodes: int  # of one job
+    max_time: str  # of one job, in Slurm's notation, as 1-00:00:00 or UNLIMITED
+    is_default: bool
+
+
+def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
+    """Return the job, or all tasks of the job array, from lines in these columns. sacct has a line for each time that a
+    job was started: the last counts. `expand` returns the names in a list of hosts. BadContent for anything else.
+    """
+    jobs: dict[int, SlurmJob] = {}
+    for line in text.splitlines():
+        match = JOB_LINE.fullmatch(line)
+        if match is None or job_id not in (int(match["job_id"]), int(match["array_id"])):
+            raise BadContent(f"what Slurm shows of job {job_id} cannot be read: {shown(line)}")
+        reason = "" if match["reason"] in UNKNOWN else match["reason"]
+        nodes = () if match["nodes"] in UNKNOWN else expand(match["nodes"])
+        task = (match["task"] or "").partition("%")[0] or None
+        jobs[int(match["job_id"])] = SlurmJob(int(match["job_id"]), match["state"], reason, nodes, task)
+    return list(jobs.values())
+
+
+def read_partitions(text: str) -> list[Partition]:
+    """Return the partitions of which `scontrol --oneliner show partition` prints this."""
+    return [read_partition(line) for line in text.splitlines() if line.strip()]
+
+
+def read_partition(line: str) -> Partition:
+    said = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+    try:
+        total, most = int(said["TotalNodes"]), said["MaxNodes"]
+        nodes = total if most == "UNLIMITED" else min(total, int(most))
+        return Partition(said["PartitionName"], nodes, said["MaxTime"], said["Default"] == "YES")
+    except (KeyError, ValueError) as error:
+        raise BadContent(f"what scontrol shows of a partition cannot be read: {shown(line)}") from error
 
 
 @dataclass(frozen=True)
@@ -71,8 +146,8 @@ class Slurm:
         return int(job_id)
 
     def estimate(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> str:
-        """When and where Slurm expects the job to start: "to start at 2026-11-22T17:50:11 using 2 processors on nodes
-        n[1-2] in partition main". Nothing is submitted. Refused is what `submit` refuses, but not all of it.
+        """Return when and where Slurm expects the job to start: "to start at 2026-11-22T17:50:11 using 2 processors on
+        nodes n[1-2] in partition main". Nothing is submitted. It rejects what `submit` rejects, but not all of it.
         """
         out, said = self.sbatch(["--test-only", *options], script, arguments)
         return re.sub(r"^Job \d+ ", "", one_line(said or out))
@@ -82,25 +157,27 @@ class Slurm:
         command = ["sbatch", *options, "--", str(script.absolute()), *arguments]
         check(not any("\0" in part for part in command), f"{shown(command)} has a zero byte, which no command takes")
         try:
-            code, out, said = self.ask(*command)
+            code, out, said = self.run(*command)
         except Unreachable as error:
             raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted all the same") from error
         if code:
-            raise InputError(refusal(said or out))
+            line = one_line(said or out)
+            cure = next((f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), "")
+            raise InputError(f"Slurm rejects the job: {line}{cure}")
         return out, said
 
-    def tasks(self, job_id: int) -> list[Job]:
-        """The tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it, as some
-        minutes after its end (MinJobAge) without accounting.
+    def tasks(self, job_id: int) -> list[SlurmJob]:
+        """Return the tasks of a job array, where those that wait are one; or the job. [] if Slurm has forgotten it, as
+        some minutes after its end (MinJobAge) without accounting.
         """
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
-        code, out, said = self.ask("squeue", *queued, reads=True)
+        code, out, said = self.run("squeue", *queued, reads=True)
         if code == 0 and out.strip():
             return read_jobs(out, job_id, self.hostnames)
         if code and NO_JOB not in said + out:
             raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
         ended = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={SACCT}")
-        code, out, said = self.ask("sacct", f"--jobs={job_id}", *ended, reads=True)
+        code, out, said = self.run("sacct", f"--jobs={job_id}", *ended, reads=True)
         if "accounting storage is disabled" in said:
             return []
         if code:
@@ -108,8 +185,7 @@ class Slurm:
         return read_jobs(out, job_id, self.hostnames)
 
     def job_ids(self, name: str) -> list[int]:
-        """The user's jobs of this name that wait or run. An array counts once."""
-        check_name(name)
+        """Return the user's jobs of this name that wait or run. An array counts once."""
         out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%F", reads=True)
         return sorted({int(word) for word in out.split() if word.isdecimal()})
 
@@ -124,10 +200,10 @@ class Slurm:
         self.answer("scontrol", "requeue", str(job_id))
 
     def exclude(self, job_id: int, nodes: Sequence[str]) -> None:
-        """Keep a job that waits from these nodes, and from no others. Slurm refuses it while the job runs, so a job
-        is requeued first.
+        """Keep a job that waits from these nodes, and from no others. Slurm rejects it while the job runs, so a job is
+        requeued first.
         """
-        self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(list(nodes)))}")
+        self.answer("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(check_hosts(nodes))}")
 
     # ---- nodes and partitions --------------------------------------------------------------------------------------
 
@@ -137,14 +213,14 @@ class Slurm:
         self.answer("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={printable(reason)[:200]}")
 
     def hostnames(self, hosts: str) -> tuple[str, ...]:
-        """The names that a list such as "n[1-2],x7" stands for."""
+        """Return the names that a list such as "n[1-2],x7" stands for."""
         if re.fullmatch(HOST, hosts):
             return (hosts,)
         check(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)), f"{shown(hosts)} is not a list of hosts")
         return check_hosts(self.answer("scontrol", "show", "hostnames", hosts, reads=True).split())
 
     def address(self, node: str) -> str:
-        """The address at which the other nodes reach this one: what the site has given Slurm (NodeAddr)."""
+        """Return the address at which the other nodes reach this one: what the site has given Slurm (NodeAddr)."""
         check_hosts([node])
         text = self.answer("scontrol", "--oneliner", "show", "node", node, reads=True)
         matches = re.findall(r" NodeAddr=(\S+)", text)
@@ -152,12 +228,9 @@ class Slurm:
             raise Failure(f"scontrol shows no address of node {node}: {one_line(text)[:80]}")
         return str(matches[0])
 
-    def partitions(self) -> list[Partition]:
-        return read_partitions(self.answer("scontrol", "--oneliner", "show", "partition", reads=True))
-
     def partition(self, name: str | None = None) -> Partition:
-        """The partition of this name; None: the one of jobs that name none."""
-        partitions = self.partitions()
+        """Return the partition of this name; None: the one of jobs that name none."""
+        partitions = read_partitions(self.answer("scontrol", "--oneliner", "show", "partition", reads=True))
         known = ", ".join(partition.name for partition in partitions) or "none"
         for partition in partitions:
             if partition.name == name or (name is None and partition.is_default):
@@ -169,16 +242,17 @@ class Slurm:
     # ---- commands --------------------------------------------------------------------------------------------------
 
     def answer(self, *command: str, reads: bool = False) -> str:
-        """What a command prints. Failure with what Slurm says if it fails."""
-        code, out, said = self.ask(*command, reads=reads)
+        """Return what a command prints. Failure with what Slurm says if it fails."""
+        code, out, said = self.run(*command, reads=reads)
         if code:
             cure = "; only Slurm's operators may do this" if "permission" in said else ""
             raise Failure(f"{' '.join(command[:2])} failed: {one_line(said or out)}{cure}")
         return out
 
-    def ask(self, *command: str, reads: bool = False) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error of a command; `reads`: its output is to be read here."""
-        environ = {name: value for name, value in os.environ.items() if is_kept(name)} | (READING if reads else {})
+    def run(self, *command: str, reads: bool = False) -> tuple[int, str, str]:
+        """Return exit code, standard output and standard error of a command; `reads`: its output is to be read here."""
+        own = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_")
+        environ = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(own)}
         try:
             done = subprocess.run(
                 command,
@@ -186,7 +260,7 @@ class Slurm:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                env=environ,
+                env=environ | (READING if reads else {}),
                 check=False,
                 timeout=self.timeout_s,
             )
@@ -198,80 +272,43 @@ class Slurm:
         except subprocess.TimeoutExpired as error:
             said = (error.stderr or b"").decode(errors="replace")
             check_configured(said)
-            raise Unreachable(f"{command[0]} gave no answer in {self.timeout_s:g} s; {asked(said)}") from error
+            raise Unreachable(f"{command[0]} did not answer in {self.timeout_s:g} s; {quoted(said)}") from error
         if done.returncode:
             check_configured(done.stderr)
             if SILENT.search(done.stderr + done.stdout):
-                raise Unreachable(f"slurmctld does not answer {command[0]}; {asked(done.stderr or done.stdout)}")
+                raise Unreachable(f"slurmctld does not answer {command[0]}; {quoted(done.stderr or done.stdout)}")
         return done.returncode, done.stdout, done.stderr
 
 
-def check_request(
-    partition: Partition, *, nodes: int, time_limit_s: float | None, others: Sequence[Partition] = ()
-) -> None:
-    """Raise InputError for more nodes or a longer time than the partition has, naming those of `others` that have it.
-    Slurm accepts such jobs, and they wait for ever.
+def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names, each of which is a host's. BadContent for another one."""
+    for name in names:
+        if not re.fullmatch(HOST, name):
+            raise BadContent(f"{shown(name)} is not the name of a host")
+    return tuple(names)
+
+
+def check_request(partition: Partition, *, nodes: int, time_limit: str | None) -> None:
+    """Raise InputError for more nodes or a longer time than the partition has. Slurm accepts such jobs, and they wait
+    for ever.
     """
-    most = most_nodes(partition)
-    if nodes > most:
-        fits = [other.name for other in others if most_nodes(other) >= nodes]
-        raise InputError(
-            f"nodes={nodes} is more than a job in partition {partition.name} can have; ask for at most {most}"
-            f"{instead(fits)}"
-        )
-    if not fits_time(partition, time_limit_s):
-        fits = [other.name for other in others if fits_time(other, time_limit_s)]
-        wanted = "no time limit" if time_limit_s is None else f"a time limit of {clock(time_limit_s)}"
-        raise InputError(
-            f"{wanted} is more than the {clock(partition.max_time_s or 0)} of partition {partition.name}; ask for "
-            f"at most that, and go on in further jobs{instead(fits)}"
-        )
-
-
-def most_nodes(partition: Partition) -> int:
-    return min(partition.num_nodes, partition.num_nodes if partition.max_nodes is None else partition.max_nodes)
-
-
-def fits_time(partition: Partition, time_limit_s: float | None) -> bool:
-    return partition.max_time_s is None or (time_limit_s is not None and time_limit_s <= partition.max_time_s)
-
-
-def instead(partitions: Sequence[str]) -> str:
-    return f", or choose partition {' or '.join(partitions)}" if partitions else ""
-
-
-def clock(seconds: float) -> str:
-    """A duration as Slurm writes it: 1-00:00:00."""
-    minutes, second = divmod(round(seconds), 60)
-    days, hours = divmod(minutes // 60, 24)
-    return f"{days}-{hours:02}:{minutes % 60:02}:{second:02}"
-
-
-def check_name(name: str) -> None:
-    """Raise InputError unless a job can have this name."""
+    name, most = partition.name, partition.max_nodes
+    check(nodes <= most, f"nodes={nodes} is more than a job in partition {name} can have; ask for at most {most}")
+    limit_s, max_s = time_limit_s(time_limit or ""), time_limit_s(partition.max_time)
     check(
-        bool(re.fullmatch(NAME, name)),
-        f"{shown(name)} is not a job name; letters, digits and . _ - make one, at most 64",
+        time_limit is None or limit_s is None or max_s is None or limit_s <= max_s,
+        f"a time limit of {time_limit} is more than the {partition.max_time} of partition {name}; ask for at most "
+        "that, and go on in further jobs",
     )
 
 
 def job_name(run_dir: str) -> str:
-    """A name for the job of a run, which no run in another folder has, so that jobs of one name can exclude each other:
-    the last part of the folder's path with other characters as "_", and eight digits that stand for the whole path.
+    """Return a name for the job of a run, which no run in another folder has, so that jobs of one name can exclude each
+    other: the last part of the folder's path with other characters as "_", and eight digits of the path's checksum.
     """
     path = run_dir.rstrip("/")
     last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
     return f"{last}-{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:8]}"
-
-
-def is_kept(variable: str) -> bool:
-    return variable in KEPT or not variable.startswith(("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_"))
-
-
-def refusal(said: str) -> str:
-    line = one_line(said)
-    cure = next((cure for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), None)
-    return f"Slurm refuses the job: {line}{f'; {cure}' if cure else ''}"
 
 
 def check_configured(said: str) -> None:
@@ -284,13 +321,13 @@ def check_configured(said: str) -> None:
         )
 
 
-def asked(said: str) -> str:
-    quoted = f"it said: {one_line(said)}; " if said.strip() else ""
-    return f"{quoted}`scontrol ping` shows whether it is up"
+def quoted(said: str) -> str:
+    """Return what a command said, and how to ask further."""
+    return f"{f'it said: {one_line(said)}; ' if said.strip() else ''}`scontrol ping` shows whether it is up"
 
 
 def one_line(said: str) -> str:
-    """What a command of Slurm said, without the names it puts before, each sentence once."""
+    """Return what a command of Slurm said, without the names it puts before, each sentence once."""
     lines = [re.sub(r"^\w+: (?:(?:error|fatal): )?", "", line.strip()) for line in said.splitlines()]
     lines = [re.sub(r"^(Batch job submission failed|allocation failure): ", "", line) for line in lines]
     return printable("; ".join(dict.fromkeys(line for line in lines if line)))[:400] or "nothing"

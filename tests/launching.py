@@ -1,0 +1,85 @@
+"""Runs that tests launch for real, and what they write: shared by the tests of this machine and of Slurm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import eventually, run, train_overrides
+
+from launch.record import Event, Record
+from launch.run_progress import newest_checkpoint
+from launch.schedulers import last_submission, scheduler
+from launch.spec import State
+from train.cli.command import DONE
+
+LONG = ["max_steps=80", "checkpoint.every=20", "checkpoint.keep=2", "eval_every=40", "log_every=20"]
+LONG += ["preempt.poll_s=0.1", "export=false", "lease.ttl_s=5"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> list[float]:
+    """The losses of LONG on one rank of this machine."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = run(train_overrides(folder, prepared, *LONG))
+    assert done.returncode == DONE, done.stderr
+    return losses((folder / "metrics.jsonl").read_bytes())
+
+
+def losses(metrics: bytes) -> list[float]:
+    """Of the evaluations, which see all of the model; of a step that was done twice the last."""
+    found = [json.loads(line) for line in metrics.splitlines()]
+    return list({line["step"]: line["loss"] for line in found if line["kind"] == "eval"}.values())
+
+
+def settings_of_run(run_dir: object, data: object, *overrides: str) -> list[str]:
+    """What follows -- in a launch of LONG; of a setting that is given twice the last one counts."""
+    given = [*train_overrides(Path("-"), Path("-"), *LONG), f"run_dir={run_dir}", f"data.path={data}", *overrides]
+    return list({each.partition("=")[0]: each for each in given}.values())
+
+
+class LaunchedRun(Record):
+    """The record of a launch, and what becomes of it."""
+
+    def of_kind(self, kind: str) -> list[Event]:
+        return [event for event in self.events() if event.kind == kind]
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        event = last_submission(self)
+        assert event is not None
+        return dict(event.details["handle"])
+
+    @property
+    def state(self) -> State:
+        return scheduler(self.job().scheduler).state(self.handle)
+
+    @property
+    def losses(self) -> list[float]:
+        return losses(self.run.read("metrics.jsonl"))
+
+    def logs(self) -> str:
+        files = sorted((self.local_folder() / "logs").rglob("*.txt"))
+        return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
+
+    def wait_for(self, kind: str, number: int = 1) -> Event:
+        """The event of this kind and number."""
+
+        def come() -> Event | None:
+            ended = self.of_kind("ended")
+            assert kind == "ended" or not ended, (ended, self.logs())
+            return (self.of_kind(kind) + [None] * number)[number - 1]
+
+        return eventually(come)
+
+    def wait_for_checkpoint(self, *, after: int = 0) -> int:
+        """A committed step beyond `after`."""
+        return eventually(lambda: max(0, (newest_checkpoint(self.run) or 0) - after)) + after
+
+    def ended(self, number: int = 1) -> dict[str, Any]:
+        """How the job ended, once it has."""
+        details = self.wait_for("ended", number).details
+        eventually(lambda: not self.state.is_active)
+        return details
