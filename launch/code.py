@@ -45,7 +45,7 @@ class Bundle:
 
 
 def pack() -> Bundle:
-    """Pack the packages that this process runs. The same files give the same bytes."""
+    """Pack the packages that this process runs. The same files make the same bytes."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", filename="", mtime=0) as compressed,
@@ -62,7 +62,7 @@ def pack() -> Bundle:
 
 
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(name)  # without owner and time, so that equal code gives equal bytes
+    entry = tarfile.TarInfo(name)  # without owner and time, so that equal code has equal bytes
     entry.size, entry.mode = len(content), 0o644
     archive.addfile(entry, io.BytesIO(content))
 
@@ -76,7 +76,7 @@ def unpack(content: bytes, sha256: str, folder: Path) -> Path:
 
 
 def extract(content: bytes, folder: Path) -> None:
-    """Write the files of a bundle. BadContent for a name that leads out of `folder`; links are refused."""
+    """Write the files of a bundle. BadContent for a name that leads out of `folder`; links are rejected."""
     total = 0
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for entry in archive:

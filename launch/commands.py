@@ -213,7 +213,7 @@ def lost(seen: Status) -> str:
     """Return what a run loses that ends now."""
     step, checkpoint = seen.progress.step, seen.progress.checkpoint
     if seen.kind == "prepare":
-        return "whole shards stay, and the same job goes on from them"
+        return "whole shards stay, and the same job continues from them"
     if step is None or seen.history.running_attempt is None:
         return "no step is lost"
     if checkpoint is None:

@@ -25,7 +25,7 @@ class ClusterConfig:
     gate: bool = False  # train.doctor on every machine, and its collectives over all, before the trainer starts
     attempts: int = 20  # starts of the trainer that failed before the job gives up
     idle_attempts: int = 2  # starts in a row without a new checkpoint before the job gives up
-    rendezvous: str = "static"  # how several machines meet: static (rank 0 is on the first) | c10d
+    rendezvous: str = "static"  # how several machines join: static (rank 0 is on the first) | c10d
 
     def __post_init__(self) -> None:
         check_choice("cluster.rendezvous", self.rendezvous, ("static", "c10d"))
@@ -54,7 +54,7 @@ class LaunchConfig:
     processes_per_node: int | None = None  # ranks a machine; None: all its devices
     submit: bool = False  # do it; without this the plan is printed and nothing starts
     check: bool = False  # cluster=ec2: ask EC2 whether it would do it, in each subnet (DryRun); nothing starts
-    detach: bool = False  # cluster=local: return at once; the run goes on in the background
+    detach: bool = False  # cluster=local: return at once; the run continues in the background
     mfu: float | None = None  # share of the peak that the estimate assumes; None: a published figure of the device
     calibrate: str | None = None  # folder of a finished run whose speed the estimate takes instead
     prepare: bool = False  # prepare a corpus instead of training: the settings after -- are train.prepare's

@@ -30,7 +30,7 @@ class SkyPilotConfig(EngineConfig):
     UNUSED: ClassVar[tuple[str, ...]] = (*EngineConfig.UNUSED, "gate")
 
     kind: str = "skypilot"
-    use_spot: bool = False  # as a managed job, which goes on elsewhere after the loss of a machine
+    use_spot: bool = False  # as a managed job, which continues elsewhere after the loss of a machine
     python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the machines, with baretrain's packages
     setup: str | None = None  # your shell command that makes it; None: the image has it
 

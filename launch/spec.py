@@ -30,13 +30,13 @@ class Scheduler(Protocol):
         """The command that starts the job, for the plan. It asks nobody."""
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        """What the scheduler says to the job without starting it, in lines. InputError if it would refuse."""
+        """What the scheduler says to the job without starting it, in lines. InputError if it would reject it."""
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
         """What the plan as JSON holds beside the command."""
 
     def submit(self, job: Job, record: Record) -> Handle:
-        """Start the job. InputError if it is refused, Unreachable if nobody answers."""
+        """Start the job. InputError if it is rejected, Unreachable if nobody answers."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Do what is left for the process that has submitted the job, or nothing with `detach`; the exit code."""

@@ -169,7 +169,7 @@ def of_job(status: Status) -> list[tuple[str, str]]:
     times = f", {history.submissions} times" if history.submissions > 1 else ""
     end = f"{shown_moment(ended.time_unix_s)}: {ended.outcome}, {ended.reason}" if ended else ""
     if status.state == "vanished":
-        end = f"nothing recorded how; python -m launch resume {status.run_dir} goes on from what was saved"
+        end = f"nothing recorded how; python -m launch resume {status.run_dir} continues from what was saved"
     return [
         ("scheduler", f"{answer.scheduler}: {says}" if answer.scheduler else says),
         ("machines", ", ".join(answer.nodes) or (f"{nodes} asked for" if nodes and answer.is_active else "")),

@@ -40,7 +40,7 @@ def submit(
 
 
 def check_startable(record: Record, run: TrainConfig, *, is_here: bool) -> None:
-    """InputError for what the trainer would refuse on the machines, as far as this one sees what they see."""
+    """InputError for what the trainer would reject on the machines, as far as this one sees what they see."""
     data_path = str(run.data.path)
     check_location(record.run_dir, data_path)
     check_is_run_folder(record.run, record.run.names_here())

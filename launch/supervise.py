@@ -28,7 +28,7 @@ from train.run_folder.ownership import ENVIRONMENT
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
 # Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away. A job
-# that began with an earlier version goes on with its code, which writes sentences.
+# that began with an earlier version continues with its code, which writes sentences.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block", "EC2 ", "the capacity block ")
 RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last

@@ -76,7 +76,7 @@ class Batch:
         self.stop = StopRequest(record)
         self.is_ending = False  # Slurm ends the job
         self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
-        self.is_overdue = False  # the limit has come, and the run goes on
+        self.is_overdue = False  # the limit has come, and the run has not stopped
         self.rendezvous = 0  # of the nodes' torchruns
         self.excluded: list[str] = []  # nodes that a requeued job shall not get
 

@@ -22,7 +22,7 @@ AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", 
 
 
 class Scheduler:
-    lingers_s = 120.0  # sbatch goes on
+    lingers_s = 120.0  # sbatch continues
 
     def request(self, job: Job, record: Record) -> list[str]:
         return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
@@ -59,7 +59,7 @@ class Scheduler:
             raise
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        return DONE  # the job goes on alone
+        return DONE  # the job runs on its own
 
     def find(self, job: Job, record: Record) -> Handle | None:
         there = Slurm().job_ids(job_name(record.run_dir))
