@@ -11,7 +11,7 @@ import sys
 import tarfile
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
 from running import ROOT
@@ -72,6 +72,7 @@ def test_a_bundle_that_was_changed_is_refused(tmp_path):
         code.unpack(archive(), "2" * 64, tmp_path)
 
 
+@settings(deadline=None)  # the first job takes longer
 @given(ANY, ANY, st.lists(ANY, max_size=3))
 def test_a_job_comes_back_as_it_was(run_dir, python, overrides):
     made = job(run_dir=run_dir, python=python, overrides=overrides, environment={"A": run_dir})
