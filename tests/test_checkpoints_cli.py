@@ -149,15 +149,15 @@ def test_verify_names_the_damaged_file_and_the_step_that_a_start_takes(run_dir, 
     assert content(run_dir) == before  # a start would put it aside, looking does not
 
 
-def test_verify_says_when_the_next_start_refuses_or_begins_anew(run_dir, capsys):
+def test_verify_says_when_the_next_start_fails_or_begins_anew(run_dir, capsys):
     for step in (3, 6):
         flip(step_folder(run_dir, step) / "ranks.pt")
     code, output = called(capsys, run_dir, "verify")
-    assert code == 1 and output.out.splitlines()[-1].startswith("the next start refuses")
+    assert code == 1 and output.out.splitlines()[-1].startswith("the next start fails")
     for step in (3, 6):
         store_of(run_dir).quarantine(step, "damaged")
     code, output = called(capsys, run_dir, "verify")
-    assert code == 1 and output.out.splitlines() == ["the next start refuses: there are checkpoints, and none is valid"]
+    assert code == 1 and output.out.splitlines() == ["the next start fails: there are checkpoints, and none is valid"]
     shutil.rmtree(run_dir / "checkpoints")
     code, output = called(capsys, run_dir, "verify")
     assert code == 0 and output.out.splitlines() == ["the next start begins anew: there is no checkpoint"]

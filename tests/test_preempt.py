@@ -244,7 +244,7 @@ def test_without_a_token_nothing_is_asked(imds, stop, warnings):
         eventually(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
         assert imds.seen() == []
         (warnings_seen,) = warnings()
-        assert imds.endpoint in warnings_seen and "refused with status 403" in warnings_seen
+        assert imds.endpoint in warnings_seen and "denied with status 403" in warnings_seen
         imds.status = None
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)

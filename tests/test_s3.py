@@ -494,7 +494,7 @@ def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket, mon
         bucket.proxy.set(refusal)
         assert act() == wanted
         assert len(bucket.proxy.requests()) == 4
-    monkeypatch.setattr(s3_retry, "REFUSED_S", 0.0)
+    monkeypatch.setattr(s3_retry, "DENIED_S", 0.0)
     for folder, methods in ((folders[0], ["GET"]), (in_s3(bucket), ["HEAD", "GET"])):
         bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
         with pytest.raises(InputError, match="no permission to read it"):
@@ -504,7 +504,7 @@ def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket, mon
 
 @pytest.mark.parametrize("act", ["read", "size", "names", "write", "create", "remove"])
 def test_only_a_permission_to_delete_is_one_that_a_run_may_lack(bucket, monkeypatch, act):
-    monkeypatch.setattr(s3_retry, "REFUSED_S", 0.0)
+    monkeypatch.setattr(s3_retry, "DENIED_S", 0.0)
     folder = in_s3(bucket)
     bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
     with pytest.raises(InputError, match="no permission to") as refused:

@@ -101,12 +101,12 @@ def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, sto
 
 def test_the_copy_makes_room_for_a_newer_save(store, unsent, monkeypatch):
     """A disk for one checkpoint."""
-    check_room = folders.check_room
+    check_space = folders.check_space
 
     def one_alone(folder, num_bytes):
-        check_room(folder, 0 if len(list(folder.parent.iterdir())) == 1 else 2**60)
+        check_space(folder, 0 if len(list(folder.parent.iterdir())) == 1 else 2**60)
 
-    monkeypatch.setattr("train.checkpoints.store_s3.check_room", one_alone)
+    monkeypatch.setattr("train.checkpoints.store_s3.check_space", one_alone)
     assert saved(unsent.saver, 9, unsent.trained) is None
     assert store.steps() == [3, 9]
 

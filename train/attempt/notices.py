@@ -28,7 +28,7 @@ from train.host.metadata import Metadata, metadata_endpoint
 
 BLOCK_LEAD_S = 1800  # EC2 ends the instances of a capacity block this long before the block ends (EC2 user guide)
 BLOCK_MARGIN_S = 60  # beside the save: for the steps in which the ranks agree, and for clocks that differ
-EVENT_LEAD_S = 120  # before a scheduled stop; as much time as a spot notice gives
+EVENT_LEAD_S = 120  # before a scheduled stop; as long as after a spot notice
 FOR_GOOD = ("instance-stop", "instance-retirement")
 CLOSE_S = 5.0  # for the last request; a thread that S3 holds longer ends with the process
 

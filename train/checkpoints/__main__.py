@@ -25,7 +25,7 @@ from train.run_folder.lease import Lease, LeaseLost
 from train.run_folder.ownership import MAX_NUMBER
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
-REFUSED_TEXT = "arguments refused, or a job holds the run"
+REFUSED_TEXT = "arguments rejected, or a job holds the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 
@@ -43,7 +43,7 @@ def opened(folder: Folder, cache_dir: str | None) -> Iterator[Store]:
 
 
 def fetch(store: Store, step: int) -> Path:
-    """A verified step on this machine. InputError if there is no such step, or no room for it."""
+    """A verified step on this machine. InputError if there is no such step, or no space for it."""
     steps = store.steps()
     check(step in steps, f"there is no step {step} in {store.location}; there are: {', '.join(map(str, steps)) or '-'}")
     try:
@@ -119,7 +119,7 @@ def latest(folder: Folder) -> int | None:
 
 
 def verify(store: Store, step: int | None) -> int:
-    """Read everything back. Prints a line after each step; gives the exit code."""
+    """Read everything back. Prints a line after each step; returns the exit code."""
     steps = store.steps() if step is None else [step]
     valid = []
     for each in steps:
@@ -135,7 +135,7 @@ def verify(store: Store, step: int | None) -> int:
     if valid:
         print(f"the next start resumes from step {valid[-1]}")
     elif steps or store.quarantined():
-        print("the next start refuses: there are checkpoints, and none is valid")
+        print("the next start fails: there are checkpoints, and none is valid")
         return cli.FAILED
     else:
         print("the next start begins anew: there is no checkpoint")
@@ -162,11 +162,11 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     return cli.DONE
 
 
-def show(reasons: dict[int, str | None], uncommitted: list[str], verb: str) -> None:
+def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
     for step, reason in reasons.items():
-        print(f"{step_name(step)}  {verb if reason is None else f'stays: {reason}'}")
+        print(f"{step_name(step)}  {action if reason is None else f'stays: {reason}'}")
     for name in uncommitted:
-        print(f"{name}  {verb}: no manifest names these files of a save")
+        print(f"{name}  {action}: no manifest names these files of a save")
 
 
 # ---- export and diff, which need torch -----------------------------------------------------------------------------

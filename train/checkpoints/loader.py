@@ -105,7 +105,7 @@ def load(
 
 
 def bring(store: Store, step: int, world: World) -> None:
-    """Fetch a checkpoint to a machine that may not share rank 0's disk."""
+    """Fetch a checkpoint to a machine that may not see rank 0's disk."""
     if world.rank != 0:
         try:
             store.fetch(step)
@@ -163,6 +163,6 @@ def read(path: Path) -> State:
         raise Untrusted(f"{path} is missing, and its manifest does not name it; who wrote it?") from error
     except pickle.UnpicklingError as error:
         raise Untrusted(
-            f"{path} is refused: it holds more than tensors and plain containers, though its checksum is right; who "
+            f"{path} is rejected: it holds more than tensors and plain containers, though its checksum is right; who "
             "wrote it?"
         ) from error

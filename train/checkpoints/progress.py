@@ -24,8 +24,8 @@ class Progress:
     window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
 
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
-        """Note an evaluation; gives whether it is better than all before by the same metric. Lower is better. Only one
-        that is better by `min_delta` resets the count for early stopping.
+        """Record an evaluation; returns whether it is better than all before by the same metric. Lower is better. Only
+        one that is better by `min_delta` resets the count for early stopping.
         """
         before = self.best_loss if metric == self.best_metric else None
         is_better = not math.isnan(score) and (before is None or score < before)

@@ -203,7 +203,7 @@ class Saver:
 
     @property
     def unsent_text(self) -> str:
-        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # it may have made room for a newer one
+        if self.unsent is None or not (self.unsent[1] / FILE).is_file():  # a newer one may have taken its place
             return ""
         step, folder = self.unsent
         return f"; step {step} is whole in {folder}; docs/faults.md says how to upload it"

@@ -14,7 +14,7 @@ from train.storage.atomic_io import (
     sync_folder,
     write_atomic,
 )
-from train.storage.folders import LocalFolder, check_room
+from train.storage.folders import LocalFolder, check_space
 from train.storage.schema import FileName
 
 
@@ -60,11 +60,11 @@ class LocalStore:
 
     def begin(self, step: int, num_bytes: int) -> Path:
         folder = begin_folder(self.path_of_step(step))
-        check_room(folder, num_bytes)
+        check_space(folder, num_bytes)
         return folder
 
     def join(self, name: str, num_bytes: int) -> Path:
-        check_room(self.path / name, num_bytes)
+        check_space(self.path / name, num_bytes)
         return self.path / name  # never made here: a new owner of the run folder may have removed it
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:

@@ -28,7 +28,7 @@ from train.config import Failure, InputError
 from train.run_folder.folder import SAVING
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import READS, canonical_json, check_room
+from train.storage.folders import READS, canonical_json, check_space
 from train.storage.s3 import S3Folder
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
@@ -45,7 +45,7 @@ class S3Store:
     commit.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
-    checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: no two saves share it
+    checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: each save has its own
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
 
@@ -98,7 +98,7 @@ class S3Store:
         self.clear(PARTS)  # what killed saves have left: no step is loaded while another is saved
         target = self.path_of(manifest)
         target.mkdir(parents=True)
-        check_room(target, manifest.num_bytes)
+        check_space(target, manifest.num_bytes)
         for name in manifest.files:
             self.download(manifest, name, target)
         return target
@@ -126,17 +126,17 @@ class S3Store:
         folder = self.local / SAVING / f"{step_name(step)}.{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
         try:
-            check_room(folder, num_bytes)
+            check_space(folder, num_bytes)
         except OSError:
-            self.clear(SAVING)  # saves that could not be uploaded make room for a newer one
+            self.clear(SAVING)  # saves that could not be uploaded give way to a newer one
             folder.mkdir(parents=True)
-            check_room(folder, num_bytes)
+            check_space(folder, num_bytes)
         return folder
 
     def join(self, name: str, num_bytes: int) -> Path:
         folder = self.local / PARTS / uuid.uuid4().hex
         folder.mkdir(parents=True)
-        check_room(folder, num_bytes)
+        check_space(folder, num_bytes)
         return folder
 
     def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:

@@ -1,4 +1,4 @@
-"""Parts that all commands share: exit codes, flags with --help and --version, and one line for every error.
+"""What all commands have in common: exit codes, flags with --help and --version, and one line for every error.
 
 The module needs neither Hydra nor torch.
 """
@@ -23,7 +23,7 @@ from train.host.launcher import leave_refusal
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
-EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REFUSED: "arguments or input refused"}
+EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REFUSED: "arguments or input rejected"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,7 +109,7 @@ def guarded(
     """Act and return the exit code.
 
     An error is printed as one line on standard error, after a traceback if it is a mistake of the program.
-    `before_error` is called before that line, which is left out if it gives True; `after_refusal` is called with what
+    `before_error` is called before that line, which is left out if it returns True; `after_refusal` is called with what
     was rejected, after it, and by default repeats it below torchrun's traceback; `interrupted` is the line and the
     exit code after Ctrl-C.
     """

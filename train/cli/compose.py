@@ -1,6 +1,6 @@
 """The command line of `python -m train` and `python -m train.prepare`: from Hydra overrides to an exit code.
 
-Exit codes: 0 done, 1 failed, 2 configuration or input refused, 75 stopped on request with a checkpoint.
+Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on request with a checkpoint.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def run(
     after_refusal: Callable[[str], object] = leave_refusal,
 ) -> int:
     """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code. What was
-    refused is printed and then given to `after_refusal`.
+    rejected is printed and then passed to `after_refusal`.
     """
 
     local_rank = 0
@@ -341,7 +341,7 @@ def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Seq
     filled = copy.deepcopy(composed)
     try:
         for key in OmegaConf.missing_keys(filled):
-            with suppress(ValidationError):  # a missing number stays missing, and is refused
+            with suppress(ValidationError):  # a missing number stays missing, and is rejected
                 OmegaConf.update(filled, key, "not-set")
     except OmegaConfBaseException as error:
         raise InputError(explain(error, schema, overrides)) from error

@@ -28,7 +28,7 @@ def read_config(folder: Folder) -> TrainConfig:
     try:
         plain = read_yaml(folder.read("config.yaml"))
         for text in texts(plain):
-            check("${" not in text, f"{config_path}: {shown(text)} is refused: nothing in a run's file is looked up")
+            check("${" not in text, f"{config_path}: {shown(text)} is rejected: nothing in a run's file is looked up")
         saved = OmegaConf.create(plain)
         schema = OmegaConf.structured(TrainConfig)
         task = TASKS[saved.task.kind].settings

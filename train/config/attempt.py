@@ -10,7 +10,7 @@ from train.config.checks import check, check_at_least, check_choice, check_posit
 
 @dataclass(kw_only=True)
 class LeaseConfig:
-    """Ownership of the run folder: a second job is refused while the first has a heartbeat."""
+    """Ownership of the run folder: a second job is rejected while the first has a heartbeat."""
 
     ttl_s: float = 60.0  # an owner without a heartbeat for this long, as another job observes it, counts as dead
 
@@ -26,7 +26,7 @@ class PreemptConfig:
 
     notices: str = "auto"  # EC2's spot notices, from IMDSv2: auto (on EC2) | on | off
     poll_s: float = 5.0  # AWS recommends 5 s; a spot notice comes at best two minutes before the end
-    rebalance: str = "save"  # what EC2's rebalance recommendation leads to: save (and go on) | leave | ignore
+    rebalance: str = "save"  # what EC2's rebalance recommendation leads to: save (and continue) | leave | ignore
     block_end: str | None = None  # end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class ResumeConfig:
-    force: bool = False  # go on although the task, the model, the data or the batches have changed
+    force: bool = False  # resume although the task, the model, the data or the batches have changed
 
 
 def lower_is_better(metric: str) -> bool:

@@ -94,7 +94,7 @@ class RecordsConfig(DataConfig):
     max_bad_rows: int = (
         0  # rows that cannot be read or have a wrong label or answer: up to this number they are left out,
     )
-    # counted and named; with more the data is refused
+    # counted and named; with more the data is rejected
     save_to: str | None = None  # folder or s3://... that also keeps the prepared data, for data.path of other runs
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a run refuses what a user gave, and how it ends when something outside it fails."""
+"""Errors: what the user has to fix, and what failed outside of the run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ class InputError(Exception):
     """A setting or an input that the user has to fix.
 
     The message is one line: what is wrong, the value seen, and what would be right. The class is no ValueError:
-    code that catches those around a parser must not take a refusal by S3 for a damaged file.
+    code that catches those around a parser must not take an answer of S3 for a damaged file.
     """
 
 
 class NotPermitted(InputError):
-    """The role or user may not delete. All else that a run may not do, it cannot go on without."""
+    """The role or user may not delete. All else that a run may not do, it cannot continue without."""
 
 
 class Unset(InputError):

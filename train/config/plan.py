@@ -31,7 +31,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     replicas = cfg.parallel.replicas(world_size)
     over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
     if cfg.global_batch_size is None:
-        assert cfg.micro_batch_size is not None  # TrainConfig refuses a run without both
+        assert cfg.micro_batch_size is not None  # TrainConfig rejects a run without both
         global_batch = cfg.micro_batch_size * replicas
     else:
         global_batch = cfg.global_batch_size

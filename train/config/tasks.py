@@ -1,4 +1,4 @@
-"""Settings that all tasks share. Those of a task stand in its package, train/tasks/<kind>."""
+"""Settings of all tasks. Those of a task stand in its package, train/tasks/<kind>."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class TrainConfig:
     eval_every: int | None = 500  # steps between evaluations; None: only at the end
     eval_examples: int | None = None  # validation sequences used; None: all
     eval_batch_size: int | None = None  # sequences per rank and batch of an evaluation; None: micro_batch_size
-    collect_graphs: bool = False  # for train.precompile: run each graph once, judge no number, save nothing
+    collect_graphs: bool = False  # for train.precompile: run each graph once, check no number, save nothing
     export: bool = True  # write run_dir/export for plain transformers at the end
     samples: int = 8  # validation examples that the export answers for the report (samples.json); 0: none
     tensorboard: bool = True

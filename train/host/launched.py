@@ -38,7 +38,7 @@ class Launched:
 
     @property
     def torchrun(self) -> list[str]:
-        """An identity of torchrun, which its restarts share."""
+        """An identity of torchrun, the same in all its restarts."""
         return [self.run_id or "", self.master_addr, str(self.master_port or "")]
 
 
@@ -99,7 +99,7 @@ def whole(given: Mapping[str, str], name: str, default: int, *, least: int = 0, 
 def check_launch(instance: InstanceConfig, launch: Launched) -> None:
     """Raise InputError for a number of ranks that the instance cannot run, and for tasks that torchrun did not start.
 
-    Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are refused by the runtime.
+    Valid counts of trn1: Neuron SDK guide "torch-neuron-envvars"; others hang or are rejected by the runtime.
     """
     world, local = launch.world_size, launch.local_world_size
     check(

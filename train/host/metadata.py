@@ -66,7 +66,7 @@ class Metadata:
             hint = "for containers the instance needs HttpPutResponseHopLimit=2"
             raise TimeoutError(f"no token within {TIMEOUT_S:g} s ({hint})") from error
         if status != 200:
-            raise OSError(f"a token is refused with status {status}")
+            raise OSError(f"a token is denied with status {status}")
         self.token, self.renew_at_s = body.decode("ascii"), asked_s + TOKEN_S - RENEWS_S
 
     def request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:

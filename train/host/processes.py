@@ -42,7 +42,7 @@ def is_alive(pid: int, started: int | None) -> bool | None:
 
 
 def owner_name(pid: int) -> str:
-    """NODE-PID-STARTED: no other process has this name, also on machines that share a folder."""
+    """NODE-PID-STARTED: no other process has this name, also on machines with a common folder."""
     process = read_process(pid)
     return f"{platform.node()}-{pid}-{process.started if process else 0}"
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 def pool_beside_training(name: str) -> ThreadPoolExecutor:
     """A pool of one thread that has no team: torch operations in it run in that thread alone."""
-    import torch  # late: this room works without it
+    import torch  # late: this package works without it
 
     # A thread takes its number of threads when it first asks: the last one set anywhere. The caller asks first.
     torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Versions that belong together, of ami/versions.yaml: images, constraints, the doctor and launch share them."""
+"""Versions that belong together, of ami/versions.yaml: used by images, constraints, the doctor and launch."""
 
 from __future__ import annotations
 

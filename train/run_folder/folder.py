@@ -204,7 +204,7 @@ class RunFolder:
                     self.mirrored[name] = state
 
     def replace(self, name: str, content: bytes) -> None:
-        """Write a file of this process to S3, which refuses a late request after another job has written the file."""
+        """Write a file of this process to S3, which rejects a late request after another job has written the file."""
         remote = cast("S3Folder", self.storage)
         with suppress(FileExistsError, FileNotFoundError):  # also if our own request was accepted and its answer lost
             if name in self.versions:

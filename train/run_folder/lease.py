@@ -159,7 +159,7 @@ class Lease:
         if lease is not None:
             alive = is_alive(lease["pid"], lease["process_start"]) if same_machine(lease, self.claim) else None
             if alive and not lease["released"]:
-                raise InputError(self.refusal(content))
+                raise InputError(self.in_use(content))
             if alive is False or lease["released"]:
                 self.ended_below = number + 1
                 return True
@@ -176,11 +176,11 @@ class Lease:
             if now != (number, content):
                 seen = parse(now[1])
                 if now[0] == number and not (seen and seen["released"]):
-                    raise InputError(self.refusal(now[1]))
+                    raise InputError(self.in_use(now[1]))
                 return False
         return True
 
-    def refusal(self, content: bytes) -> str:
+    def in_use(self, content: bytes) -> str:
         return (
             f"run_dir={self.folder.location} is in use by {describe(content)}; stop it or choose another run_dir "
             f"(if it is gone, its lease ends by itself after lease.ttl_s={self.ttl_s:g} without a heartbeat)"
@@ -211,6 +211,6 @@ def identity() -> dict[str, Any]:
 
 
 def same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether process ids mean the same to both. The host counts too: copies of a virtual machine share a boot id."""
+    """Whether process ids mean the same to both. The host counts too: copies of a virtual machine have one boot id."""
     keys = ("host", "boot_id", "pid_namespace")
     return all(one[key] is not None and one[key] == other[key] for key in keys)

@@ -116,7 +116,7 @@ def begin_folder(path: Path) -> Path:
 
 
 def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> None:
-    """Give a folder from `begin_folder` its name, once all files in it are synced.
+    """Rename a folder from `begin_folder` to its name, once all files in it are synced.
 
     Raises FileNotFoundError if somebody has removed it, FileExistsError if the name is taken, unless it `replaces` what
     has it.

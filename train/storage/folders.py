@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 CHUNK_BYTES = 2**20  # read at once to be hashed
 NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
 READS = 3  # attempts before a file that does not match its checksum counts as damaged: the transfer may be at fault
-ROOM = 1.1  # the disk must have this many times the bytes that are to be written
+SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
 MISSING_S, MISSING_PAUSE_S = 10.0, 2.0  # for a file that must be in S3: somebody may be copying it there
 
 
@@ -166,16 +166,16 @@ def files_below(top: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def disk_errors(verb: str, path: Path) -> Iterator[None]:
+def disk_errors(action: str, path: Path) -> Iterator[None]:
     """Raise the disk's errors as InputError, except FileNotFoundError for a file to read."""
     try:
         yield
     except OSError as error:
-        if verb == "read" and isinstance(error, FileNotFoundError):
+        if action == "read" and isinstance(error, FileNotFoundError):
             raise
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = f"; {'free some space or ' if is_full else ''}choose another folder" if verb == "write" else ""
-        raise InputError(f"cannot {verb} {path}: {error.strerror}{hint}") from error
+        hint = f"; {'free some space or ' if is_full else ''}choose another folder" if action == "write" else ""
+        raise InputError(f"cannot {action} {path}: {error.strerror}{hint}") from error
 
 
 def local_path(location: str) -> Path:
@@ -211,18 +211,18 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Remove the folder, and raise OSError, unless its disk has room for `num_bytes`."""
+def check_space(folder: Path, num_bytes: int) -> None:
+    """Remove the folder, and raise OSError, unless its disk has space for `num_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < num_bytes * ROOM:
+    if free_bytes < num_bytes * SPACE_FACTOR:
         shutil.rmtree(folder)
-        text = f"{num_bytes * ROOM / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
+        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {free_bytes / 1e9:.3g} GB free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
 
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder in TMPDIR, removed when the block ends. InputError if the disk has no room for it, or gets full."""
+    """A new folder in TMPDIR, removed when the block ends. InputError if the disk has no space for it, or gets full."""
     hint = "free some space, or set TMPDIR to another folder"
     try:
         temporary = tempfile.TemporaryDirectory(prefix="baretrain-")

@@ -39,7 +39,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop
 from train.config import InputError, NotPermitted, S3Config, Unreachable, check, check_endpoint
 from train.storage import aws_errors
 from train.storage.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
-from train.storage.s3_retry import ATTEMPTS, NotAnswered, Patience
+from train.storage.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
 from train.storage.schema import is_path, shown
 
 logger = logging.getLogger("train")
@@ -89,10 +89,10 @@ def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
         raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
 
 
-def open_client(session: Any, s3: S3Config, patience: Patience) -> Any:
+def open_client(session: Any, s3: S3Config, retries: RetryPolicy) -> Any:
     config = Config(
-        connect_timeout=patience.attempt_s / 2,
-        read_timeout=patience.attempt_s,
+        connect_timeout=retries.attempt_s / 2,
+        read_timeout=retries.attempt_s,
         max_pool_connections=CONNECTIONS,
         # The newer modes pause for 3 s in all, and stop retrying once the client has met a few dozen errors.
         retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
@@ -104,7 +104,7 @@ def open_client(session: Any, s3: S3Config, patience: Patience) -> Any:
     except (BotoCoreError, ValueError) as error:
         reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
-    patience.hook_into(client)
+    retries.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", refuse_another_region)
     client.meta.events.register("before-sign.s3", partial(note_credentials, session))
     client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
@@ -152,8 +152,8 @@ class S3Folder:
         self.s3, self.session = s3, open_session(s3)
         self.has_warned = False  # about objects with impossible names
         self.may_delete = True  # until S3 says no
-        self.patience = Patience(s3.timeout_s)
-        self.client = open_client(self.session, s3, self.patience)
+        self.retries = RetryPolicy(s3.timeout_s)
+        self.client = open_client(self.session, s3, self.retries)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
@@ -167,12 +167,12 @@ class S3Folder:
 
     def read(self, name: str) -> bytes:
         began_s = time.monotonic()
-        with self.explained("read", name), self.patience.one_deadline() as until_s:
+        with self.explained("read", name), self.retries.one_deadline() as until_s:
             # boto3 retries requests, but not the reading of their answers.
             retrying = Retrying(
                 retry=retry_if_exception_type(BODY_BROKEN),
                 stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
-                before_sleep=lambda _: self.patience.warn(f"{self.key(name)} breaks off", began_s, until_s, 0.0),
+                before_sleep=lambda _: self.retries.warn(f"{self.key(name)} breaks off", began_s, until_s, 0.0),
                 reraise=True,
             )
             return retrying(self._get, name)
@@ -224,7 +224,7 @@ class S3Folder:
     def head(self, name: str) -> Any:
         """The answer of boto3 about a file; None if there is none."""
         try:
-            with self.explained("read", name), self.patience.one_deadline():
+            with self.explained("read", name), self.retries.one_deadline():
                 try:
                     return self.client.head_object(**self.address(name))
                 except ClientError as error:
@@ -237,7 +237,7 @@ class S3Folder:
             return None
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there. NotPermitted, with a warning the first time: a run goes on without it."""
+        """Remove a file if it is there. NotPermitted, with a warning the first time: a run continues without it."""
         try:
             with self.explained("delete", name):
                 self.client.delete_object(**self.address(name))
@@ -272,21 +272,21 @@ class S3Folder:
         return [key.removeprefix(self.key("")) for key in keys]
 
     @contextmanager
-    def explained(self, verb: str, name: str) -> Iterator[None]:
+    def explained(self, action: str, name: str) -> Iterator[None]:
         """Raise errors of S3 as FileNotFoundError, FileExistsError, InputError or Unreachable, in one line."""
         url = f"s3://{self.bucket}/{self.key(name)}"
         try:
             yield
         except ClientError as error:
-            raise self.explain(error, verb, url) from error
+            raise self.explain(error, action, url) from error
         except BROKEN_OFF as error:
             where, reason = self.s3.endpoint or "S3", one_line(error).replace(' on endpoint URL: "None"', "")
             raise Unreachable(f"{url}: no whole answer from {where}: {reason}") from error
         except BotoCoreError as error:
             raise aws_errors.explain(error, url, service="S3") from error
 
-    def explain(self, error: ClientError, verb: str, url: str) -> Exception:
-        """The exception for an answer of S3; `verb` is what was tried: read, write, delete or list."""
+    def explain(self, error: ClientError, action: str, url: str) -> Exception:
+        """The exception for an answer of S3; `action` is what was tried: read, write, delete or list."""
         code, answer = code_of(error), error.response.get("ResponseMetadata", {})
         if code in MISSING:
             return FileNotFoundError(url)
@@ -298,7 +298,7 @@ class S3Folder:
             here = self.client.meta.region_name
             return Rejected(f"{url}: the bucket is in region {region}, not {here}; set s3.region", code)
         if code in NOT_ALLOWED:
-            hint = " (or it is missing: S3 says so only to users that may list the bucket)" if verb == "read" else ""
-            kind = NotPermitted if verb == "delete" else InputError
-            return kind(f"{url}: no permission to {verb} it{hint}; {aws_errors.TABLE[code][1]}")
+            hint = " (or it is missing: S3 says so only to users that may list the bucket)" if action == "read" else ""
+            kind = NotPermitted if action == "delete" else InputError
+            return kind(f"{url}: no permission to {action} it{hint}; {aws_errors.TABLE[code][1]}")
         return aws_errors.explain(error, url, service="S3")

@@ -21,7 +21,7 @@ from train.storage.aws_errors import is_temporary
 logger = logging.getLogger("train")
 ATTEMPTS = 7  # at most, of a request that fails at once; the pauses between them take some 30 s
 SILENT_ATTEMPTS = 6  # of a request that gets no answer, within s3.timeout_s
-REFUSED_S = 15.0  # a new role takes seconds to be known everywhere: until S3 has accepted one request, 403 is retried
+DENIED_S = 15.0  # a new role takes seconds to be known everywhere: until S3 has accepted one request, 403 is retried
 FIRST_WARNING_S, NEXT_WARNING_S = 3.0, 10.0  # of waiting, before a warning is logged
 
 
@@ -31,15 +31,15 @@ class NotAnswered(BotoCoreError):
     fmt = "{error} ({attempts} attempts in {seconds:.0f} s; s3.timeout_s={timeout_s:g})"
 
 
-class Patience:
+class RetryPolicy:
     """Decides on retries for one client. After a request that was given up, others get one attempt each until S3
     answers again: a run that ends during an outage does not wait for each of its last files.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.attempt_s = timeout_s, timeout_s / SILENT_ATTEMPTS
-        self.is_away = self.is_welcome = False
-        self.refused_s: float | None = None  # when S3 first refused this client, time.monotonic()
+        self.is_away = self.was_accepted = False
+        self.denied_s: float | None = None  # when S3 first denied this client a request, time.monotonic()
         self.warned_s = 0.0  # time.monotonic()
         self.of_thread = threading.local()
 
@@ -58,7 +58,7 @@ class Patience:
 
     def begin(self, context: dict[str, Any], **_: object) -> None:
         now_s = time.monotonic()
-        context["patience"] = now_s, getattr(self.of_thread, "until_s", now_s + self.timeout_s)
+        context["retries"] = now_s, getattr(self.of_thread, "until_s", now_s + self.timeout_s)
 
     def again(
         self,
@@ -74,10 +74,10 @@ class Patience:
         """
         parsed = response[1] if response else {}
         status, code = parsed.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), parsed.get("Error", {}).get("Code")
-        now_s, (began_s, until_s) = time.monotonic(), request_dict["context"]["patience"]
-        if status == 403 and code in ("AccessDenied", "403") and not self.is_welcome:  # 403: of HEAD
-            self.refused_s = self.refused_s or now_s
-            until_s = min(until_s, self.refused_s + REFUSED_S)
+        now_s, (began_s, until_s) = time.monotonic(), request_dict["context"]["retries"]
+        if status == 403 and code in ("AccessDenied", "403") and not self.was_accepted:  # 403: of HEAD
+            self.denied_s = self.denied_s or now_s
+            until_s = min(until_s, self.denied_s + DENIED_S)
             is_last = attempts >= ATTEMPTS or now_s >= until_s
         elif isinstance(caught_exception, ConnectionError | HTTPClientError) or is_temporary(status, code):
             is_last = attempts >= ATTEMPTS or self.is_away or now_s + self.attempt_s > until_s
@@ -85,7 +85,7 @@ class Patience:
             until_s -= self.attempt_s
         else:
             self.is_away = self.is_away and response is None
-            self.is_welcome = self.is_welcome or 200 <= status < 300
+            self.was_accepted = self.was_accepted or 200 <= status < 300
             return None
         if not is_last:
             pause_s = min(random.random() * 2 ** (attempts - 1), max(0.0, until_s - now_s))

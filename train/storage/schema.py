@@ -146,7 +146,7 @@ def record(kind: type[T], values: object, where: str = "") -> T:
 
 
 def of_type(hint: Any, value: object, where: str) -> Any:
-    """Give `value` with its names and records converted to the type `hint`. BadContent if it is of another type."""
+    """Return `value` with its names and records converted to the type `hint`. BadContent if it is of another type."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or hint is object:
         return value
