@@ -11,9 +11,18 @@ without torch, so that launchers and reports can read a configuration on a machi
 from train.config.attempt import LeaseConfig, PreemptConfig, WatchdogConfig
 from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
 from train.config.checkpoints import CheckpointConfig, lower_is_better
-from train.config.checks import check, check_choice, check_printable, check_values
+from train.config.checks import (
+    Failure,
+    InputError,
+    NotPermitted,
+    Unreachable,
+    Unset,
+    check,
+    check_choice,
+    check_printable,
+    check_values,
+)
 from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
-from train.config.errors import Failure, InputError, NotPermitted, Unreachable, Unset
 from train.config.models import ModelConfig
 from train.config.optim import OptimConfig
 from train.config.parallel import (
@@ -33,8 +42,6 @@ from train.config.prepare import (
     HFDataset,
     PrepareConfig,
 )
-from train.config.publish import HubConfig
 from train.config.s3 import S3Config, check_endpoint
 from train.config.tasks import HeadSize, TaskConfig
-from train.config.telemetry import StragglerConfig
-from train.config.train import TrainConfig
+from train.config.train import HubConfig, StragglerConfig, TrainConfig

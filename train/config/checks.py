@@ -1,4 +1,4 @@
-"""Checks of single settings, each of which raises InputError."""
+"""Errors that are one line for the user, and checks of single settings, each of which raises InputError."""
 
 from __future__ import annotations
 
@@ -6,13 +6,35 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from train.config.errors import InputError
-
 LARGEST_FLOAT = 1e100  # the product of two such numbers is still finite
 LARGEST = 2**63  # numbers must be below it: NumPy, torch and safetensors count in 64 bits
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take a little more, but not every float
 CONTROLS = ("Cc", "Zl", "Zp")  # Unicode's categories of control characters and line ends
 MARKS = ("delimiter", "quote", "escape", "separator")  # settings that may be a tab, or Hive's \x01
+
+
+class InputError(Exception):
+    """A setting or an input that the user has to fix.
+
+    The message is one line: what is wrong, the value seen, and what would be right. The class is no ValueError:
+    code that catches those around a parser must not take an answer of S3 for a damaged file.
+    """
+
+
+class NotPermitted(InputError):
+    """The role or user may not delete. All else that a run may not do, it cannot continue without."""
+
+
+class Unset(InputError):
+    """A required setting that is missing."""
+
+
+class Failure(RuntimeError):
+    """An error whose message says all that the user needs: one line, the same on all ranks, and no traceback."""
+
+
+class Unreachable(Failure):
+    """A failure of a service that was asked several times; the same command may succeed later."""
 
 
 def check(ok: bool, message: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from train.config.checks import check, check_at_least, check_positive
-from train.config.errors import Unset
+from train.config.checks import Unset, check, check_at_least, check_positive
 
 TO_BE_GIVEN = "(to be given)"  # model.pretrained in conf/model/pretrained.yaml
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config.backend import BackendConfig
-from train.config.checks import check, check_at_least, check_choice
-from train.config.errors import InputError
+from train.config.checks import InputError, check, check_at_least, check_choice
 
 
 @dataclass(frozen=True)

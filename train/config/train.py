@@ -9,16 +9,13 @@ from omegaconf import MISSING
 from train.config.attempt import LeaseConfig, NonfiniteConfig, PreemptConfig, WatchdogConfig
 from train.config.backend import DEFAULT_TIMEOUT_S, BackendConfig, InstanceConfig
 from train.config.checkpoints import BestConfig, CheckpointConfig, ResumeConfig
-from train.config.checks import check, check_at_least, check_at_most, check_positive
+from train.config.checks import Unset, check, check_at_least, check_at_most, check_positive
 from train.config.data import DataConfig, RecordsConfig, ShardsConfig
-from train.config.errors import Unset
 from train.config.models import ModelConfig
 from train.config.optim import OptimConfig
 from train.config.parallel import ParallelConfig
-from train.config.publish import HubConfig
 from train.config.s3 import S3Config
 from train.config.tasks import TaskConfig
-from train.config.telemetry import StragglerConfig
 
 MAX_EVAL_BATCH = 2**20  # sequences
 MAX_SAMPLES = 32
@@ -32,6 +29,28 @@ class EarlyStopConfig:
     def __post_init__(self) -> None:
         check_positive("early_stop.", self, "patience")
         check_at_least("early_stop.", self, min_delta=0)
+
+
+@dataclass(kw_only=True)
+class StragglerConfig:
+    # A rank is named once its own work takes this many times the median of the other ranks, and longer than in nine of
+    # ten of its own earlier lines, and again when that is over.
+    factor: float = 1.5
+    windows: int = 5  # metrics lines in a row for which that holds; twice as many if it held from the start
+
+    def __post_init__(self) -> None:
+        check(self.factor > 1, f"straggler.factor={self.factor:g} must be above 1")
+        check_positive("straggler.", self, "windows")
+
+
+@dataclass(kw_only=True)
+class HubConfig:
+    """Where a finished run is pushed on the Hugging Face Hub. The token is that of `hf auth login` or HF_TOKEN."""
+
+    push_to: str | None = (
+        None  # user/name of the repository for model, tokenizer, card and TensorBoard files; None: off
+    )
+    private: bool = True
 
 
 @dataclass(kw_only=True)
