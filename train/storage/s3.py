@@ -105,7 +105,7 @@ def open_client(session: Any, s3: S3Config, retries: RetryPolicy) -> Any:
         reason = re.sub(r"\S*@", "", one_line(error))  # of a URL with credentials, the server
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
     retries.hook_into(client)
-    client.meta.events.register_first("needs-retry.s3", refuse_another_region)
+    client.meta.events.register_first("needs-retry.s3", reject_another_region)
     client.meta.events.register("before-sign.s3", partial(note_credentials, session))
     client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
     return client
@@ -133,7 +133,7 @@ def renew_credentials(
     return 0.0 if changed else None
 
 
-def refuse_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
+def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
     """boto3 would silently go to the bucket's own region; the connector cannot, so the first shard would fail."""
     if response is None:
         return
@@ -167,7 +167,8 @@ class S3Folder:
 
     def read(self, name: str) -> bytes:
         began_s = time.monotonic()
-        with self.explained("read", name), self.retries.one_deadline() as until_s:
+        until_s = began_s + self.s3.timeout_s
+        with self.explained("read", name):
             # boto3 retries requests, but not the reading of their answers.
             retrying = Retrying(
                 retry=retry_if_exception_type(BODY_BROKEN),
@@ -224,7 +225,7 @@ class S3Folder:
     def head(self, name: str) -> Any:
         """The answer of boto3 about a file; None if there is none."""
         try:
-            with self.explained("read", name), self.retries.one_deadline():
+            with self.explained("read", name):
                 try:
                     return self.client.head_object(**self.address(name))
                 except ClientError as error:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
@@ -41,24 +38,14 @@ class RetryPolicy:
         self.is_away = self.was_accepted = False
         self.denied_s: float | None = None  # when S3 first denied this client a request, time.monotonic()
         self.warned_s = 0.0  # time.monotonic()
-        self.of_thread = threading.local()
 
     def hook_into(self, client: Any) -> None:
         client.meta.events.register("before-call.s3", self.begin)
         client.meta.events.register_first("needs-retry.s3", self.again)
 
-    @contextmanager
-    def one_deadline(self) -> Iterator[float]:
-        """Set one deadline for several requests of this thread."""
-        self.of_thread.until_s = time.monotonic() + self.timeout_s
-        try:
-            yield self.of_thread.until_s
-        finally:
-            del self.of_thread.until_s
-
     def begin(self, context: dict[str, Any], **_: object) -> None:
         now_s = time.monotonic()
-        context["retries"] = now_s, getattr(self.of_thread, "until_s", now_s + self.timeout_s)
+        context["retries"] = now_s, now_s + self.timeout_s
 
     def again(
         self,
