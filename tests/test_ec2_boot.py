@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from planning import plan
 from test_launch_golden import check_golden
 
-from launch.ec2.boot import MOST_BYTES, SCRIPT, user_data
+from launch.ec2.request import MOST_BYTES, SCRIPT, user_data
 from launch.record import Record
 from train.config import InputError, S3Config
 

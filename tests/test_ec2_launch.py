@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import boto3
 import pytest
@@ -14,7 +17,7 @@ from launch.__main__ import main
 from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
 from launch.ec2.clean import Clock
-from launch.ec2.groups import allow_itself
+from launch.ec2.launcher import allow_itself
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.host.versions import read_versions
@@ -103,14 +106,8 @@ def test_a_reservation_decides_the_zone(ec2, resolved):
         (["cluster.image=null"], "python -m ami neuron.* builds and promotes"),
         (["cluster.public_address=true"], "one network interface, trn1.32xlarge has 9"),
         (["cluster.subnets=[subnet-0123456789abcdef0]"], "us-east-1 has none of cluster.subnets"),
-        (
-            ["cluster.regions=[eu-north-1]", "cluster.subnets=[]"],
-            "eu-north-1 has no trn1.32xlarge|is in no zone of eu-north-1",
-        ),
-        (
-            [f"cluster.capacity_reservation={RESERVATION}"],
-            f"capacity_reservation={RESERVATION} is in none of the regions",
-        ),
+        (["cluster.regions=[eu-north-1]", "cluster.subnets=[]"], "is in no zone of eu-north-1"),
+        ([f"cluster.capacity_reservation={RESERVATION}"], f"{RESERVATION} is in none of the regions"),
         (["cluster.subnets=[]"], "of a default VPC: name private subnets"),
     ],
 )
@@ -134,23 +131,62 @@ def test_a_given_security_group_must_allow_itself(ec2, resolved):
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
-def settings(ec2: FakeEc2, *own: str) -> list[str]:
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    client.put_object(Bucket="bucket", Key="albert/manifest.json", Body=ec2.manifest)
-    s3 = [f"s3.endpoint={ec2.endpoint}", "s3.path_style=true"]
-    return [*OWN, *own, "--", *RUN, *s3, "global_batch_size=64"]
+@dataclass
+class Cli:
+    """What a user types; the time of a launch passes at once."""
+
+    ec2: FakeEc2
+    capsys: Any
+    acts: list[Callable[[], None]] = field(default_factory=list)  # in each pause of a launch
+
+    def __post_init__(self) -> None:
+        client, s3 = boto3.client("s3"), S3Config(endpoint=self.ec2.endpoint, region="us-east-1", path_style=True)
+        client.create_bucket(Bucket="bucket")
+        client.put_object(Bucket="bucket", Key="albert/manifest.json", Body=self.ec2.manifest)
+        self.record = Record("s3://bucket/runs/mine", s3)
+
+    def sleep(self, seconds: float) -> None:
+        self.ec2.passed_s += seconds
+        for act in self.acts:
+            act()
+
+    def launch(self, *own: str, of_run: tuple[str, ...] = ("global_batch_size=64",)) -> int:
+        s3 = [f"s3.endpoint={self.ec2.endpoint}", "s3.path_style=true"]
+        given = {each.partition("=")[0]: each for each in (*OWN, *own)}  # the last one counts
+        return main([*given.values(), "--", *RUN, *s3, *of_run])
+
+    def do(self, command: str, *flags: str) -> int:
+        """A command on the run."""
+        return main([command, self.record.run_dir, *flags, *self.record.s3.flags()])
+
+    def status(self) -> dict[str, Any]:
+        self.capsys.readouterr()
+        assert self.do("status", "--json") == 0
+        return json.loads(self.capsys.readouterr().out.strip().splitlines()[-1])
+
+    def end(self) -> None:
+        self.record.append_event("ended", outcome="done", reason="the last step")
+
+    def kill(self) -> None:
+        """Interrupt the launch while it waits, as soon as EC2 has machines."""
+        if self.ec2.machines():
+            self.acts.clear()
+            raise KeyboardInterrupt
 
 
-def flags(ec2: FakeEc2) -> list[str]:
-    return ["--endpoint", ec2.endpoint, "--region", "us-east-1", "--path-style"]
+@pytest.fixture
+def cli(ec2, capsys, monkeypatch):
+    made = Cli(ec2, capsys)
+    monkeypatch.setattr("launch.ec2.clean.CLOCK", Clock(ec2.now, made.sleep))
+    monkeypatch.setattr("launch.record.time.time", ec2.now)
+    monkeypatch.setattr("launch.ec2.scheduler.time.time", ec2.now)
+    return made
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_plan_asks_ec2_nothing_and_shows_the_request(ec2, capsys, monkeypatch, as_json):
-    arguments = settings(ec2, "cluster.market=spot", *(["--json"] if as_json else []))
+def test_a_plan_asks_ec2_nothing_and_shows_the_request(cli, capsys, monkeypatch, as_json):
     monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", "http://127.0.0.1:9")  # nobody answers there
-    assert main(arguments) == 0
+    assert cli.launch("cluster.market=spot", *(["--json"] if as_json else [])) == 0
     shown = capsys.readouterr().out
     if as_json:
         plan = json.loads(shown)
@@ -169,154 +205,99 @@ def test_a_plan_asks_ec2_nothing_and_shows_the_request(ec2, capsys, monkeypatch,
         assert text in shown, shown
 
 
-def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, capsys):
-    own = ["check=true", f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
-    arguments = [each.replace("trn1.2xlarge", "trn1.32xlarge") for each in settings(ec2, *own)]
-    assert main(arguments) == 0
+def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
+    own = ["check=true", "instance=trn1.32xlarge", f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
+    assert cli.launch(*own) == 0
     shown = capsys.readouterr().out
     assert shown.count('"InterfaceType": "efa-only"') == 8 and "EC2 would do it" in shown
     assert len(ec2.requests) == 3 and all(each["DryRun"] for each in ec2.requests)
     assert ec2.anything() == [] and not ec2.groups
     ec2.refuses_dry_run = "UnauthorizedOperation"
-    assert main(arguments) == 2
+    assert cli.launch(*own) == 2
     assert "python -m launch iam prints one that is enough" in capsys.readouterr().err
 
 
-@pytest.fixture
-def waits(ec2, monkeypatch):
-    """What happens in each pause of a launch, whose time passes at once."""
-    acts = []
-
-    def sleep(seconds: float) -> None:
-        ec2.passed_s += seconds
-        for act in acts:
-            act()
-
-    monkeypatch.setattr("launch.ec2.clean.CLOCK", Clock(ec2.now, sleep))
-    monkeypatch.setattr("launch.record.time.time", ec2.now)
-    monkeypatch.setattr("launch.ec2.scheduler.time.time", ec2.now)
-    return acts
-
-
-def record_of(ec2: FakeEc2) -> Record:
-    return Record("s3://bucket/runs/mine", S3Config(endpoint=ec2.endpoint, region="us-east-1", path_style=True))
-
-
-def status_of(run: list[str], capsys) -> dict:
-    capsys.readouterr()
-    assert main(["status", *run, "--json"]) == 0
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-
-
-def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, capsys, waits):
-    record, seen = record_of(ec2), []
+def test_a_launch_in_the_foreground_from_submission_to_the_end(ec2, cli, capsys):
+    seen = []
 
     def end() -> None:
         if ec2.machines() and not seen:
-            seen.append(status_of([record.run_dir, *flags(ec2)], capsys))
-            record.append_event("ended", outcome="done", reason="the last step")
+            seen.append(cli.status())
+            cli.end()
 
-    waits.append(end)
-    assert main(settings(ec2, "submit=true")) == 0
+    cli.acts.append(end)
+    assert cli.launch("submit=true") == 0
     assert seen[0]["answer"]["is_active"] and "2 machines in us-east-1" in seen[0]["answer"]["text"]
     assert "nothing of the run is left on EC2" in capsys.readouterr().out and ec2.anything() == []
-    run = [record.run_dir, *flags(ec2)]
-    assert status_of(run, capsys)["state"] == "done"
-    assert main(["clean", *run, "--yes"]) == 0 and main(["clean", *run]) == 0
+    assert cli.status()["state"] == "done" and cli.do("clean", "--yes") == cli.do("clean") == 0
 
 
-def kill_once_machines_are_there(ec2, waits) -> None:
-    """Interrupt the launch while it waits, as soon as EC2 has machines."""
-
-    def kill() -> None:
-        if ec2.machines():
-            waits.clear()
-            raise KeyboardInterrupt
-
-    waits.append(kill)
-
-
-@pytest.mark.parametrize("verb", ["cancel", "clean"])
-def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, capsys, waits, monkeypatch, verb):
-    kill_once_machines_are_there(ec2, waits)
-    record, arguments = record_of(ec2), settings(ec2, "submit=true")
-    run = [record.run_dir, *flags(ec2)]
-    assert main(arguments) == 130 and "end by themselves" in capsys.readouterr().out
-    assert len(ec2.machines()) == 2 and status_of(run, capsys)["answer"]["is_active"]
-    assert main(arguments) == 2 and "has a job" in capsys.readouterr().err
-    assert main(["clean", *run]) == 1 and len(ec2.machines()) == 2
+@pytest.mark.parametrize("command", ["cancel", "clean"])
+def test_once_the_launch_was_killed_its_machines_are_ended_at_once(ec2, cli, capsys, command):
+    cli.acts.append(cli.kill)
+    assert cli.launch("submit=true") == 130 and "end by themselves" in capsys.readouterr().out
+    assert len(ec2.machines()) == 2 and cli.status()["answer"]["is_active"]
+    assert cli.launch("submit=true") == 2 and "has a job" in capsys.readouterr().err
+    assert cli.do("clean") == 1 and len(ec2.machines()) == 2
     began_s = ec2.passed_s
-    assert main([verb, *run, "--yes"]) == 0
+    assert cli.do(command, "--yes") == 0
     assert ec2.machines() == [] and ec2.passed_s - began_s < 100
-    if verb == "cancel":  # the groups are left
-        assert main(["clean", *run, "--yes"]) == 0
-    assert ec2.anything() == [] and status_of(run, capsys)["state"] == "cancelled"
+    assert cli.do("clean", "--yes") == 0  # cancel leaves the groups
+    assert ec2.anything() == [] and cli.status()["state"] == "cancelled"
 
 
-def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, capsys, waits):
-    record, seen = record_of(ec2), []
-    ec2.without = dict.fromkeys(ec2.subnets().values(), "InsufficientInstanceCapacity")
+def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli):
+    ec2.without, seen = dict.fromkeys(ec2.subnets().values(), "InsufficientInstanceCapacity"), []
 
     def cancel() -> None:
         if not seen:
-            run = [record.run_dir, *flags(ec2)]
-            seen.append(status_of(run, capsys))
-            assert main(["cancel", *run, "--yes"]) == 0
+            seen.append(cli.status())
+            assert cli.do("cancel", "--yes") == 0
 
-    waits.append(cancel)
-    assert main(settings(ec2, "submit=true")) == 1
+    cli.acts.append(cancel)
+    assert cli.launch("submit=true") == 1
     assert seen[0]["state"] == "waiting" and "InsufficientInstanceCapacity" in seen[0]["answer"]["text"]
     asked = [each["NetworkInterfaces"][0]["SubnetId"] for each in ec2.requests]
     assert len(set(asked)) == len(asked) > 1 and ec2.anything() == []  # nothing more after the first round
 
 
-def test_a_launch_that_was_killed_before_anything_was_made_is_followed_at_once(ec2, capsys, monkeypatch, waits):
+def test_a_launch_that_was_killed_before_anything_was_made_is_followed_at_once(cli, capsys, monkeypatch):
     monkeypatch.setattr("launch.ec2.scheduler.Scheduler.submit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    arguments = settings(ec2, "submit=true")
-    run = [record_of(ec2).run_dir, *flags(ec2), "--yes"]
-    assert main(arguments) != 0
-    assert main(["cancel", *run]) == 2 and "is being launched by" in capsys.readouterr().err  # by this very process
+    assert cli.launch("submit=true") != 0
+    assert cli.do("cancel", "--yes") == 2 and "is being launched by" in capsys.readouterr().err  # by this very process
     monkeypatch.setattr("launch.submit.is_alive", lambda *_: False)
-    assert main(["cancel", *run]) == 0, capsys.readouterr().err
+    assert cli.do("cancel", "--yes") == 0, capsys.readouterr().err
 
 
-def test_machines_that_no_record_knows_are_not_doubled(ec2, capsys, waits):
-    kill_once_machines_are_there(ec2, waits)
-    record, arguments = record_of(ec2), settings(ec2, "submit=true")
-    assert main(arguments) == 130
-    for name in record.folder.names():
-        record.folder.remove(name)
-    assert main(arguments) == 2
+def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
+    cli.acts.append(cli.kill)
+    assert cli.launch("submit=true") == 130
+    for name in cli.record.folder.names():
+        cli.record.folder.remove(name)
+    assert cli.launch("submit=true") == 2
     assert "EC2 has machines of this run already" in capsys.readouterr().err
-    assert main(["clean", record.run_dir, "--yes", *flags(ec2)]) == 0 and ec2.anything() == []
+    assert cli.do("clean", "--yes") == 0 and ec2.anything() == []
 
 
-def test_a_type_that_is_not_in_the_catalogue_is_launched(ec2, capsys, waits):
-    waits.append(lambda: record_of(ec2).append_event("ended", outcome="done", reason="the last step"))
-    own = settings(ec2, "submit=true", "processes_per_node=1", "nodes=1")
-    types = {"instance=trn1.2xlarge": "instance=g4dn.xlarge"}
-    arguments = [types.get(each, each) for each in own if each != "nodes=2"]
-    assert main(arguments) == 0
+def test_a_type_that_is_not_in_the_catalogue_is_launched(ec2, cli, capsys):
+    cli.acts.append(cli.end)
+    assert cli.launch("submit=true", "instance=g4dn.xlarge", "processes_per_node=1", "nodes=1") == 0
     assert ec2.requests[0]["InstanceType"] == "g4dn.xlarge" and "price is not known" in capsys.readouterr().out
 
 
-def test_a_batch_that_does_not_divide_is_not_submitted(ec2, capsys):
-    arguments = settings(ec2, "submit=true")
-    assert main([*arguments[:-1], "global_batch_size=33"]) == 2
+def test_a_batch_that_does_not_divide_is_not_submitted(ec2, cli, capsys):
+    assert cli.launch("submit=true", of_run=("global_batch_size=33",)) == 2
     assert "global_batch_size=33" in capsys.readouterr().err and ec2.requests == []
 
 
 @pytest.mark.parametrize(("vcpus", "code"), [(0.0, 1), (512.0, 0)])
 def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
-    ec2.quotas = [
-        {"QuotaName": "Running On-Demand Trn instances", "QuotaCode": "L-2C3B7624", "Value": vcpus},
-        {
-            "QuotaName": "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances",
-            "QuotaCode": "L-1",
-            "Value": 9.0,
-        },
-        {"QuotaName": "All Trn Spot Instance Requests", "QuotaCode": "L-2", "Value": 9999.0},
-    ]
+    quotas = {
+        "Running On-Demand Trn instances": ("L-2C3B7624", vcpus),
+        "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances": ("L-1", 9.0),
+        "All Trn Spot Instance Requests": ("L-2", 9999.0),
+    }
+    ec2.quotas = [{"QuotaName": name, "QuotaCode": key, "Value": value} for name, (key, value) in quotas.items()]
     assert main(["quota", "trn1.32xlarge", "--nodes", "4", "--regions", "us-east-1"]) == code
     shown = capsys.readouterr().out
     assert "512 are needed" in shown and "L-2C3B7624" in shown

@@ -14,7 +14,7 @@ from test_launch_golden import check_golden
 
 from launch.ec2.api import Api
 from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls
-from launch.ec2.groups import allow_itself
+from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG, run_id
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import Failure, InputError, Unreachable
@@ -76,7 +76,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin, lac
     assert len({each["ClientToken"] for each in ec2.requests}) == len(ec2.requests) and ec2.anything() == []
 
 
-LINES = [  # the error of EC2, how often it may be asked, and what stands in the line
+LINES = [  # the error of EC2, how often it may be asked, and what stands in the line; those that may leave groups last
     ("VcpuLimitExceeded", 1, "python -m launch quota"),
     ("MaxSpotInstanceCountExceeded", 1, "python -m launch quota"),
     ("InstanceLimitExceeded", 1, "python -m launch quota"),
@@ -97,6 +97,7 @@ LINES = [  # the error of EC2, how often it may be asked, and what stands in the
     ("InvalidSubnetID.NotFound", 1, "cluster.subnets"),
     ("InvalidIamInstanceProfileName.NotFound", 1, "python -m launch iam"),
     ("InvalidCapacityReservationId.NotFound", 1, "cluster.capacity_reservation"),
+    ("InvalidGroup.NotFound", 4, "cluster.security_group"),
     ("IdempotentParameterMismatch", 1, "python -m launch clean"),
     ("InvalidParameterCombination", 1, "exclude one another"),
     ("RequestLimitExceeded", 99, "cluster.max_wait_s"),
@@ -105,17 +106,19 @@ LINES = [  # the error of EC2, how often it may be asked, and what stands in the
 ]
 
 
-@pytest.mark.parametrize(("code", "asks", "cure"), LINES, ids=[each[0] for each in LINES])
-def test_an_error_of_ec2_is_one_line_with_the_cure(ec2, begin, code, asks, cure):
-    run = begin("cluster.max_wait_s=600")
-    ec2.without = {site.subnet: code for site in run.launcher().resolved.sites}
-    with pytest.raises((InputError, Failure)) as error:
-        run.launcher().run()
-    assert cure in str(error.value) and code in str(error.value) and "\n" not in str(error.value)
-    assert len(ec2.requests) <= asks and ec2.passed_s < 3000
-    [ended] = run.noted("ended")
-    assert code in ended["reason"] and cure in ended["reason"]
-    assert ec2.anything() == [] or asks == 99  # of a call without an answer nobody knows
+def test_an_error_of_ec2_is_one_line_with_the_cure(ec2, monkeypatch, tmp_path, begin):
+    resolved = begin().launcher().resolved
+    for code, asks, cure in LINES:
+        run = world(ec2, monkeypatch, tmp_path / code, "cluster.max_wait_s=600")
+        run.submit(dataclasses.replace(resolved, id=code))
+        ec2.without, ec2.requests, began_s = {site.subnet: code for site in resolved.sites}, [], ec2.passed_s
+        with pytest.raises((InputError, Failure)) as error:
+            run.launcher().run()
+        assert cure in str(error.value) and code in str(error.value) and "\n" not in str(error.value)
+        assert len(ec2.requests) <= asks and ec2.passed_s - began_s < 3000, code
+        [ended] = run.noted("ended")
+        assert code in ended["reason"] and cure in ended["reason"]
+        assert ec2.anything() == [] or asks == 99, code  # of a call without an answer nobody knows
 
 
 def test_without_credentials_the_error_says_how_to_get_some(ec2, begin, monkeypatch):

@@ -12,7 +12,6 @@ import botocore
 
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
-from launch.ec2.groups import check_rules, read_security_group
 from launch.job import Job
 from launch.record import Record
 from train.config import InputError, check
@@ -26,6 +25,10 @@ INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network in
 KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py gives them
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
+CURE = (
+    "aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions "
+    "'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'"
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
     if cluster.capacity_reservation is not None:
         sites = beside_reservation(api, cluster.capacity_reservation, sites)
     if cluster.security_group is not None and job.nodes > 1:
-        check_rules(read_security_group(api, sites[0].region, cluster.security_group))
+        described = api.ask(sites[0].region, "describe_security_groups", GroupIds=[cluster.security_group])
+        check_rules(described["SecurityGroups"][0])
     return Resolved(secrets.token_hex(16), job.id, setting, sites, interfaces)
 
 
@@ -194,6 +198,20 @@ def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
         f"cluster.subnets name a subnet of its zone; they are in {', '.join(sorted({site.zone for site in sites}))}",
     )
     return beside
+
+
+def check_rules(seen: Mapping[str, Any]) -> None:
+    """InputError for a group in which machines do not reach one another over EFA: collectives would hang."""
+    group, cures = seen["GroupId"], []
+    for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
+        rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
+        if group not in [pair.get("GroupId") for rule in rules for pair in rule.get("UserIdGroupPairs", ())]:
+            cures.append(CURE.format(way=way, group=group))
+    if cures:
+        raise InputError(
+            f"security group {group} does not allow all traffic with itself, which EFA needs; 0.0.0.0/0 does not "
+            f"count: {' && '.join(cures)}"
+        )
 
 
 # ---- image -----------------------------------------------------------------------------------------------------------

@@ -46,12 +46,10 @@ CURES = {
     ),
     "IdempotentParameterMismatch": "another request had the same token: python -m launch clean RUN, then launch again",
     "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",
-    "InvalidParameterValue": "a setting of cluster= has a value that EC2 does not take",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
     "InvalidAMIID.NotFound": "the region does not have this image: images are of one region (cluster.image)",
     "ParameterNotFound": "python -m ami neuron, or cuda, builds and promotes an image, whose id the parameter holds "
     "(cluster.image); AWS's own Deep Learning images lack baretrain",
-    "InvalidAMIID.Malformed": "cluster.image must be an id such as ami-0123456789abcdef0, or a parameter of SSM",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
     "InvalidGroup.NotFound": "the region does not have this security group (cluster.security_group)",
     "InvalidCapacityReservationId.NotFound": "the region does not have it (cluster.capacity_reservation)",

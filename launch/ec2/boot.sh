@@ -1,5 +1,5 @@
 #!/bin/bash
-# What a machine of EC2 runs first, as its user data: fixed text, to which launch/ec2/boot.py adds one line that calls
+# What a machine of EC2 runs first, as its user data: fixed text, to which launch/ec2/request.py adds one line that calls
 # main with base64 of JSON. No other text of the user comes into a shell.
 #
 # However this ends, the machine ends, and EC2 terminates it (InstanceInitiatedShutdownBehavior): when the node program

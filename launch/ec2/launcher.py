@@ -10,19 +10,17 @@ from typing import Any
 
 from launch.ec2 import calls, clean
 from launch.ec2.account import Resolved, Site
-from launch.ec2.api import LATER, REGION, Api, NoCapacity, growing
+from launch.ec2.api import LATER, REGION, Api, NoCapacity, explained, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
 from launch.ec2.clean import Clock
 from launch.ec2.config import Ec2Config
-from launch.ec2.groups import allow_itself, find_placement_groups
 from launch.ec2.machine import REGISTERED, conclude
 from launch.ec2.machines import Machine, look
 from launch.ec2.request import name_of, placement_name, run_id, run_instances, tags
 from launch.history import read_history
 from launch.job import Job
 from launch.record import CONFIG, Event, Record
-from launch.spec import State
-from launch.status import shown_step, status
+from launch.run_progress import read_progress
 from launch.supervise import CODES, Decision
 from launch.values import number, shown_duration, shown_moment, text
 from train.cli.command import FAILED, printable
@@ -209,11 +207,14 @@ class Launcher:
     def placement_group(self, site: Site) -> str | None:
         """The placement group of a request, made if it is to be and absent."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
-        filters = [{"Name": "group-name", "Values": [name]}]
-        if is_made and not find_placement_groups(self.api, site.region, filters):
+        if is_made:
+            # One that was deleted is shown for a while.
+            filters = [{"Name": "group-name", "Values": [name]}, {"Name": "state", "Values": ["pending", "available"]}]
+            there = self.api.ask(site.region, "describe_placement_groups", Filters=filters)["PlacementGroups"]
             listed = tags(self.record, "placement-group")
             request = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": listed}
-            self.make(PLACEMENT, site.region, lambda _: request)
+            if not there:
+                self.make(PLACEMENT, site.region, lambda _: request)
         return name
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
@@ -248,10 +249,9 @@ class Launcher:
             machine = seen.get(ident)
             if not (machine.is_alive if machine else not is_listed):
                 return f"machine {ident} has ended: {self.reason_of(ident, machine)}"
-        alive = [seen[ident] for ident in call.made if ident in seen]
-        self.cost_usd += len(alive) * (self.usd_per_hour or 0.0) * (now_s - self.seen_s) / 3600
+        self.cost_usd += len(call.made) * (self.usd_per_hour or 0.0) * (now_s - self.seen_s) / 3600
         self.seen_s = now_s
-        self.show(call, alive)
+        self.show(call)
         return None
 
     def events_since_machines(self) -> dict[str, Event]:
@@ -266,15 +266,14 @@ class Launcher:
             return text(read_object(self.record.folder.read(FAILED_START.format(ident))), "reason")
         return f"{machine.state} {machine.reason}".strip() if machine else "EC2 does not show it any more"
 
-    def show(self, call: Call, alive: list[Machine]) -> None:
+    def show(self, call: Call) -> None:
         """Say how the run stands, if that has changed."""
         registered = len(self.record.folder.names(REGISTERED.format(call.number)))
-        state = State(True, "", [each.host or each.id for each in alive] if registered else [])
-        seen = status(self.record, asks=lambda *_: state)
-        step, loss = shown_step(seen), seen.progress.loss
-        parts = [seen.state, f"{registered} of {self.job.nodes} machines have started"]
-        parts += [f"step {step}"] if step else []
-        self.tell(", ".join([*parts, *([f"loss {loss:.4f}"] if loss is not None else [])]))
+        progress = read_progress(self.record.run)
+        parts = [f"{registered} of {self.job.nodes} machines have started"]
+        parts += [f"step {progress.step:,} of {progress.total_steps or 0:,}"] if progress.step else []
+        parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+        self.tell(", ".join(parts))
 
     def tell(self, line: str) -> None:
         if line != self.line:
@@ -301,6 +300,19 @@ class Launcher:
             if self.clock.now() > until_s:
                 return
             self.clock.sleep(POLL_S)
+
+
+def allow_itself(api: Api, region: str, group: str) -> None:
+    """Let all traffic of a security group's members with one another pass, both ways, once EC2 knows the group."""
+    with explained(region, "describe_security_groups"):
+        api.client(region).get_waiter("security_group_exists").wait(GroupIds=[group])
+    permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
+    for way in ("ingress", "egress"):
+        try:
+            api.ask(region, f"authorize_security_group_{way}", GroupId=group, IpPermissions=permission)
+        except Rejected as error:
+            if error.code != "InvalidPermission.Duplicate":
+                raise
 
 
 def undo(record: Record) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 
 from launch.config import LaunchConfig
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, resolve
-from launch.ec2.boot import MOST_BYTES
 from launch.ec2.config import Ec2Config
-from launch.ec2.request import name_of, placement_name, run_instances
+from launch.ec2.request import MOST_BYTES, name_of, placement_name, run_instances
 from launch.job import Job
 from launch.record import Record
 from launch.values import shown_duration

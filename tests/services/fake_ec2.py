@@ -223,8 +223,9 @@ def describe_placement_groups(fake: FakeEc2, response: Any) -> Any:
     wanted = {each["Name"]: each["Values"] for each in response._get_params().get("Filters", ())}
     seen = [group for (region, _), group in fake.groups.items() if region == response.region]
     for name, values in wanted.items():
-        if name == "group-name":
-            seen = [each for each in seen if each["GroupName"] in values]
+        if name in ("group-name", "state"):
+            key = {"group-name": "GroupName", "state": "State"}[name]
+            seen = [each for each in seen if each[key] in values]
         else:
             key = name.removeprefix("tag:")
             seen = [each for each in seen if {tag["Key"]: tag["Value"] for tag in each["Tags"]}.get(key) in values]
