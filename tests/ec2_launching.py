@@ -37,14 +37,14 @@ class Killed(BaseException):
 
 
 @dataclass
-class World:
+class Trial:
     """A run on EC2, and a clock whose every pause is a moment in which something may happen."""
 
     ec2: FakeEc2
     record: Record
     job: Job
     api: Api = field(default_factory=Api)
-    happens: Callable[[World], None] = lambda _: None
+    happens: Callable[[Trial], None] = lambda _: None
     said: list[str] = field(default_factory=list)
     bundle: bytes = b""  # the code of the job
 
@@ -66,10 +66,10 @@ class World:
     def submit(self, resolved: Resolved | None = None) -> None:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
         self.record.write(self.job, plan={}, config="{instance: {usd_per_hour: 36.0}}", bundle=self.bundle)
-        self.note("submitting")
+        self.append_event("submitting")
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
         resolved.write(self.record)
-        self.note("submitted", handle={"submission": str(resolved.id)})
+        self.append_event("submitted", handle={"submission": str(resolved.id)})
 
     def launcher(self) -> Launcher:
         resolved = read_resolved(self.record)
@@ -78,13 +78,13 @@ class World:
 
     def clean(self) -> list[Left]:
         """What `launch clean --yes` does."""
-        self.note("cleaning")
+        self.append_event("cleaning")
         return remove(self.api, self.record, ["us-east-1"], self.clock, say=self.said.append)
 
-    def note(self, kind: str, **details: Any) -> None:
+    def append_event(self, kind: str, **details: Any) -> None:
         self.record.append_event(kind, **details)
 
-    def noted(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event.details for event in self.record.events() if event.kind == kind]
 
     def made(self) -> list[Any]:
@@ -100,19 +100,19 @@ class World:
         self.ec2.client().terminate_instances(InstanceIds=[self.running()[-1].id])
 
 
-def done(run: World) -> None:
+def done(run: Trial) -> None:
     """The machines train, and the first one notes the end."""
-    if run.noted("machines") and not run.noted("ended"):
-        run.note("ended", outcome="done", reason="the last step")
+    if run.events_of("machines") and not run.events_of("ended"):
+        run.append_event("ended", outcome="done", reason="the last step")
 
 
-def world(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> World:
+def trial(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> Trial:
     """A launch whose record is in a local folder: the launcher does not mind."""
     monkeypatch.setattr(request_module, "user_data", lambda *_, **__: USER_DATA)
     monkeypatch.setattr("launch.record.time.time", ec2.now)  # of events
     _, job = plan([*OWN, *own], RUN)
     job = dataclasses.replace(job, run_dir=str(folder))
-    return World(ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done)
+    return Trial(ec2, Record(job.run_dir, S3Config(region="us-east-1")), job, api or Api(), happens=done)
 
 
 class KillAt:

@@ -9,7 +9,7 @@ from typing import Any
 
 import boto3
 import pytest
-from ec2_launching import OWN, RUN, world
+from ec2_launching import OWN, RUN, trial
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from ami.images import wanted_tags
@@ -40,7 +40,7 @@ def resolved(ec2, monkeypatch, tmp_path):
     def make(*own: str):
         subnets = [f"cluster.subnets=[{','.join(ec2.private_subnets())}]"]
         given = {each.partition("=")[0]: each for each in ("instance=trn1.32xlarge", "nodes=4", *subnets, *own)}
-        run = world(ec2, monkeypatch, tmp_path / "mine", *given.values())
+        run = trial(ec2, monkeypatch, tmp_path / "mine", *given.values())
         return resolve(run.job, run.cluster, run.record, Api())
 
     return make
@@ -64,7 +64,7 @@ def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
 def test_the_image_is_the_projects_own_and_stays_when_the_job_goes_on(ec2, monkeypatch, tmp_path):
     parameter = {"Name": OWN_IMAGE.format("neuron"), "Type": "String", "Overwrite": True}
     boto3.client("ssm").put_parameter(**parameter, Value=UBUNTU)
-    run = world(ec2, monkeypatch, tmp_path / "mine", "cluster.image=null")
+    run = trial(ec2, monkeypatch, tmp_path / "mine", "cluster.image=null")
     run.submit()
     before = run.launcher().resolved
     assert {(site.image, site.root_device) for site in before.sites} == {(UBUNTU, "/dev/sda1")}
@@ -120,10 +120,10 @@ def test_a_given_security_group_must_allow_itself(ec2, resolved):
     client, vpc = ec2.client(), resolved().sites[0].vpc
     group = client.create_security_group(GroupName="given", Description="given", VpcId=vpc)["GroupId"]
     own = f"cluster.security_group={group}"
-    with pytest.raises(InputError) as refusal:
+    with pytest.raises(InputError) as rejection:
         resolved(own)
     cures = [f"aws ec2 authorize-security-group-{way} --group-id {group}" for way in ("ingress", "egress")]
-    assert all(cure in str(refusal.value) for cure in cures)
+    assert all(cure in str(rejection.value) for cure in cures)
     allow_itself(Api(), "us-east-1", group)
     assert resolved(own).sites
 
@@ -212,7 +212,7 @@ def test_check_sends_dry_runs_and_turns_errors_into_advice(ec2, cli, capsys):
     assert shown.count('"InterfaceType": "efa-only"') == 8 and "EC2 would do it" in shown
     assert len(ec2.requests) == 3 and all(each["DryRun"] for each in ec2.requests)
     assert ec2.anything() == [] and not ec2.groups
-    ec2.refuses_dry_run = "UnauthorizedOperation"
+    ec2.dry_run_error = "UnauthorizedOperation"
     assert cli.launch(*own) == 2
     assert "python -m launch iam prints one that is enough" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
-from ec2_launching import KillAt, Killed, World, done, world
+from ec2_launching import KillAt, Killed, Trial, done, trial
 from services.fake_ec2 import fake_ec2
 from test_launch_golden import check_golden
 
@@ -31,8 +31,8 @@ def ec2(monkeypatch):
 def begin(ec2, monkeypatch, tmp_path):
     """A launch that has been submitted."""
 
-    def make(*own: str, **changes) -> World:
-        run = world(ec2, monkeypatch, tmp_path / "mine", *own, **changes)
+    def make(*own: str, **changes) -> Trial:
+        run = trial(ec2, monkeypatch, tmp_path / "mine", *own, **changes)
         run.submit()
         return run
 
@@ -57,7 +57,7 @@ def test_machines_from_nothing_to_nothing(ec2, begin):
         text = text.replace(value, name)
     check_golden("ec2_run_instances.json", text + "\n")
     assert len({each.subnet_id for each in run.made()}) == 1 and len(run.made()) == 2
-    assert ec2.anything() == [] and run.noted("cleaned")
+    assert ec2.anything() == [] and run.events_of("cleaned")
 
 
 @pytest.mark.parametrize("lacking", [1, 2, 3])
@@ -71,7 +71,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin, lac
         return
     with pytest.raises(Failure, match="no capacity for .* launch resume"):
         run.launcher().run()
-    assert subnets[0] in run.noted("ended")[0]["reason"]
+    assert subnets[0] in run.events_of("ended")[0]["reason"]
     assert 4 * len(subnets) < len(ec2.requests) < 8 * len(subnets)  # the pauses grow
     assert len({each["ClientToken"] for each in ec2.requests}) == len(ec2.requests) and ec2.anything() == []
 
@@ -109,14 +109,14 @@ LINES = [  # the error of EC2, how often it may be asked, and what stands in the
 def test_an_error_of_ec2_is_one_line_with_the_cure(ec2, monkeypatch, tmp_path, begin):
     resolved = begin().launcher().resolved
     for code, asks, cure in LINES:
-        run = world(ec2, monkeypatch, tmp_path / code, "cluster.max_wait_s=600")
+        run = trial(ec2, monkeypatch, tmp_path / code, "cluster.max_wait_s=600")
         run.submit(dataclasses.replace(resolved, id=code))
         ec2.without, ec2.requests, began_s = {site.subnet: code for site in resolved.sites}, [], ec2.passed_s
         with pytest.raises((InputError, Failure)) as error:
             run.launcher().run()
         assert cure in str(error.value) and code in str(error.value) and "\n" not in str(error.value)
         assert len(ec2.requests) <= asks and ec2.passed_s - began_s < 3000, code
-        [ended] = run.noted("ended")
+        [ended] = run.events_of("ended")
         assert code in ended["reason"] and cure in ended["reason"]
         assert ec2.anything() == [] or asks == 99, code  # of a call without an answer nobody knows
 
@@ -144,10 +144,10 @@ def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
 
 
-def interrupted_once(run: World) -> None:
-    if run.running() and len(run.noted("machines")) == 1:
+def interrupted_once(run: Trial) -> None:
+    if run.running() and len(run.events_of("machines")) == 1:
         run.interrupt()
-    elif len(run.noted("machines")) > 1:
+    elif len(run.events_of("machines")) > 1:
         done(run)
 
 
@@ -156,21 +156,21 @@ def test_after_an_interruption_all_machines_are_asked_for_again_if_that_is_wante
     run = begin(f"cluster.again={again}")
     run.happens = interrupted_once
     assert run.launcher().run() == (DONE if again else FAILED)
-    assert len(run.made()) == (4 if again else 2) and len(run.noted("requeued")) == int(again)
-    assert ("launch resume" in run.noted("ended")[0]["reason"]) == (not again) and ec2.anything() == []
+    assert len(run.made()) == (4 if again else 2) and len(run.events_of("requeued")) == int(again)
+    assert ("launch resume" in run.events_of("ended")[0]["reason"]) == (not again) and ec2.anything() == []
 
 
 def test_a_run_that_is_interrupted_again_and_again_and_saves_nothing_is_given_up(ec2, begin):
     run = begin("cluster.again=true")
     run.happens = lambda run: run.interrupt() if run.running() else None
     assert run.launcher().run() == FAILED
-    assert "cluster.idle_attempts" in run.noted("ended")[0]["reason"] and len(run.made()) == 4
+    assert "cluster.idle_attempts" in run.events_of("ended")[0]["reason"] and len(run.made()) == 4
 
 
 def test_a_machine_says_why_it_could_not_start(ec2, begin):
     run = begin()
 
-    def fail(run: World) -> None:
+    def fail(run: Trial) -> None:
         if run.running():
             name = f"ec2/failed/{run.running()[-1].id}.json"
             run.record.folder.write(name, b'{"reason": "the code does not match its checksum"}')
@@ -178,19 +178,19 @@ def test_a_machine_says_why_it_could_not_start(ec2, begin):
 
     run.happens = fail
     assert run.launcher().run() == FAILED
-    assert "the code does not match its checksum" in run.noted("ended")[0]["reason"]
+    assert "the code does not match its checksum" in run.events_of("ended")[0]["reason"]
 
 
 def test_nothing_is_asked_for_again_once_the_time_is_over(ec2, begin):
     run = begin("cluster.again=true", "cluster.max_run_s=3600")
 
-    def late(run: World) -> None:
+    def late(run: Trial) -> None:
         run.ec2.passed_s += 3600
         interrupted_once(run)
 
     run.happens = late
     assert run.launcher().run() == STOPPED
-    assert "cluster.max_run_s" in run.noted("ended")[0]["reason"] and len(run.made()) == 2
+    assert "cluster.max_run_s" in run.events_of("ended")[0]["reason"] and len(run.made()) == 2
 
 
 def test_a_launch_that_another_one_has_followed_makes_and_removes_nothing(ec2, begin):
@@ -213,7 +213,7 @@ def test_what_does_not_answer_while_machines_train_ends_the_launch_and_not_the_r
     run.happens = lambda _: None
     with pytest.raises(Unreachable, match="cluster.max_wait_s"):
         launcher.run()
-    assert len(run.running()) == 2 and not run.noted("ended") and "launch clean" in run.said[-1]
+    assert len(run.running()) == 2 and not run.events_of("ended") and "launch clean" in run.said[-1]
 
 
 # ---- nothing is left -------------------------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(e
     machines only after minutes. Whatever it made, `anything` shows at once.
     """
     kill, ec2.hides_s = KillAt(monkeypatch), hides_s
-    first = world(ec2, monkeypatch, tmp_path / "first", api=kill.api)
+    first = trial(ec2, monkeypatch, tmp_path / "first", api=kill.api)
     first.submit()
     resolved = first.launcher().resolved
 
-    def course(moment: int | None) -> tuple[World, list[str]]:
-        run = world(ec2, monkeypatch, tmp_path / f"moment_{moment}", api=kill.api)
+    def course(moment: int | None) -> tuple[Trial, list[str]]:
+        run = trial(ec2, monkeypatch, tmp_path / f"moment_{moment}", api=kill.api)
         run.submit(dataclasses.replace(resolved, id=f"moment_{moment}"))
         ec2.forget()
         kill.arm(moment)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ec2_launching import OWN, World, real_s
+from ec2_launching import OWN, Trial, real_s
 from planning import plan
 from running import eventually, run, train_overrides
 from s3_fixtures import Bucket
@@ -98,7 +98,7 @@ def losses(metrics: bytes) -> list[float]:
 
 
 @dataclass
-class Cloud(World):
+class Cloud(Trial):
     """moto's EC2, each machine of which is a namespace."""
 
     machines: Any = None  # Ec2Machines
@@ -177,11 +177,11 @@ def test_a_run_that_is_interrupted_goes_on_with_new_machines_to_the_same_losses(
     assert losses(run.record.run.read("metrics.jsonl")) == pytest.approx(undisturbed, rel=1e-5)
     began = [event.details for event in run.record.events() if event.kind == "attempt_began"]
     assert [each["checkpoint"] > 0 for each in began] == [False, True], run.says()
-    assert len(run.noted("machines")) == 2 and len(run.noted("requeued")) == 1
-    assert ("spot notice" in run.noted("requeued")[0]["reason"]) == (interruption == "spot")
-    assert run.ec2.anything() == [] and run.noted("cleaned")
+    assert len(run.events_of("machines")) == 2 and len(run.events_of("requeued")) == 1
+    assert ("spot notice" in run.events_of("requeued")[0]["reason"]) == (interruption == "spot")
+    assert run.ec2.anything() == [] and run.events_of("cleaned")
     names = run.record.folder.names("logs/")
-    assert f"logs/machines/{run.noted('machines')[-1]['instances'][0]}.txt" in names
+    assert f"logs/machines/{run.events_of('machines')[-1]['instances'][0]}.txt" in names
     assert any(name.startswith("logs/attempt_0002/machine") for name in names)
 
 
@@ -190,9 +190,9 @@ def test_machines_that_are_not_fit_end_the_run(cloud):
     run = cloud("cluster.gate=true")
     run.submit()
     assert run.launcher().run() == 1
-    [ended] = run.noted("ended")
+    [ended] = run.events_of("ended")
     assert ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"], run.says()
-    [gate] = run.noted("gate")
+    [gate] = run.events_of("gate")
     assert set(gate["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
 
 

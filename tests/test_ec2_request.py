@@ -1,4 +1,4 @@
-"""What is asked of EC2, before anything is: network interfaces, requests, policies, and refusals of settings."""
+"""What is asked of EC2, before anything is: network interfaces, requests, policies, and rejections of settings."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged():
         (["spares=1"], [], "cluster=parallelcluster with Slurm"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_is_asked(
+def test_settings_that_cannot_work_are_rejected_before_anything_is_asked(
     monkeypatch, tmp_path, capsys, own, of_run, line
 ):
     (tmp_path / "config").write_text("[profile mine]\nregion = us-east-1\n")

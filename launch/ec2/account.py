@@ -22,7 +22,7 @@ from train.storage.schema import BadContent, read_object, record
 
 RESOLVED = "ec2/resolved.json"
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
-KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py gives them
+KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py writes them
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
 CURE = (

@@ -92,14 +92,14 @@ import base64, hashlib, json, sys, time
 import boto3
 from botocore.config import Config
 
-verb, given = sys.argv[1], json.loads(base64.b64decode(sys.argv[2]))
+command, given = sys.argv[1], json.loads(base64.b64decode(sys.argv[2]))
 flags = dict(flag.partition("=")[::2] for flag in given["s3"])
 endpoint, region = flags.get("--endpoint"), flags.get("--region")
 style = {"addressing_style": "path" if "--path-style" in flags else "auto"}
 config = Config(s3=style, retries={"mode": "standard", "total_max_attempts": 8}, connect_timeout=10, read_timeout=60)
 client = boto3.client("s3", endpoint_url=endpoint, region_name=region, config=config)
 bucket, _, prefix = given["run"].removeprefix("s3://").partition("/")
-if verb == "fetch":
+if command == "fetch":
     name = f"{prefix}.launch/{given['bundle']}"
     content = client.get_object(Bucket=bucket, Key=name)["Body"].read()
     if hashlib.sha256(content).hexdigest() != given["bundle_sha256"]:

@@ -41,7 +41,7 @@ REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
 # Limits of steps, by the command of launch.node
 LIMITS_S = {"preflight": DOCTOR_S + 60, "collectives": 1800.0, "train": math.inf}
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands out to clients
 POLL_S, SIGN_S, LOGS_S = 2.0, 10.0, 30.0  # between two looks at the record, two signs of life, two uploads of logs
 END_S = 60.0  # for what is to end: the trainer may be saving
 ALIVE, LOG = "alive", "machine.txt"  # in boot.sh's folder: made after S3 has answered; what was printed

@@ -42,7 +42,7 @@ class FakeEc2:
     groups: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # placement groups, by region and name
     reservations: list[dict[str, Any]] = field(default_factory=list)
     quotas: list[dict[str, Any]] = field(default_factory=list)
-    refuses_dry_run: str = ""  # an error
+    dry_run_error: str = ""  # an error
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
@@ -162,8 +162,8 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
             raise EC2ClientError("IdempotentParameterMismatch", "The request has other parameters.")
         return answer
     subnet = given["NetworkInterfaces"][0]["SubnetId"]
-    if given.get("DryRun") and fake.refuses_dry_run:
-        raise EC2ClientError(fake.refuses_dry_run, "You are not authorized to perform this operation.")
+    if given.get("DryRun") and fake.dry_run_error:
+        raise EC2ClientError(fake.dry_run_error, "You are not authorized to perform this operation.")
     if not given.get("DryRun") and subnet in fake.without:
         raise EC2ClientError(fake.without[subnet], "We currently do not have sufficient capacity.")
     group = given.get("Placement", {}).get("GroupName")
