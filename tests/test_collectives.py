@@ -19,9 +19,9 @@ from train.doctor.collectives import (
     AllReduce,
     Measured,
     bus_bandwidth,
+    compare,
     device_size_mib,
-    judge,
-    judge_links,
+    links_finding,
     rounds,
     wanted,
 )
@@ -60,7 +60,7 @@ def test_a_ring_on_links_of_a_speed_has_that_bus_bandwidth(num_ranks):
 )
 def test_the_slowest_link_is_named_and_judged_by_the_others_and_by_the_network(slowest, should_be, are_machines, state):
     links = {"a - b": 1e9, "a - c": 1.1e9, "b - c": slowest * 1e9, "c - d": 1e9}
-    finding = judge_links(links, should_be and should_be * 1e9, "p5", are_machines=are_machines)
+    finding = links_finding(links, should_be and should_be * 1e9, "p5", are_machines=are_machines)
     assert finding.state == state
     assert f"slowest of 4: b - c, {slowest:g} GB/s; median 1 GB/s" in finding.text
 
@@ -96,7 +96,7 @@ def test_the_devices_are_compared_with_the_instance(instance, machines, gbyte_pe
     reduced = AllReduce(latency_s=1e-5, num_bytes=256 * MIB, bus_bytes_per_s=gbyte_per_s * 1e9, wrong_ranks=[])
     hosts = AllReduce(latency_s=1e-3, num_bytes=64 * MIB, bus_bytes_per_s=1e6, wrong_ranks=[])
     measured = Measured("ddp on H100", ["a (rank 0)", "a (rank 1)"], machines, False, reduced, hosts, {"a - a": 1e9})
-    findings = judge(measured, instance)
+    findings = compare(measured, instance)
     assert findings["devices"].state == state
     assert figure in findings["devices"].text
     assert ("no figure for trn1" in findings["links"].text) == (machines == 2 and instance is not P5)

@@ -605,7 +605,7 @@ def check_s3(findings, state, *words):
 
 def test_a_bucket_near_far_and_refused(s3, monkeypatch):
     check_s3(s3(200), "ok", "in us-east-1 like this session")
-    check_s3(s3(200, region=""), "ok", "does not give its region")
+    check_s3(s3(200, region=""), "ok", "does not name its region")
     far = s3(200, region="eu-west-1")
     check_s3(far, "warn", "is in eu-west-1, this session in us-east-1", "AWS_DEFAULT_REGION=eu-west-1")
     check_s3(s3(403), "bad", "403", "no permission", "s3:ListBucket")
@@ -630,7 +630,7 @@ def test_no_credentials_and_no_route(s3, monkeypatch):
 def test_the_clock_is_compared_with_that_of_s3(s3):
     assert states(s3(200)) == {"S3": "ok", "clock and S3": "ok"}
     find(lambda _: s3(200, off_s=60)["clock and S3"], None, "warn", " s ahead", "chronyc makestep")
-    find(lambda _: s3(403, off_s=-1000)["clock and S3"], None, "bad", "behind", "refuses", "chronyc makestep")
+    find(lambda _: s3(403, off_s=-1000)["clock and S3"], None, "bad", "behind", "rejects", "chronyc makestep")
 
 
 def test_a_bucket_of_a_server_that_speaks_s3(s3, monkeypatch):

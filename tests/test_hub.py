@@ -286,7 +286,7 @@ def test_a_run_that_has_begun_is_only_warned(
     world(monkeypatch)
     monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
     hub.check_push(config(finished))
-    assert "the run goes on" in caplog.text
+    assert "the run starts" in caplog.text
 
 
 def test_only_one_rank_asks(the_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def check_output(output: str | None) -> None:
     if output is not None:
         path = Path(output)
         check("://" not in output, f"output={output} must be a file of this machine")
-        check(not path.is_dir(), f"output={output} is a folder; give the name of a file")
+        check(not path.is_dir(), f"output={output} is a folder; it must be the name of a file")
         check(path.parent.is_dir(), f"output={output}: {path.parent} is not a folder; make it first")
         check_takes_files(path.parent, f"output={output}")
 

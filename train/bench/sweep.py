@@ -123,7 +123,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
 def sizes_of(cfg: BenchConfig) -> tuple[list[int], int]:
     """The micro batches that divide a rank's share of the global batch, in order, and the first one to try."""
-    check(cfg.global_batch_size is not None, "a sweep keeps the global batch: give global_batch_size")
+    check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
     whole = cfg.global_batch_size or 0
     check(
         whole % cfg.nproc == 0,

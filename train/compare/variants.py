@@ -131,7 +131,7 @@ class Runner:
             self.process.send_signal(number)
 
     def run(self, variant: Variant) -> Ending:
-        """Run a variant, or go on with it, unless it has ended."""
+        """Run or resume a variant, unless it has ended."""
         if self.is_asked_to_stop:
             return Ending("stopped")
         if is_done(variant):
@@ -167,7 +167,7 @@ def is_done(variant: Variant) -> bool:
 
 
 def has_settings(variant: Variant) -> bool:
-    """Whether the run folder's settings are the variant's; if not, the run itself judges whether it may go on."""
+    """Whether the run folder's settings are the variant's; if not, the run itself decides whether it may resume."""
     with suppress(FileNotFoundError, InputError):
         there = read_yaml(open_folder(variant.location, variant.cfg.s3).read("config.yaml"))
         return isinstance(there, dict) and canonical_json({**there, "run_dir": None}) == settings(variant.cfg)

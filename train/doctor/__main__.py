@@ -68,7 +68,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
     from train.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)
-    findings = collectives.judge(measured, instance)
+    findings = collectives.compare(measured, instance)
     if launch.rank > 0:  # all have measured the same
         return FAILED if is_red(findings) else DONE
     return show(findings, as_json=options.json, measured=dataclasses.asdict(measured))
@@ -96,7 +96,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         exits={
             DONE: "nothing to fix, or the error is known",
             FAILED: "something is red, or the error is not known",
-            REFUSED: "arguments refused",
+            REFUSED: "arguments rejected",
         },
     )
     parser.add_argument("--instance", choices=instance_names(), help="instance type (default: that of the firmware)")
@@ -144,7 +144,7 @@ def print_causes(text: str) -> int:
         for line in (*wrap(cause.cause, width=columns() - 4), *wrap(f"-> {cause.cure}", width=columns() - 4)):
             print(f"    {line}")
     if not causes:
-        print("nothing known about this text: give the first error of the rank that failed first (log/rank_*.txt)")
+        print("nothing known about this text: try the first error of the rank that failed first (log/rank_*.txt)")
     return 0 if causes else 1
 
 

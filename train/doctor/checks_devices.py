@@ -35,7 +35,7 @@ def devices(probe: Probe) -> Finding:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
         text = f"{probe.instance.name} has {probe.num_devices} devices, this machine shows none"
-        return bad(text, cure="give this machine's own --instance (without it, the firmware names the type)")
+        return bad(text, cure="set this machine's own --instance (without it, the firmware names the type)")
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
 
@@ -86,7 +86,7 @@ def gib(mebibytes: str) -> str:
 
 
 def count_devices(probe: Probe) -> int | None:
-    """Number of devices for ranks, as the tools count them; None if they give none."""
+    """Number of devices for ranks, as the tools count them; None if they name none."""
     answer = probe.ask("neuron-ls", "-j") if probe.is_trainium else probe.ask(*GPU_QUERY)
     if answer.fault or not probe.is_accelerated:
         return None

@@ -152,7 +152,9 @@ def disk(probe: Probe) -> Finding:
     if known[least] >= WANTED_DISK:
         return ok(text)
     setting = {"this folder": "run_dir=", "/tmp": "export TMPDIR="}.get(least, "export NEURON_COMPILE_CACHE_URL=")
-    cure = f"make room in {paths[least]}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
+    cure = (
+        f"free some space in {paths[least]}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
+    )
     return (bad if known[least] < LEAST_DISK else warn)(text, cure=cure)
 
 
@@ -190,7 +192,7 @@ def read_chrony(text: str) -> tuple[float, str]:
 
 
 def clock(probe: Probe) -> Finding:
-    """Check that the clock is kept: S3 refuses signatures that are 15 minutes off, and logs are compared by seconds."""
+    """Check that the clock is kept: S3 rejects signatures that are 15 minutes off, and logs are compared by seconds."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:

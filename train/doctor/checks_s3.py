@@ -18,7 +18,7 @@ from train.storage.aws_errors import NO_ANSWER, code_of, one_line, problem_and_c
 from train.storage.s3 import open_session
 
 TIMEOUT_S = 5
-REFUSED_CLOCK_S = 15 * 60  # from here on S3 answers RequestTimeTooSkewed
+REJECTED_CLOCK_S = 15 * 60  # from here on S3 answers RequestTimeTooSkewed
 HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # what a status most likely stands for
 WANTED_CLOCK_S = 5.0  # the header has whole seconds, and the request takes some time
 
@@ -33,10 +33,13 @@ def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
     except ClientError as error:
         metadata = error.response["ResponseMetadata"]
         headers = metadata.get("HTTPHeaders", {})
-        return {"S3": refusal(name, metadata["HTTPStatusCode"], headers, session.region_name), **clock(headers, now_s)}
+        return {
+            "S3": rejection(name, metadata["HTTPStatusCode"], headers, session.region_name),
+            **clock(headers, now_s),
+        }
     except BotoCoreError as error:
         cures = dict.fromkeys(
-            NO_ANSWER, "give the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
+            NO_ANSWER, "add to the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
         )
         problem, cure = problem_and_cure(code_of(error), one_line(error), service="S3", cures=cures)
         return {"S3": bad(f"{name}: {problem}", cure=cure or "check the name; aws sts get-caller-identity")}
@@ -51,7 +54,7 @@ def region_of(headers: Mapping[str, str]) -> str:
 def region(name: str, bucket_region: str, own_region: str | None) -> Finding:
     """Whether a bucket that answers is in the region of this session."""
     if not bucket_region:
-        return ok(f"{name} answers; it does not give its region")
+        return ok(f"{name} answers; it does not name its region")
     if not own_region:
         text = f"{name} answers from {bucket_region}; this session has no region (boto3 does not read AWS_REGION)"
         return warn(text, cure=f"export AWS_DEFAULT_REGION={bucket_region}, if this machine is there")
@@ -62,7 +65,7 @@ def region(name: str, bucket_region: str, own_region: str | None) -> Finding:
     return ok(f"{name} answers, in {bucket_region} like this session")
 
 
-def refusal(name: str, status: int, headers: Mapping[str, str], own_region: str | None) -> Finding:
+def rejection(name: str, status: int, headers: Mapping[str, str], own_region: str | None) -> Finding:
     """The finding for a rejected request, by its status: the answer to a HEAD request has no body."""
     if status in (301, 307):
         where = region_of(headers)
@@ -79,14 +82,14 @@ def refusal(name: str, status: int, headers: Mapping[str, str], own_region: str 
 
 
 def clock(headers: Mapping[str, str], now_s: float) -> dict[str, Finding]:
-    """Difference between this machine's clock and the server's; nothing if the server gives no date."""
+    """Difference between this machine's clock and the server's; nothing if the server sends no date."""
     if "date" not in headers:
         return {}
     off_s = now_s - parsedate_to_datetime(headers["date"]).timestamp()
     text, cure = f"{abs(off_s):.0f} s {'ahead' if off_s > 0 else 'behind'}", "sudo chronyc makestep"
     finding = ok("agree")
-    if abs(off_s) >= REFUSED_CLOCK_S:
-        finding = bad(f"{text}: S3 refuses from 15 minutes on", cure=cure)
+    if abs(off_s) >= REJECTED_CLOCK_S:
+        finding = bad(f"{text}: S3 rejects requests from 15 minutes on", cure=cure)
     elif abs(off_s) > WANTED_CLOCK_S + TIMEOUT_S:
         finding = warn(text, cure=cure)
     return {"clock and S3": finding}

@@ -206,22 +206,22 @@ def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     return result
 
 
-# ---- the verdict -----------------------------------------------------------------------------------------------------
+# ---- the findings ----------------------------------------------------------------------------------------------------
 
 
-def judge(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
+def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     """Findings by name, for the screen."""
     wanted_device, wanted_link = wanted(instance, measured.num_machines, is_cpu=measured.is_cpu)
     several = measured.num_machines > 1
-    figure = judged_by(wanted_device, instance.name)
-    # Which share of the network the devices reach over several machines was never measured: no reason to refuse one.
-    devices = judge_all_reduce(measured.device, measured.names, wanted_device, figure, can_fail=not several)
+    figure = figure_text(wanted_device, instance.name)
+    # Which share of the network the devices reach over several machines was never measured: no reason to reject one.
+    devices = all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several)
     ranks = ok(f"{len(measured.names)} on {counted(measured.num_machines, 'machine')}, {measured.where}")
     return {
         "ranks": ranks,
         "devices": devices,
-        "hosts": judge_all_reduce(measured.hosts, measured.names),
-        "links": judge_links(measured.links, wanted_link, instance.name, are_machines=several),
+        "hosts": all_reduce_finding(measured.hosts, measured.names),
+        "links": links_finding(measured.links, wanted_link, instance.name, are_machines=several),
     }
 
 
@@ -237,11 +237,11 @@ def wanted(instance: InstanceConfig, num_machines: int, *, is_cpu: bool) -> tupl
     return network and min(network, inside or network), flow
 
 
-def judged_by(should_be: float | None, instance: str) -> str:
+def figure_text(should_be: float | None, instance: str) -> str:
     return f"; not compared: no figure for {instance}" if should_be is None else f"; should reach {shown(should_be)}"
 
 
-def judge_all_reduce(
+def all_reduce_finding(
     seen: AllReduce, names: list[str], should_be: float | None = None, figure: str = "", *, can_fail: bool = True
 ) -> Finding:
     size, latency_ms = f"{seen.num_bytes / MIB:g} MiB", seen.latency_s * 1e3
@@ -258,15 +258,15 @@ def judge_all_reduce(
     return graded(text, seen.bus_bytes_per_s / should_be, cure, can_fail=can_fail)
 
 
-def judge_links(links: Mapping[str, float], should_be: float | None, instance: str, *, are_machines: bool) -> Finding:
-    """Judge the slowest link, by the median of all and by what is known of the network. Two ranks of one machine meet
-    in its memory: there a slow one is a busy core, and no reason to refuse the machine.
+def links_finding(links: Mapping[str, float], should_be: float | None, instance: str, *, are_machines: bool) -> Finding:
+    """The finding on the slowest link, by the median of all and by what is known of the network. Two ranks of one
+    machine exchange through its memory: there a slow one is a busy core, and no reason to reject the machine.
     """
     slowest = min(links, key=lambda name: links[name])
     median = statistics.median(links.values())
     text = f"slowest of {len(links)}: {slowest}, {shown(links[slowest])}; median {shown(median)}"
     if are_machines:
-        text += judged_by(should_be, instance)
+        text += figure_text(should_be, instance)
     share = links[slowest] / max(median, should_be or 0)
     cure = "python -m train.doctor on both; replace the machine that is slow with others too"
     return graded(text, share, cure, can_fail=are_machines)

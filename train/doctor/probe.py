@@ -1,4 +1,4 @@
-"""All that a check may look at, in one object: tests give it recorded files and answers instead of a machine."""
+"""All that a check may look at, in one object: tests pass it recorded files and answers instead of a machine."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ One commit holds the exported model with its tokenizer and card, TensorBoard's f
 best evaluation, and the numbers of the metrics. The configuration and texts of the log stay: they may name private
 paths. huggingface_hub finds the token (HF_TOKEN, or that of `hf auth login`); it is written to no file and no message.
 
-Exit codes: 0 done, 1 the Hub did not answer as it should, 2 wrong arguments, or the Hub refuses.
+Exit codes: 0 done, 1 the Hub did not answer as it should, 2 wrong arguments, or the Hub rejects the push.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_push(cfg: TrainConfig) -> None:
         check_welcome(to, private=cfg.hub.private)
     except (InputError, Unreachable) as error:
         if "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here():
-            logger.warning("%s; the run goes on, and pushes at its end", error)
+            logger.warning("%s; the run starts, and pushes at its end", error)
             return
         later = command(cfg.run_dir, to, cfg.s3, private=cfg.hub.private)
         raise InputError(f"{error}; or leave hub.push_to out and push later with {later}") from None
@@ -125,11 +125,11 @@ def numbers(metrics: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Give a run folder on this machine; for one in S3, a copy of what is pushed.
+    """Yield a run folder on this machine; for one in S3, a copy of what is pushed.
 
     TensorBoard's files are not in S3: they are pushed from the machine that trained.
     """
-    check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; give a run_dir")
+    check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; name a run_dir")
     if not folder.is_remote:
         yield folder.path
         return
@@ -220,17 +220,17 @@ def token_for(to: str) -> str:
 
 
 @contextmanager
-def asking(what: str, patience_s: float) -> Iterator[None]:
+def asking(what: str, silence_s: float) -> Iterator[None]:
     """Turn errors of the Hub into one line without the token.
 
-    The Hub may be silent for `patience_s`; huggingface_hub itself retries. The error has no cause: a traceback would
+    The Hub may be silent for `silence_s`; huggingface_hub itself retries. The error has no cause: a traceback would
     print it, and some errors of httpx quote the head of the request, with the token.
     """
     from huggingface_hub import get_session, get_token
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
     session = get_session()
-    before, session.timeout = session.timeout, patience_s
+    before, session.timeout = session.timeout, silence_s
     try:
         yield
     except (InputError, Failure):

@@ -70,7 +70,7 @@ def outcome(run: Run, summary: Summary) -> Card:
             "Outcome", shown(end.outcome), [far, *([shown(reason)] if reason != end.outcome else [])], tone=tone
         )
     if summary["attempts_without_summary"] and run.attempts[-1][-1]["kind"] != "summary":
-        return Card("Outcome", "no end recorded", [far, "it still goes on, or was killed"])
+        return Card("Outcome", "no end recorded", [far, "it is still running, or was killed"])
     reason = shown(summary["reason"])
     if reason in ENDS:
         return Card("Outcome", "done", [far, *(["stopped early"] if reason != "done" else [])], tone="good")
@@ -241,13 +241,13 @@ class Row:
     ratios: list[str]  # to the first run
 
 
-def side_by_side(runs: Sequence[Run], lead: Sequence[dict[str, Card]]) -> list[Row]:
-    """A row for each card that a run has, with the best value marked where the runs can be compared by it. `lead`: the
-    cards of each run.
+def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> list[Row]:
+    """A row for each card that a run has, with the best value marked where the runs can be compared by it. `of_runs`:
+    the cards of each run.
     """
     rows = []
     for name, title in NAMES.items():
-        cells = [each.get(name) for each in lead]
+        cells = [each.get(name) for each in of_runs]
         keys = [card.key if card is not None else "" for card in cells]
         ratios = [times(run, runs[0], key) if key else "" for run, key in zip(runs, keys, strict=True)]
         if any(cells):

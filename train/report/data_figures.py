@@ -76,7 +76,7 @@ def length_steps(records: Records) -> Figure:
 
 
 def heat_map(evaluated: Evaluated) -> Figure:
-    """The confusion matrix, coloured by the share of the true label's examples; with their number if there is room."""
+    """The confusion matrix, coloured by the share of the true label's examples; with their number if they fit."""
     rows = evaluated.confusion
     shares = [[value / (sum(row) or 1) for value in row] for row in rows]
     figure, axes = axes_of(f"Confusion: {printable(evaluated.name)}", height=5.2, xlabel="predicted", ylabel="true")

@@ -250,7 +250,6 @@ MEMORY = (  # what the peak is taken from: the first that every run has
     ("monitored_device_bytes", "device memory, GB, the most that the monitor saw"),
     ("peak_host_bytes", "host memory, GB, of the process of rank 0"),
 )
-PARTS = (("train_s", "steps", 1.0), ("compile_s", "compiling", 0.6), ("", "start-up, evaluation, saves", 0.25))
 
 
 def bars_of(runs: list[Run]) -> Iterator[Bars]:
@@ -271,31 +270,13 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
     colours = [look(index)["color"] for index in range(len(runs))]
     with style():
         figure, axes = axes_of(bars.title, height=max(3.4, 1.6 + 0.3 * len(runs)), xlabel=bars.unit)
-        parts = PARTS if bars.key == "wall_s" else ((bars.key, "", 1.0),)
-        left = [0.0] * len(runs)
-        for key, name, alpha in parts:
-            widths = [part_of(run, key, bars) for run in runs]
-            drawn = axes.barh(range(len(runs)), widths, 0.6, left=left, color=colours, alpha=alpha)
-            left = [begin + width for begin, width in zip(left, widths, strict=True)]
-            if name:
-                axes.barh(0, 0, color="#555555", alpha=alpha, label=f" {name}")  # for the legend
+        drawn = axes.barh(range(len(runs)), [(value or 0.0) * bars.scale for value in values], 0.6, color=colours)
         axes.bar_label(drawn, texts)
         axes.set_yticks(range(len(runs)), [shortened(run.label, 24) for run in runs])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlim(right=1.45 * axes.get_xlim()[1])  # room for the figures
-        if len(parts) > 1:
-            figure.legend(loc="outside lower center", ncols=len(parts), fontsize=8)
         return png_of(figure)
-
-
-def part_of(run: Run, key: str, bars: Bars) -> float:
-    """The width of one part of a run's bar; 0 if the whole is unknown. An empty key: the rest of the billable time."""
-    if run.summary[bars.key] is None:
-        return 0.0
-    if not key:
-        return max(0.0, run.summary["wall_s"] - sum(run.summary[each] or 0.0 for each, _, _ in PARTS if each))
-    return float(run.summary[key] or 0.0) * bars.scale
 
 
 def loss_over_time(runs: list[Run]) -> bytes | None:

@@ -161,10 +161,14 @@ def describe(run: Run, records: Records | None, index: int) -> dict[str, Any]:
         "summary": run.summary,
         "cards": cards(run, records),
         "why": {key: why_unknown(run, key) for key in ("mfu", "cost_usd") if run.summary[key] is None},
-        "faults": [(f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.lines["fault"]],
-        "bad_rows": [(split, printable(text)) for split, text in bad_rows(records)],
-        "config": [(printable(key), as_text(value)) for key, value in run.config.items()],
-        "environment": [(printable(key), as_text(value)) for key, value in run.environment.items()],
+        "folded": {
+            "Faults and alarms": [
+                (f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.lines["fault"]
+            ],
+            "Bad rows, left out": [(split, printable(text)) for split, text in bad_rows(records)],
+            "Configuration": [(printable(key), as_text(value)) for key, value in run.config.items()],
+            "Environment": [(printable(key), as_text(value)) for key, value in run.environment.items()],
+        },
     }
 
 

@@ -33,7 +33,7 @@ class Run:
     attempts: list[list[Line]]  # all that happened, redone steps included: time and money are counted from these
     lines: dict[str, list[Line]]  # by kind, superseded train and eval lines left out: curves are drawn from these
     location: str = ""  # of a run in S3, as the user wrote it
-    outcome: Outcome | None = None  # of the last attempt; None: it goes on, or was killed
+    outcome: Outcome | None = None  # of the last attempt; None: it is still running, or was killed
     label: str = ""  # its name among the runs of a report
 
     @cached_property
@@ -44,7 +44,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run folder; InputError, one line, if it is none or if a file in it is damaged."""
     try:
-        check(path.is_dir(), f"{path} is not a folder; give the run_dir of a training run")
+        check(path.is_dir(), f"{path} is not a folder; name the run_dir of a training run")
         check((path / "metrics.jsonl").is_file(), f"{path} is not a run folder: it holds no metrics.jsonl")
         lines = list(read_lines(path / "metrics.jsonl", is_strict=True))
         check(bool(lines), f"{path / 'metrics.jsonl'} holds no line yet: there is nothing to report")
@@ -245,7 +245,7 @@ def steps_done(run: Run) -> int:
 
 
 def closing(run: Run) -> Line:
-    """The summary of the last attempt; empty if it goes on, or was killed."""
+    """The summary of the last attempt; empty if it is still running, or was killed."""
     return run.attempts[-1][-1] if run.attempts[-1][-1]["kind"] == "summary" else {}
 
 

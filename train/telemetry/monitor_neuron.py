@@ -34,7 +34,7 @@ STOP_S = 3.0  # between SIGTERM and SIGKILL for the tool
 TYPED_ERRORS = {"hardware": "hardware errors", "runtime": "Neuron runtime errors", "model": "model errors"}
 FAILED = {
     "timed_out": "executions timed out",
-    "incorrect_input": "executions refused for their input",
+    "incorrect_input": "executions rejected for their input",
     "failed_to_queue": "executions that could not be queued",
 }
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 MOST_ROWS = 15  # of the page's table
-HIGH_WAIT, HIGH_IDLE, HIGH_EXCHANGE = 0.05, 0.2, 0.2  # shares from which on the page gives advice
+HIGH_WAIT, HIGH_IDLE, HIGH_EXCHANGE = 0.05, 0.2, 0.2  # shares from which on the page has advice
 COMMUNICATION = ("c10d::", "gloo:", "nccl:", "ncclDevKernel", "record_param_comms")
 
 

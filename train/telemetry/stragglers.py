@@ -47,7 +47,7 @@ class Pace:
 
 
 class Stragglers:
-    """The judge of how long each rank has worked for each line of the metrics."""
+    """Watches how long each rank has worked for each line of the metrics."""
 
     def __init__(self, cfg: StragglerConfig, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
         """`hosts` [world_size]: the machine of each rank; `stages` [world_size]: a rank is compared with others of its
