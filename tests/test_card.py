@@ -88,9 +88,10 @@ def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path: Path) 
     assert "sha-of-the-data" in body and "tweets.csv" in body
     assert (row(body, "Peak learning rate"), row(body, "Label smoothing")) == (["0.002"], ["0.1"])
     assert (row(body, "Epochs"), row(body, "Precision")) == (["0.24"], ["bf16"])
-    assert (row(body, "Instance"), row(body, "Device"), row(body, "Ranks")) == (["trn1.2xlarge"], ["Trainium"], ["2"])
-    assert (row(body, "Training time"), row(body, "Cost")) == (["2.00 h"], ["$2.68"])
-    assert row(body, "Versions") == ["baretrain 0.6, torch 2.9.1, transformers 5.0"]
+    assert (row(body, "Instance"), row(body, "Device")) == (["trn1.2xlarge"], ["Trainium"])
+    assert row(body, "World size (ranks)") == ["2"]
+    assert (row(body, "Training time (h:mm:ss)"), row(body, "Cost")) == (["2:00:00"], ["$2.68"])
+    assert row(body, "Versions") == ["baretrain 0.6, commit abc123def456, torch 2.9.1, transformers 5.0"]
     assert 'pipeline("text-classification", model="path/to/this/folder")' in body
 
 

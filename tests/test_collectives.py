@@ -170,27 +170,27 @@ DISTURBED = """
 import os, sys, time
 from train.ranks import World
 
-add_up, exchange = World.add_up, World.exchange
+all_reduce, sendrecv = World.all_reduce, World.sendrecv
 
 def adds_wrongly(world, tensor):
-    add_up(world, tensor)
+    all_reduce(world, tensor)
     if world.rank == 1:
         tensor[-1] += 1
 
 def exchanges_slowly(world, peer, *tensors):
     if (world.rank, peer) == (3, 2):
         time.sleep(0.5)
-    exchange(world, peer, *tensors)
+    sendrecv(world, peer, *tensors)
 
 def hangs(world, peer, *tensors):
     if world.rank == 1:
         time.sleep(600)
-    exchange(world, peer, *tensors)
+    sendrecv(world, peer, *tensors)
 
 if os.environ["DISTURBED"] == "hang":
-    World.exchange = hangs
+    World.sendrecv = hangs
 else:
-    World.add_up, World.exchange = adds_wrongly, exchanges_slowly
+    World.all_reduce, World.sendrecv = adds_wrongly, exchanges_slowly
 from train.doctor.__main__ import main
 sys.exit(main())
 """

@@ -13,9 +13,7 @@ import time
 from email.utils import formatdate
 from pathlib import Path
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from running import ROOT
 
 from train.doctor import __main__ as command
@@ -631,20 +629,6 @@ def test_the_clock_is_compared_with_that_of_s3(s3):
     assert states(s3(200)) == {"S3": "ok", "clock and S3": "ok"}
     find(lambda _: s3(200, off_s=60)["clock and S3"], None, "warn", " s ahead", "chronyc makestep")
     find(lambda _: s3(403, off_s=-1000)["clock and S3"], None, "bad", "behind", "rejects", "chronyc makestep")
-
-
-def test_a_bucket_of_a_server_that_speaks_s3(s3, monkeypatch):
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
-        boto3.client("s3").create_bucket(Bucket="near")
-        where = {"LocationConstraint": "eu-west-1"}
-        boto3.client("s3", region_name="eu-west-1").create_bucket(Bucket="far", CreateBucketConfiguration=where)
-        result = {name: checks_s3.bucket(f"s3://{name}", now_s=time.time())["S3"] for name in ("near", "far", "none")}
-    finally:
-        server.stop()
-    assert states(result) == {"near": "ok", "far": "warn", "none": "bad"}
 
 
 def test_without_boto3_the_bucket_is_red_and_says_what_to_install(laptop, monkeypatch):

@@ -25,7 +25,7 @@ import pytest
 from running import eventually
 
 from train.telemetry import monitor
-from train.telemetry.monitor import MachineMonitor, Sample, open_monitor
+from train.telemetry.monitor import Monitor, Sample, open_monitor
 from train.telemetry.monitor_neuron import Notes, Parser, Reading
 
 RECORDED = Path(__file__).parent / "recorded" / "monitor"
@@ -50,7 +50,7 @@ def parse(name: str, *, num_devices: int = 2, run_tag: str | None = "run_a") -> 
 
 def gathered(*readings: Reading) -> Sample:
     """What a monitor says after these readings."""
-    watch = MachineMonitor(lambda _stop: iter(()), period_s=1.0)
+    watch = Monitor(lambda _stop: iter(()), period_s=1.0)
     for reading in readings:
         watch.add(reading)
     return watch.read()
@@ -89,7 +89,7 @@ def test_utilisation_is_a_mean_over_time_and_memory_the_latest() -> None:
 
 
 def test_a_reading_is_told_once_but_memory_stays() -> None:
-    watch = MachineMonitor(lambda _stop: iter(()), period_s=1.0)
+    watch = Monitor(lambda _stop: iter(()), period_s=1.0)
     watch.add(Reading({"device_utilisation": (1.0, 1.0), "device_memory_bytes": (5.0, 1.0)}, 1.0, Counter(x=2)))
     assert watch.read().fields(peak_flops_per_s=None)["device_errors"] == 2
     assert watch.alarms() == [f"{platform.node()}: x: 2"]
@@ -212,11 +212,11 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def opened(kind: str = "neuron", *, num_devices: int = 2) -> monitor.Monitor:
+def opened(kind: str = "neuron", *, num_devices: int = 2) -> Monitor:
     return open_monitor(kind, num_devices=num_devices, is_first_on_machine=True, run_tag="run_a", period_s=PERIOD_S)
 
 
-def fields_with(watch: monitor.Monitor, name: str) -> dict[str, float]:
+def fields_with(watch: Monitor, name: str) -> dict[str, float]:
     """Those of the first sample that has the one named."""
 
     def known_fields() -> dict[str, float] | None:
@@ -339,7 +339,7 @@ def test_a_source_that_breaks_is_noted_and_the_host_still_read(notes: Any) -> No
         yield Reading({"device_memory_bytes": (1.0, 1.0)})
         raise RuntimeError("unforeseen")
 
-    with MachineMonitor(source, period_s=PERIOD_S) as watch:
+    with Monitor(source, period_s=PERIOD_S) as watch:
         eventually(lambda: notes.records)
         eventually(lambda: set(watch.read().totals) == {"cpu_utilisation", "host_memory_bytes"})
     assert "RuntimeError: unforeseen" in notes.text and len(notes.records) == 1

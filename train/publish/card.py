@@ -14,8 +14,9 @@ from typing import Any
 
 from train.config import ShardsConfig, lower_is_better
 from train.report.data import Records, classes_table, labels_table, metrics_table, read_records, splits_table
+from train.report.page import facts
 from train.report.run import Line, Run, number, read_run, scores
-from train.report.texts import at_step, printable
+from train.report.texts import at_step, count, printable
 from train.run_folder.folder import RunFolder
 from train.storage.atomic_io import write_atomic
 from train.tasks import TASKS, TaskSpec
@@ -37,6 +38,15 @@ SETTINGS = (  # of config.yaml and environment.json, flat
     ("Frozen layers", "model.freeze_layers"),
     ("Seed", "seed"),
 )
+TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
+MACHINES: tuple[str, ...] = (
+    "Instance",
+    "Device",
+    "World size (ranks)",
+    "Training time (h:mm:ss)",
+    "Tokens/s over the whole run",
+)
+MACHINES += ("Cost", "Versions")
 
 
 def write(folder: RunFolder) -> Path:
@@ -183,7 +193,10 @@ def results(run: Run, records: Records | None) -> list[str]:
     if line is None:
         return ["", "## Results", "", "The run was not evaluated."]
     rows = [
-        [name.replace("_", " "), *(reached(points.get(which)) for which in ("best", "last"))]
+        [
+            name.replace("_", " "),
+            *(at_step(*points[which]) if which in points else "unknown" for which in ("best", "last")),
+        ]
         for name, points in scores(run.lines["eval"]).items()
     ]
     lines = ["", "## Results", "", *table([["Validation", "best", "last"], *rows])]
@@ -208,11 +221,9 @@ def data(run: Run, records: Records | None) -> list[str]:
 
 
 def training(run: Run) -> list[str]:
-    summary, known = run.summary, {**run.config, **run.environment}
+    figures, known, task = facts(run, run), {**run.config, **run.environment}, task_of(run)
     epoch = number(run.lines["train"][-1], "epoch") if run.lines["train"] else None
-    rows = [["Steps", number_text(summary["steps"])], ["Epochs", number_text(epoch)]]
-    rows += [["Sequence length (tokens)", number_text(summary["seq_len"])], ["Precision", summary["precision"]]]
-    task = task_of(run)
+    rows = [["Epochs", count(epoch)], *([label, figures[label]] for label in TRAINED)]
     settings = [*SETTINGS, *(task.card.settings if task else ())]
     rows += [[label, setting(known[key])] for label, key in settings if known.get(key) not in (None, False, 0, [])]
     return ["", "## Training", "", *table([["Setting", "Value"], *rows])]
@@ -220,29 +231,9 @@ def training(run: Run) -> list[str]:
 
 def hardware(run: Run) -> list[str]:
     """Machines, time and cost, over all attempts of the run."""
-    summary, environment = run.summary, run.environment
-    end = run.lines["summary"][-1] if run.lines["summary"] else {}
-    cost = "unknown" if summary["cost_usd"] is None else f"${summary['cost_usd']:,.2f}"
-    cost = f"at least {cost}" if summary["cost_usd"] is not None and summary["cost_partial"] else cost
-    seconds = summary["train_s"]
-    versions = [
-        f"{key.removeprefix('versions.')} {value}" for key, value in environment.items() if is_version(key, value)
-    ]
-    rows = [
-        ["Instance", summary["instance"]],
-        ["Device", end.get("device") or environment.get("device")],
-        ["Ranks", number_text(summary["world_size"])],
-        ["Training time", "unknown" if seconds is None else f"{seconds / 3600:.2f} h"],
-        ["Tokens per second", number_text(summary["tokens_per_s"] and round(summary["tokens_per_s"]))],
-        ["Cost", cost],
-        ["Versions", ", ".join([f"baretrain {environment.get('baretrain', 'unknown')}", *versions])],
-        ["Code", environment.get("commit")],
-    ]
-    return ["", "## Hardware, time and cost", "", *table([["", ""], *([row[0], row[1] or "unknown"] for row in rows)])]
-
-
-def is_version(key: str, value: object) -> bool:
-    return key.startswith("versions.") and value is not None
+    figures = facts(run, run)
+    rows = [["", ""], *([label, figures[label]] for label in MACHINES)]
+    return ["", "## Hardware, time and cost", "", *table(rows)]
 
 
 def usage(run: Run) -> list[str]:
@@ -267,14 +258,6 @@ def text(value: object) -> str:
     """The value with all marks of Markdown escaped: names and labels are the user's."""
     escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
     return escaped.replace("&", "&amp;")
-
-
-def reached(point: tuple[Any, int] | None) -> str:
-    return "unknown" if point is None else at_step(*point)
-
-
-def number_text(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
 
 
 def setting(value: Any) -> str:

@@ -69,52 +69,40 @@ class Sample:
 
 
 class Monitor:
-    """A monitor that reads nothing, as another rank does. Monitors are contexts; nothing in them blocks or raises."""
+    """A thread that reads a source and the host, and the sums of its readings. Without a source, as on all ranks of a
+    machine but the first, it reads nothing. Monitors are contexts; nothing in them blocks or raises.
+    """
 
-    def __enter__(self) -> Monitor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def read(self) -> Sample:
-        """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
-        return Sample()
-
-    def alarms(self) -> list[str]:
-        """The alarms since the last call, one line each."""
-        return []
-
-
-class MachineMonitor(Monitor):
-    """A thread that reads a source and the host, and the sums of its readings."""
-
-    def __init__(self, source: Source, *, period_s: float) -> None:
+    def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
         self.spans: dict[str, list[float]] = {}  # sum * time, number * time, time
         self.latest: Totals = {}
         self.num_errors, self.counts_errors = 0, False
         self.waiting: Counter[str] = Counter()  # alarms
+        self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
-        self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
-        self.thread.start()
+        if self.source is not None:
+            self.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()
-        self.thread.join(CLOSE_S)
+        if self.source is not None:
+            self.thread.join(CLOSE_S)
 
     def watch(self) -> None:
         psutil.cpu_percent()  # its next value is the mean since this call
         try:
-            for reading in self.source(self.stop):
+            for reading in self.source(self.stop) if self.source is not None else ():
                 self.add(reading)
                 self.add(host_reading(reading.period_s))
         except Exception as error:  # a run must not fail for a reading
             logger.warning(f"monitor: {type(error).__name__}: {error}; no more readings of the devices")
-        self.forget()
+        with self.lock:  # the devices are no longer read
+            self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
+            self.counts_errors = False
         while not self.stop.wait(self.period_s):
             self.add(host_reading(self.period_s))
 
@@ -133,13 +121,8 @@ class MachineMonitor(Monitor):
                 self.waiting.update(reading.errors)
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
-    def forget(self) -> None:
-        """Drop the last readings of devices that are no longer read."""
-        with self.lock:
-            self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
-            self.counts_errors = False
-
     def read(self) -> Sample:
+        """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
         with self.lock:
             totals = {name: (total / time_s, num / time_s) for name, (total, num, time_s) in self.spans.items()}
             totals |= self.latest
@@ -149,6 +132,7 @@ class MachineMonitor(Monitor):
             return Sample(totals, float(len(self.waiting)))
 
     def alarms(self) -> list[str]:
+        """The alarms since the last call, one line each."""
         with self.lock:
             alarms, self.waiting = self.waiting, Counter()
         return [f"{platform.node()}: {what}" + (f": {count}" if count else "") for what, count in alarms.items()]
@@ -167,7 +151,7 @@ def open_monitor(
         "nvidia": Nvidia(num_devices, period_s).readings,
         "cpu": Cpu(num_devices, period_s).readings,
     }
-    return MachineMonitor(sources[kind], period_s=period_s) if is_first_on_machine else Monitor()
+    return Monitor(sources[kind] if is_first_on_machine else None, period_s=period_s)
 
 
 # ---- sources -------------------------------------------------------------------------------------------------------
