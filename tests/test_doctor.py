@@ -20,7 +20,7 @@ from train.doctor import __main__ as command
 from train.doctor import checks, checks_devices, checks_host, checks_s3, checks_versions
 from train.doctor.explain import CAUSES, explain
 from train.doctor.finding import TEXT_COLUMN, Finding, ok, screen, warn
-from train.doctor.probe import Answer, Probe, ask_tool, read_instance
+from train.doctor.probe import Probe, ToolOutput, ask_tool, read_instance
 from train.host import machine
 
 GIB = 2**30
@@ -39,17 +39,17 @@ def recorded(name):
 
 def said(name, code=0):
     """The answer of a tool that printed a recorded file."""
-    return Answer("tool", code, recorded(name))
+    return ToolOutput("tool", code, recorded(name))
 
 
 def answering(answers):
-    return lambda *question: answers.get(question, Answer(question[0]))
+    return lambda *question: answers.get(question, ToolOutput(question[0]))
 
 
 def with_answers(probe, answers):
     """The same machine, on which some tools say something else (None: they are not installed)."""
     before = probe.ask
-    return dataclasses.replace(probe, ask=lambda *q: (answers[q] or Answer(q[0])) if q in answers else before(*q))
+    return dataclasses.replace(probe, ask=lambda *q: (answers[q] or ToolOutput(q[0])) if q in answers else before(*q))
 
 
 def change(probe, **changes):
@@ -83,7 +83,7 @@ def make_laptop(root):
     write(root, "/etc/hosts", "127.0.0.1 localhost\n127.0.1.1 laptop\n")
     pci(root, 1, "0x8086", "0x1237", "0x030000")  # a display controller that is no NVIDIA GPU
     return Probe(
-        ask=answering({TIMEDATE: Answer("timedatectl", 0, "NTPSynchronized=yes\n")}),
+        ask=answering({TIMEDATE: ToolOutput("timedatectl", 0, "NTPSynchronized=yes\n")}),
         versions={"torch": "2.9.1", "transformers": "5.23.0"},
         root=root,
         kernel="6.8.0-1021-generic",
@@ -157,8 +157,11 @@ def gpus(tmp_path):
         write(laptop.root, f"/sys/class/infiniband/rdmap{number}s27/device/vendor", "0x1d0f\n")
     write(laptop.root, "/etc/hosts", "127.0.0.1 localhost\n")
     four = "".join(recorded("fi_info_efa.txt").partition("rdmap48s27")[0])
-    answers = {checks_devices.GPU_QUERY: said("nvidia_smi_gpus.txt"), checks_devices.HOLDER_QUERY: Answer("smi", 0, "")}
-    answers |= {FI_INFO: Answer("fi_info", 0, four), LDCONFIG: Answer("ldconfig", 0, PLUGIN)}
+    answers = {
+        checks_devices.GPU_QUERY: said("nvidia_smi_gpus.txt"),
+        checks_devices.HOLDER_QUERY: ToolOutput("smi", 0, ""),
+    }
+    answers |= {FI_INFO: ToolOutput("fi_info", 0, four), LDCONFIG: ToolOutput("ldconfig", 0, PLUGIN)}
     probe = with_answers(laptop, answers)
     return change(
         probe, instance=read_instance("p4d.24xlarge"), limits=UNLIMITED, memory_bytes=(1000 * GIB, 1152 * GIB)
@@ -217,10 +220,17 @@ def test_devices_of_a_trn1(trn1):
     check = checks_devices.devices
     find(check, trn1, "ok", "32 NeuronCores on 16 chips")
     one_less = json.dumps(json.loads(recorded("neuron_ls_trn1_32xlarge.json"))[:-1])
-    find(check, with_answers(trn1, {LS: Answer("l", 0, one_less)}), "bad", "30 Neuron", "has 32", "modprobe -r neuron")
+    find(
+        check,
+        with_answers(trn1, {LS: ToolOutput("l", 0, one_less)}),
+        "bad",
+        "30 Neuron",
+        "has 32",
+        "modprobe -r neuron",
+    )
     find(check, with_answers(trn1, {LS: None}), "warn", "16 Neuron chips", "neuron-ls is not", "aws-neuronx-tools")
-    find(check, with_answers(trn1, {LS: Answer("neuron-ls", 1, "", "no driver\n")}), "bad", "no driver", "modprobe")
-    late = with_answers(trn1, {LS: Answer("neuron-ls", waited_s=20.0)})
+    find(check, with_answers(trn1, {LS: ToolOutput("neuron-ls", 1, "", "no driver\n")}), "bad", "no driver", "modprobe")
+    late = with_answers(trn1, {LS: ToolOutput("neuron-ls", waited_s=20.0)})
     find(check, late, "bad", "neuron-ls gave no answer in 20 s", "modprobe")
     for text in (
         "",
@@ -230,7 +240,7 @@ def test_devices_of_a_trn1(trn1):
         '[{"neuron_device": 0}]',
         '[{"nc_count": 2, "neuron_processes": [{}]}]',
     ):
-        find(check, with_answers(trn1, {LS: Answer("l", 0, text)}), "bad", "cannot be read", "--only-upgrade")
+        find(check, with_answers(trn1, {LS: ToolOutput("l", 0, text)}), "bad", "cannot be read", "--only-upgrade")
     find(check, remove(trn1, "/dev/neuron*"), "bad", "not loaded", "sudo modprobe neuron", "aws-neuronx-dkms")
 
 
@@ -252,9 +262,9 @@ def test_devices_of_a_gpu_machine(gpus):
     find(check, change(with_answers(gpus, {query: None}), root=gpus.root / "none"), "bad", "--instance")
     write(gpus.root, "/none/dev/nvidia0")  # a container that does not show the bus
     find(check, change(gpus, root=gpus.root / "none"), "ok", "8 GPU")
-    find(check, with_answers(gpus, {query: Answer("s", 0, "")}), "bad", "lists no GPU", "dmesg")
+    find(check, with_answers(gpus, {query: ToolOutput("s", 0, "")}), "bad", "lists no GPU", "dmesg")
     two = "".join(recorded("nvidia_smi_gpus.txt").splitlines(keepends=True)[:2]).replace("40960", "[N/A]")
-    find(check, with_answers(gpus, {query: Answer("s", 0, two)}), "bad", "2 GPU", "has 8", "memory unknown", "xid")
+    find(check, with_answers(gpus, {query: ToolOutput("s", 0, two)}), "bad", "2 GPU", "has 8", "memory unknown", "xid")
 
 
 def test_a_machine_without_the_devices_of_its_instance(laptop):
@@ -292,7 +302,7 @@ def test_who_holds_cores_and_what_to_kill(trn1, gpus, laptop):
     )
     assert "90001" not in finding.cure  # neuron-monitor watches, it holds nothing
     find(check, with_answers(trn1, {LS: None}), "skip")
-    find(check, with_answers(trn1, {LS: Answer("l", 0, "[{}]")}), "skip")
+    find(check, with_answers(trn1, {LS: ToolOutput("l", 0, "[{}]")}), "skip")
     busy = with_answers(gpus, {checks_devices.HOLDER_QUERY: said("nvidia_smi_apps.txt")})
     find(check, busy, "warn", "process 41234 (/opt/venv/bin/python, 37 GiB) and 1 more", "kill 41234 41235")
     find(check, with_answers(gpus, {checks_devices.HOLDER_QUERY: None}), "skip")
@@ -301,7 +311,7 @@ def test_who_holds_cores_and_what_to_kill(trn1, gpus, laptop):
 
 def test_an_unnamed_holder_is_named_by_proc(trn1):
     entry = [{"nc_count": 2, "neuron_processes": [{"pid": 7, "command": ""}]}]
-    probe = with_answers(trn1, {LS: Answer("l", 0, json.dumps(entry))})
+    probe = with_answers(trn1, {LS: ToolOutput("l", 0, json.dumps(entry))})
     find(checks_devices.holders, probe, "bad", "7 (?)", "kill 7")
     write(trn1.root, "/proc/7/cmdline", "python\0-m\0train\0")
     find(checks_devices.holders, probe, "bad", "7 (python -m train)")
@@ -324,7 +334,7 @@ def test_efa(trn1, laptop):
     check = checks_devices.efa
     assert len(checks_devices.read_fi_info(recorded("fi_info_efa.txt"))) == 8
     find(check, trn1, "ok", "8 interfaces of 8, libfabric sees all")
-    none = with_answers(trn1, {FI_INFO: Answer("fi_info", 61, "", recorded("fi_info_none.txt"))})
+    none = with_answers(trn1, {FI_INFO: ToolOutput("fi_info", 61, "", recorded("fi_info_none.txt"))})
     find(check, none, "bad", "sees 0", "No data available", "efa_installer.sh")
     find(check, with_answers(trn1, {FI_INFO: None}), "bad", "fi_info is not installed", "/opt/amazon/efa/bin")
     find(check, change(with_answers(trn1, {FI_INFO: None}), num_machines=1), "warn", "a single machine trains without")
@@ -342,7 +352,7 @@ def test_efa(trn1, laptop):
 def test_nccl_without_its_plugin_for_efa(gpus):
     check = checks_devices.efa
     find(check, gpus, "ok", "libfabric sees all")
-    without = with_answers(gpus, {LDCONFIG: Answer("ldconfig", 0, PLUGIN.replace("libnccl-net-ofi", "libnccl"))})
+    without = with_answers(gpus, {LDCONFIG: ToolOutput("ldconfig", 0, PLUGIN.replace("libnccl-net-ofi", "libnccl"))})
     find(check, without, "warn", "no libnccl-net*.so and would use TCP", "a single machine trains without")
     find(check, change(without, num_machines=2), "bad", "aws-ofi-nccl", "LD_LIBRARY_PATH=/opt/amazon/ofi-nccl")
     write(gpus.root, "/opt/mine/libnccl-net.so")
@@ -395,19 +405,19 @@ def test_native_packages_of_a_trn2(trn1):
 def test_driver_and_runtime(trn1, laptop):
     check, text = checks_versions.driver, recorded("dpkg_neuron.txt")
     find(check, trn1, "ok", "driver 2.29.0.0, runtime 2.33.10.0-e2ac4bb8c: SDK 2.31.1")
-    old = with_answers(trn1, {DPKG: Answer("d", 0, text.replace("lib 2.33.10.0", "lib 2.32.31.0"))})
+    old = with_answers(trn1, {DPKG: ToolOutput("d", 0, text.replace("lib 2.33.10.0", "lib 2.32.31.0"))})
     find(check, old, "bad", "driver 2.29 needs runtime 2.33", "aws-neuronx-runtime-lib=2.33.10")
-    odd = with_answers(trn1, {DPKG: Answer("d", 0, text.replace("lib 2.33.10.0", "lib 2.40.1.0"))})
+    odd = with_answers(trn1, {DPKG: ToolOutput("d", 0, text.replace("lib 2.33.10.0", "lib 2.40.1.0"))})
     find(check, odd, "warn", "no SDK of the table", "aws-neuronx-dkms=2.29.0")
-    none = Answer("dpkg-query", 1, "aws-neuronx-tools 2.31.15.0\naws-neuronx-dkms \n", "no packages found matching")
+    none = ToolOutput("dpkg-query", 1, "aws-neuronx-tools 2.31.15.0\naws-neuronx-dkms \n", "no packages found matching")
     find(check, with_answers(trn1, {DPKG: none}), "bad", "aws-neuronx-runtime-lib, aws-neuronx-coll", "apt-get install")
     find(check, with_answers(trn1, {DPKG: None}), "skip", "versions unknown")
     write(trn1.root, "/sys/module/neuron/version", "2.28.0.0\n")  # what is loaded counts, not what is installed
     find(check, trn1, "warn", "driver 2.28.0.0", "no SDK of the table")
     remove(trn1, "/sys/module/neuron/version")
     modinfo = ("modinfo", "-F", "version", "neuron")
-    find(check, with_answers(trn1, {modinfo: Answer("modinfo", 0, "2.29.0.0\n")}), "ok", "SDK 2.31.1")
-    no_driver = Answer("d", 1, text.replace("aws-neuronx-dkms 2.29.0.0\n", ""))
+    find(check, with_answers(trn1, {modinfo: ToolOutput("modinfo", 0, "2.29.0.0\n")}), "ok", "SDK 2.31.1")
+    no_driver = ToolOutput("d", 1, text.replace("aws-neuronx-dkms 2.29.0.0\n", ""))
     find(check, with_answers(trn1, {DPKG: no_driver}), "bad", "no driver is installed", "aws-neuronx-dkms=2.29")
     find(check, laptop, "skip")
 
@@ -503,10 +513,10 @@ def test_clock(trn1, laptop):
     find(check, trn1, "ok", "kept by chrony")
     find(check, with_answers(trn1, {CHRONY: said("chronyc_far_off.txt")}), "bad", "1557.763", "chronyc makestep")
     near = recorded("chronyc_far_off.txt").replace("1557.763061523", "2.5")
-    find(check, with_answers(trn1, {CHRONY: Answer("c", 0, near)}), "warn", "2.5", "chronyc makestep")
+    find(check, with_answers(trn1, {CHRONY: ToolOutput("c", 0, near)}), "warn", "2.5", "chronyc makestep")
     find(check, with_answers(trn1, {CHRONY: said("chronyc_alone.txt")}), "warn", "Not synchronised", "systemctl enable")
     find(check, laptop, "ok", "follows a time server")
-    no = Answer("timedatectl", 0, "NTPSynchronized=no\n")
+    no = ToolOutput("timedatectl", 0, "NTPSynchronized=no\n")
     find(check, with_answers(laptop, {TIMEDATE: no}), "warn", "timedatectl set-ntp true")
     find(check, with_answers(laptop, {TIMEDATE: said("timedatectl_no_systemd.txt", code=1)}), "skip", "--bucket")
 

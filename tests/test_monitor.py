@@ -25,8 +25,8 @@ import pytest
 from running import eventually
 
 from train.telemetry import monitor
-from train.telemetry.monitor import Monitor, Sample, open_monitor
-from train.telemetry.monitor_neuron import Notes, Parser, Reading
+from train.telemetry.monitor import HardwareSample, Monitor, open_monitor
+from train.telemetry.monitor_neuron import LineParser, Notes, Reading
 
 RECORDED = Path(__file__).parent / "recorded" / "monitor"
 PERIOD_S = 0.02
@@ -43,12 +43,12 @@ def recorded(name: str) -> list[bytes]:
 
 
 def parse(name: str, *, num_devices: int = 2, run_tag: str | None = "run_a") -> list[Reading]:
-    parser = Parser(num_devices, run_tag, Notes())
+    parser = LineParser(num_devices, run_tag, Notes())
     result = [parser.parse(line) for line in recorded(name)]
     return [reading for reading in result if reading is not None]
 
 
-def gathered(*readings: Reading) -> Sample:
+def gathered(*readings: Reading) -> HardwareSample:
     """What a monitor says after these readings."""
     watch = Monitor(lambda _stop: iter(()), period_s=1.0)
     for reading in readings:
@@ -67,9 +67,9 @@ def test_machines_added_up_are_one_machine_with_all_devices() -> None:
         gathered(Reading(totals, errors=errors))
         for totals, errors in ((a, Counter(x=2)), (b, Counter(y=1)), (both, Counter(x=2, y=1)))
     )
-    nothing = Sample().values()  # of the ranks that have no monitor
+    nothing = HardwareSample().values()  # of the ranks that have no monitor
     added = [sum(parts) for parts in zip(first.values(), second.values(), nothing, strict=True)]
-    fields = Sample.from_values(added).fields(peak_flops_per_s=95e12)
+    fields = HardwareSample.from_values(added).fields(peak_flops_per_s=95e12)
     assert fields == pytest.approx(one.fields(peak_flops_per_s=95e12))
     assert fields["device_utilisation"] == pytest.approx(1.6 / 3)
     assert fields["hardware_mfu"] == pytest.approx(7e13 / (3 * 95e12))
@@ -78,7 +78,7 @@ def test_machines_added_up_are_one_machine_with_all_devices() -> None:
 
 
 def test_what_has_no_source_is_left_out() -> None:
-    assert Sample().fields(peak_flops_per_s=1e12) == {}
+    assert HardwareSample().fields(peak_flops_per_s=1e12) == {}
     assert gathered(Reading({"device_flops_per_s": (1e12, 1.0)})).fields(peak_flops_per_s=None) == {}
 
 
@@ -157,7 +157,7 @@ def test_runs_are_told_apart_by_their_tag(notes: pytest.LogCaptureFixture) -> No
 
 def test_no_line_whatever_it_holds_stops_the_parser() -> None:
     rng = random.Random(0)
-    parser = Parser(2, "run_a", Notes())
+    parser = LineParser(2, "run_a", Notes())
     odd: list[Any] = [None, True, -1, 1e999, float("nan"), "", "x", [], [None], {}, {"error": 5}, 10**400]
 
     def spoil(value: Any) -> Any:
@@ -271,7 +271,7 @@ def test_garbage_in_the_middle_is_noted_once_and_passed_over(tool: Any, notes: A
 def test_numerical_errors_between_two_readings_are_all_told(tool: Any) -> None:
     bad, good = recorded("numerical")[0], recorded("trn1")[0]
     tool(good, bad, good, bad, bad, *[good] * 5, repeats=False)
-    samples: list[Sample] = []
+    samples: list[HardwareSample] = []
     with opened() as watch:
         eventually(
             lambda: (
@@ -349,7 +349,7 @@ def test_only_the_first_rank_of_a_machine_reads(notes: Any) -> None:
     num_threads = threading.active_count()
     with open_monitor("neuron", num_devices=2, is_first_on_machine=False) as watch:
         assert threading.active_count() == num_threads
-        assert watch.read() == Sample() and watch.alarms() == []
+        assert watch.read() == HardwareSample() and watch.alarms() == []
     assert not notes.records
 
 

@@ -42,7 +42,7 @@ def cards_of(run: Path) -> dict[str, cards.Card]:
     return cards.cards(read_run(run), read_records(run))
 
 
-def beside(*folders: Path) -> list[cards.Row]:
+def beside(*folders: Path) -> list[cards.CardRow]:
     return cards.side_by_side([read_run(folder) for folder in folders], [cards_of(folder) for folder in folders])
 
 

@@ -10,7 +10,7 @@ import csv
 import re
 
 from train.doctor.finding import Finding, bad, ok, skip, warn
-from train.doctor.probe import Answer, Probe
+from train.doctor.probe import Probe, ToolOutput
 from train.host.machine import read_neuron_ls
 
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
@@ -39,7 +39,7 @@ def devices(probe: Probe) -> Finding:
     return ok(f"no accelerator; {probe.num_cpus} CPU cores")
 
 
-def neuron_devices(probe: Probe, answer: Answer) -> Finding:
+def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
     num_files = len(probe.neuron_devices)
     if not num_files:
         cure = "sudo modprobe neuron; if that fails: sudo apt-get install --reinstall aws-neuronx-dkms, then reboot"
@@ -63,7 +63,7 @@ def neuron_devices(probe: Probe, answer: Answer) -> Finding:
     return ok(text)
 
 
-def gpu_devices(probe: Probe, answer: Answer) -> Finding:
+def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
     if answer.is_missing:
         cure = "install NVIDIA's driver (sudo ubuntu-drivers install --gpgpu), then reboot"
         return bad("an NVIDIA GPU is on the bus, nvidia-smi is not installed", cure=cure)
@@ -107,7 +107,7 @@ def holders(probe: Probe) -> Finding:
     return skip("no accelerator")
 
 
-def neuron_holders(probe: Probe, answer: Answer) -> Finding:
+def neuron_holders(probe: Probe, answer: ToolOutput) -> Finding:
     try:
         chips = read_neuron_ls(answer.out)  # ValueError too if it printed nothing
     except ValueError:
@@ -130,7 +130,7 @@ def neuron_holders(probe: Probe, answer: Answer) -> Finding:
     return bad(text, cure=kill(sorted(held)))
 
 
-def gpu_holders(answer: Answer) -> Finding:
+def gpu_holders(answer: ToolOutput) -> Finding:
     if answer.fault:
         return skip(answer.fault)
     rows = read_csv(answer.out)

@@ -23,7 +23,7 @@ TRAINIUM_PCI = ("0x7164", "0x7364")  # trn1, trn2: PCI ids of the Neuron driver'
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolOutput:
     """The output of a tool, or the fact that it is missing or hangs."""
 
     tool: str
@@ -49,12 +49,12 @@ class Answer:
         return None
 
 
-def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> Answer:
+def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
     """Run a tool, which is looked for on the PATH and in the folders of Neuron and EFA."""
     tool = command[0]
     path = shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), *TOOL_FOLDERS]))
     if path is None:
-        return Answer(tool)
+        return ToolOutput(tool)
     try:
         process = subprocess.Popen(
             [path, *command[1:]],
@@ -66,21 +66,21 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> Answer:
             env={**os.environ, "LC_ALL": "C"},
         )
     except OSError as error:  # it is there, but cannot be executed
-        return Answer(tool, code=126, error=error.strerror or str(error))
+        return ToolOutput(tool, code=126, error=error.strerror or str(error))
     try:
         out, error_text = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         # subprocess.run would wait after the kill, without end for a process that sleeps in a driver.
         process.kill()
-        return Answer(tool, waited_s=timeout_s)
-    return Answer(tool, process.returncode, out, error_text)
+        return ToolOutput(tool, waited_s=timeout_s)
+    return ToolOutput(tool, process.returncode, out, error_text)
 
 
 @dataclass(frozen=True)
 class Probe:
     """One machine, and what the user means to run on it."""
 
-    ask: Callable[..., Answer]  # ask("neuron-ls", "-j")
+    ask: Callable[..., ToolOutput]  # ask("neuron-ls", "-j")
     versions: Mapping[str, str] = field(default_factory=dict)  # installed packages
     environ: Mapping[str, str] = field(default_factory=dict)
     root: Path = Path("/")

@@ -232,7 +232,7 @@ def faults(summary: Summary) -> Card | None:
 
 
 @dataclass(frozen=True)
-class Row:
+class CardRow:
     """One card of each run."""
 
     name: str
@@ -241,7 +241,7 @@ class Row:
     ratios: list[str]  # to the first run
 
 
-def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> list[Row]:
+def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> list[CardRow]:
     """A row for each card that a run has, with the best value marked where the runs can be compared by it. `of_runs`:
     the cards of each run.
     """
@@ -251,7 +251,7 @@ def side_by_side(runs: Sequence[Run], of_runs: Sequence[dict[str, Card]]) -> lis
         keys = [card.key if card is not None else "" for card in cells]
         ratios = [times(run, runs[0], key) if key else "" for run, key in zip(runs, keys, strict=True)]
         if any(cells):
-            rows.append(Row(title, cells, best_of(cells), ratios))
+            rows.append(CardRow(title, cells, best_of(cells), ratios))
     return rows
 
 

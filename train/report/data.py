@@ -24,7 +24,7 @@ Table = list[list[str]]  # the first row is the header
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitFacts:
     """A prepared split, as training or evaluation uses it. None is unknown."""
 
     name: str
@@ -69,14 +69,14 @@ class Evaluated:
             raise BadContent(f"the confusion of {len(self.labels)} labels is no square")
 
 
-Part = TypeVar("Part", Split, Evaluated)
+Facts = TypeVar("Facts", SplitFacts, Evaluated)
 
 
 @dataclass(frozen=True)
 class Records:
     labels: list[str]
     lengths: list[float]  # that batches are padded to, in tokens
-    splits: list[Split]
+    splits: list[SplitFacts]
     step: int | None  # of the evaluation
     evaluated: list[Evaluated]
 
@@ -91,7 +91,7 @@ def read_records(run: Path) -> Records | None:
         data = read_mapping(path, parse)
         labels = of_type(list[str], data.get("labels", []), "labels")
         lengths = of_type(list[float], data.get("lengths", []), "lengths")
-        splits = parts(Split, tables_of(data))
+        splits = parts(SplitFacts, tables_of(data))
         path = run / "evaluation.json"
         evaluation = read_mapping(path, parse)
         step = of_type(int | None, evaluation.get("step"), "step")
@@ -126,7 +126,7 @@ def tables_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def parts(kind: type[Part], tables: dict[str, dict[str, Any]]) -> list[Part]:
+def parts(kind: type[Facts], tables: dict[str, dict[str, Any]]) -> list[Facts]:
     """Make each split: training and validation first, the others by name. Fields that `kind` lacks are dropped."""
     names = sorted(tables, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
     known = {item.name for item in fields(kind)}

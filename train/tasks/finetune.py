@@ -248,7 +248,7 @@ class FineTuning(ABC):
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Some validation examples, as `python -m train.predict` answers them."""
         from train.tasks.predictor import Host, Trained  # it imports this file
-        from train.tasks.samples import candidates, mixed
+        from train.tasks.sample_choice import candidates, mixed
 
         trained, host = Trained.of(Origin(str(export), (self.cfg, run), self.data), self.seq_len), Host()
         examples, target = self.tables.examples("validation"), trained.featurizer.kind.target

@@ -10,7 +10,7 @@ from tqdm import tqdm
 logger = logging.getLogger("train")
 
 
-class Console:
+class RunConsole:
     def __init__(self, *, step: int, total_steps: int, is_first_rank: bool) -> None:
         self.total_steps, self.width = total_steps, len(str(total_steps))
         self.bar = tqdm(

@@ -21,9 +21,9 @@ from train.host import machine
 from train.host.memory import own_peak_bytes
 from train.run_folder.folder import RunFolder
 from train.telemetry.bubble import Bubble
-from train.telemetry.console import Console
+from train.telemetry.console import RunConsole
 from train.telemetry.journal import Journal
-from train.telemetry.monitor import Monitor, Sample
+from train.telemetry.monitor import HardwareSample, Monitor
 from train.telemetry.profile import Profiler
 from train.telemetry.stragglers import Stragglers
 
@@ -62,7 +62,7 @@ class Sums(NamedTuple):
     wait_s: float  # mean of the ranks
     works_s: list[float]  # [world_size]
     bubble: dict[str, float]  # fields of the line
-    sample: Sample
+    sample: HardwareSample
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Recorder:
         if is_first_rank:
             self.journal = Journal(self.folder, first_step=step + 1, tensorboard=self.cfg.tensorboard)
         self.profiler = Profiler(self.cfg, self.folder, self.backend) if is_first_rank and self.cfg.profile else None
-        self.console = Console(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
+        self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -209,7 +209,7 @@ class Recorder:
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
         loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
         window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to a little less
-        bubble, sample = self.bubble.see(passes_s, span_s), Sample.from_values(others[world.size :])
+        bubble, sample = self.bubble.see(passes_s, span_s), HardwareSample.from_values(others[world.size :])
         return Sums(loss_sum / (window.count or 1.0), wait_s, others[: world.size], bubble, sample)
 
     def _time_step(self) -> None:

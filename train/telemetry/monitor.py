@@ -38,7 +38,7 @@ Source = Callable[[threading.Event], Iterator[Reading]]  # a reading about every
 
 
 @dataclass(frozen=True)
-class Sample:
+class HardwareSample:
     """The readings since the last sample. The sample of all machines is the sum of theirs, value by value."""
 
     totals: Totals = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Sample:
         return [number for name in NAMES for number in self.totals.get(name, (0.0, 0.0))] + [self.num_alarms]
 
     @classmethod
-    def from_values(cls, values: Sequence[float]) -> Sample:
+    def from_values(cls, values: Sequence[float]) -> HardwareSample:
         pairs = {name: (values[2 * index], values[2 * index + 1]) for index, name in enumerate(NAMES)}
         return cls({name: pair for name, pair in pairs.items() if pair[1]}, values[-1])
 
@@ -121,7 +121,7 @@ class Monitor:
                 self.waiting.update(reading.errors)
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
-    def read(self) -> Sample:
+    def read(self) -> HardwareSample:
         """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
         with self.lock:
             totals = {name: (total / time_s, num / time_s) for name, (total, num, time_s) in self.spans.items()}
@@ -129,7 +129,7 @@ class Monitor:
             if self.counts_errors or self.num_errors:
                 totals["device_errors"] = (self.num_errors, 1.0)
             self.spans, self.num_errors = {}, 0
-            return Sample(totals, float(len(self.waiting)))
+            return HardwareSample(totals, float(len(self.waiting)))
 
     def alarms(self) -> list[str]:
         """The alarms since the last call, one line each."""

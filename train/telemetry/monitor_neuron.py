@@ -71,7 +71,7 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
     NEURON_PROCESS_TAG of its processes.
     """
     note = Notes()
-    parsed = map(Parser(num_devices, run_tag, note).parse, lines(stop, period_s=period_s, note=note))
+    parsed = map(LineParser(num_devices, run_tag, note).parse, lines(stop, period_s=period_s, note=note))
     return (reading for reading in parsed if reading is not None)
 
 
@@ -152,7 +152,7 @@ def tool_config(period_s: float) -> dict[str, Any]:
 
 
 @dataclass
-class Parser:
+class LineParser:
     """Lines to readings. Any group may be missing, null or carry an error: then its values are unknown."""
 
     num_devices: int  # a core in use is listed, an idle one may not be

@@ -186,8 +186,8 @@ class MaskedLMTask:
     @torch.inference_mode()
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Validation sequences whose hidden tokens are all masked, on the host."""
-        from train.tasks.mlm.samples import Spelling, blanks_of
-        from train.tasks.samples import spread
+        from train.tasks.mlm.blanks import Spelling, blanks_of
+        from train.tasks.sample_choice import spread
 
         info, rows = self.manifest.tokenizer, MaskedRows(self.data.split("validation"), self.masker, is_training=False)
         drawn = rows.draw(spread(self.eval_rows, most)[None])["inputs"]
