@@ -91,8 +91,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self.world = self.backend.world
-        # Ranks that see the same rows count them once between them.
-        self.share = self.engine.data_size / self.world.size
+        self.share = self.engine.data_size / self.world.size  # ranks that see the same rows count them once
         split, hosts = self.cfg.parallel, self.world.all_gather_object(platform.node())
         self.bubble = Bubble(split.bubble)
         stages = [rank % split.num_stages for rank in range(self.world.size)]
