@@ -64,13 +64,15 @@ class ColumnsConfig:
     question: str = "question"  # this one and those below are for question answering
     context: str = "context"
     answers: str = "answers"
+    tokens: str = "tokens"  # this one and the next are for named entities: lists of words, and of their tags
+    tags: str = "tags"
 
 
 @dataclass(kw_only=True)
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = "auto"  # csv | jsonl | parquet | squad | hub | saved (datasets' save_to_disk, raw or prepared) | auto
+    format: str = "auto"  # csv | jsonl | parquet | squad | conll | hub | saved (by datasets' save_to_disk) | auto
     name: str | None = None  # configuration of a Hub data set
     revision: str | None = None  # commit of a Hub data set, so that the data stays the same
     train: str | None = None  # file, glob below path, or split; None: path itself, or the split "train"
@@ -100,7 +102,7 @@ class RecordsConfig(DataConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # command lines have no tab
-        formats = ("auto", "csv", "jsonl", "parquet", "squad", "hub", "saved")
+        formats = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")
         check_choice("data.format", self.format, formats)
         check_positive("data.", self, "max_train_examples", "max_validation_examples")
         check_at_least("data.", self, max_bad_rows=0)

@@ -320,17 +320,10 @@ def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> No
         f"seq_len={seq_len} is longer than the model's {positions} positions; raise model.max_positions or "
         "prepare shorter sequences",
     )
-    # About the sizes of any encoder, whatever its architecture calls them.
-    shape = Shape(
-        model_type=config.model_type,
-        vocab_size=size_of(config, "vocab_size"),
-        hidden_size=config.hidden_size,
-        intermediate_size=size_of(config, "intermediate_size"),
-        num_hidden_layers=size_of(config, "num_layers"),
-        max_position_embeddings=size_of(config, "max_positions"),
-        embedding_size=size_of(config, "embedding_size"),
-        num_hidden_groups=getattr(config, "num_hidden_groups", 1),
-    )
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_positions", "embedding_size")
+    vocab, hidden, ffn, layers, positions, embedding = (size_of(config, name) for name in names)
+    groups = getattr(config, "num_hidden_groups", 1)  # of ALBERT
+    shape = Shape(config.model_type, vocab, hidden, ffn, layers, positions, 2, embedding, groups)
     needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
     sizes = ", ".join(f"{ours} {value}" for ours in SIZES if "dropout" not in ours and (value := size_of(config, ours)))
     check(

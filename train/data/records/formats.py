@@ -13,6 +13,7 @@ from train.config import ColumnsConfig, RecordsConfig, S3Config, check
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.rows import BATCH_ROWS, Values, csv_dialect, csv_rows, json_rows, open_parquet
 from train.data.files.text import open_text
+from train.data.records.conll import conll_rows
 from train.data.records.saved import load_saved
 from train.data.records.sources import (
     FILE_FORMATS,
@@ -75,10 +76,13 @@ def file_table(file: File, cfg: RecordsConfig, wanted: Collection[str], scratch:
 
     def rows() -> Iterator[LocatedRow]:
         with open_text(path, cfg.encoding) as (text, _):
-            lines = csv_lines(text, name, cfg) if form == "csv" else json_rows(text, cfg.encoding)
+            if form == "csv":
+                lines = csv_lines(text, name, cfg)
+            else:
+                lines = (conll_rows if form == "conll" else json_rows)(text, cfg.encoding)
             yield from ((f"{name}:{number}", row) for number, row in lines)
 
-    return Table(name, rows)
+    return Table(name, rows, keys=ColumnsConfig() if form == "conll" else None)
 
 
 def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
@@ -143,7 +147,8 @@ def present(wanted: Collection[str], columns: list[str]) -> list[str]:
 
 
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
-    return {name: item.names for name, item in features.items() if isinstance(item, datasets.ClassLabel)}
+    inner = {name: getattr(item, "feature", item) for name, item in features.items()}  # of a list, that of its items
+    return {name: item.names for name, item in inner.items() if isinstance(item, datasets.ClassLabel)}
 
 
 def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:

@@ -29,12 +29,13 @@ class RowKind:
 
     name: str  # the task's
     columns: dict[str, Any]  # keys of data.columns that the task reads, with their types in a table
-    read: Callable[[Row], dict[str, str]]  # the texts of a row by key; BadRow if they cannot be used
+    read: Callable[[Row], dict[str, Any]]  # the texts of a row by key; BadRow if they cannot be used
     target: str  # the key of what is to be predicted, which new rows may lack
     split_by: str  # the key of the text that stays in one split
     tokens: dict[str, Any]  # columns of a row of tokens beside TOKENS, with their types
     # From the target's value, the texts, and whether the row is to be learnt from; None: the target is a label's name.
-    read_target: Callable[[Any, dict[str, str], bool], Any] | None = None
+    read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
+    check_each: Callable[[str], None] | None = None  # the target is a list of labels, each checked; BadRow
     has_unique_ids: bool = False
 
     def columns_of(self, columns: ColumnsConfig) -> dict[str, str]:
@@ -84,6 +85,16 @@ class Row:
         if not isinstance(value, str):
             raise BadRow(f"{column} holds {value!r:.40} ({type(value).__name__}), not a string")
         return self.checked(value)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings, none of them blank. BadRow if it is none."""
+        values, column = self.value(key), self.columns[key]
+        if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
+            raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")
+        blank = next((number for number, text in enumerate(values, 1) if not text.strip()), None)
+        if blank:
+            raise BadRow(f"{column}: item {blank} is empty")
+        return [self.checked(text) for text in values]
 
     def id(self) -> str:
         name = plain(self.value("id"))

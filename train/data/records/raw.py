@@ -58,7 +58,8 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         dropped[split].check()
         labels = labels or (names.in_order() if has_labels else [])
         if labels:
-            table = table.cast_column(kind.target, datasets.ClassLabel(names=labels))
+            label = datasets.ClassLabel(names=labels)
+            table = table.cast_column(kind.target, datasets.List(label) if kind.check_each else label)
         splits |= hold_out(table, cfg, kind, seed) if split == "train" and cfg.validation is None else {split: table}
     dropped = {split: dropped.get(split, Dropped(split, 0)) for split in splits}
     counts = {split: len(table) for split, table in splits.items()}
@@ -95,7 +96,8 @@ def write_table(rows: Iterable[dict[str, Any]], cfg: RecordsConfig, kind: RowKin
 
 def hold_out(table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int) -> dict[str, datasets.Dataset]:
     """Rows for training and rows held out; those with the same text stay together."""
-    texts = (text for batch in table.iter(BATCH_ROWS) for text in batch[kind.split_by])
+    values = (value for batch in table.iter(BATCH_ROWS) for value in batch[kind.split_by])
+    texts = (value if isinstance(value, str) else " ".join(value) for value in values)
     is_held_out = np.array([text_uniform(text, seed)[0] < cfg.validation_fraction for text in texts], bool)
     return {
         "train": table.select(np.flatnonzero(~is_held_out)),
@@ -135,7 +137,7 @@ def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dr
 def check_classes(table: datasets.Dataset, kind: RowKind, labels: list[str]) -> None:
     numbers = np.unique(column(table, kind.target))
     what = f"train: all {len(table):,} rows have the label {labels[numbers[0]]}"
-    check(len(numbers) > 1, f"{what}, there is nothing to learn; is data.columns.label right?")
+    check(len(numbers) > 1, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
 
 
 def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) -> datasets.Dataset:

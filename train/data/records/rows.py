@@ -71,7 +71,7 @@ class LabelNames:
             some = ", ".join(self.known[:SHOWN_LABELS]) + (", ..." if len(self.known) > SHOWN_LABELS else "")
             raise BadRow(f"unknown label {key[:40]}; the labels are {some}")
         self.seen.add(name)
-        many = f"the data holds more than {MAX_LABELS} different labels, is data.columns.label right? as {name[:40]}"
+        many = f"the data holds more than {MAX_LABELS} different labels, is data.columns right? as {name[:40]}"
         check(bool(self.known) or len(self.seen) <= MAX_LABELS, many)
         return name
 
@@ -126,11 +126,35 @@ def target_of(
             return {}
         return {kind.target: kind.read_target(value, example, not is_new)}
     try:
-        return {kind.target: labels.of(value, names)}
+        if kind.check_each is None:
+            return {kind.target: labels.of(value, names)}
+        return {kind.target: labels_of_each(value, example[kind.split_by], kind, labels, names)}
     except BadRow:
         if not is_new:
             raise
         return {kind.target: None}
+
+
+def labels_of_each(
+    values: Any, items: Sequence[str], kind: RowKind, labels: LabelNames, names: Sequence[str] | None
+) -> list[str] | None:
+    """The labels of all `items` of a row; None if data.label_map leads one of them to null."""
+    assert kind.check_each is not None
+    if not isinstance(values, list) or len(values) != len(items):
+        raise BadRow(f"{len(items)} words need a list of as many tags, not {values!r:.40}")
+    found: list[str] = []
+    for number, (item, value) in enumerate(zip(items, values, strict=True), 1):
+        try:
+            if not plain(value).isprintable():
+                raise BadRow(f"the tag {value!r:.40} has control characters")
+            label = labels.of(value, names)
+            if label is None:
+                return None
+            kind.check_each(label)
+        except BadRow as bad:
+            raise BadRow(f"word {number}, {item!r:.40}: {bad}") from None
+        found.append(label)
+    return found
 
 
 def with_columns(needed: dict[str, str], table: Table) -> Iterator[LocatedRow]:

@@ -24,8 +24,8 @@ from train.storage.schema import RelativePath, checked
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")  # .gz may follow
-FILE_FORMATS = ("csv", "jsonl", "parquet", "squad")
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll")  # .gz may follow
+FILE_FORMATS = ("csv", "jsonl", "parquet", "squad", "conll")
 SAVED_MARKS = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of save_to_disk
 MAX_LISTED = 5  # files named in an error
 # Settings that leave the rows as they are.

@@ -17,9 +17,10 @@ STEP = 16  # suggested lengths are multiples of it, as matrix units like them
 
 
 def column(table: Dataset, name: str) -> np.ndarray:
-    """[rows]: a column of numbers."""
-    values: np.ndarray = table.select_columns(name).with_format("arrow")[:].column(name).to_numpy()
-    return values
+    """[rows]: a column of numbers; of lists of numbers, those of all rows in one."""
+    values = table.select_columns(name).with_format("arrow")[:].column(name).combine_chunks()
+    numbers: np.ndarray = (values.flatten() if hasattr(values.type, "value_type") else values).to_numpy()
+    return numbers
 
 
 def facts_of_split(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from pyarrow import ChunkedArray
 
-LABELS = "labels"  # the input that holds the class of a row, where rows have one
+LABELS = "labels"  # the input that holds the class of a row, or of each of its tokens, where rows have one
 
 
 class Lists:
@@ -81,11 +81,13 @@ class TokenRows:
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
         self.second_at = arrow.column("second_at").to_numpy()
-        self.values = {name: arrow.column(column).to_numpy() for name, column in self.columns.items()}
+        named = {name: arrow.column(column) for name, column in self.columns.items()}
+        self.lists = {name: Lists(column) for name, column in named.items() if hasattr(column.type, "value_type")}
+        self.values = {name: column.to_numpy() for name, column in named.items() if name not in self.lists}
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for loader processes that are not forked: the table is sent as the names of its files."""
-        derived = ("tokens", "row_lengths", "second_at", "values")
+        derived = ("tokens", "row_lengths", "second_at", "values", "lists")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,10 +99,10 @@ class TokenRows:
 
     def draw(self, items: np.ndarray) -> Batch:
         """The batch of items [K, B] (`bucket * 2**48 + epoch * rows + row`, see buckets.py) of one bucket of S tokens:
-        input_ids, attention_mask, token_type_ids [K, B, S] and the columns [K, B], all int64.
+        input_ids, attention_mask, token_type_ids [K, B, S] and the columns, [K, B] or of lists [K, B, S], all int64.
 
-        PADDING is row 0 with IGNORE_INDEX in its columns. "count" is the rows that have a label (all, where there are
-        no `labels`), or the sum of their weights; "tokens" the tokens without padding.
+        PADDING is row 0 with IGNORE_INDEX in its columns. "count" is the labels (the rows, where there are no
+        `labels`), or the sum of their weights; "tokens" the tokens without padding.
         """
         plain, bucket = parts_of(items)
         is_padding = (plain == PADDING).ravel()
@@ -123,6 +125,11 @@ class TokenRows:
         }
         for name, values in self.values.items():
             inputs[name] = np.where(is_padding, IGNORE_INDEX, values[rows].astype(np.int64))
+        for name, lists in self.lists.items():
+            inputs[name] = np.full((len(rows), seq_len), IGNORE_INDEX, np.int64)
+            for number, values_of_row in enumerate(lists.take(rows)):
+                if not is_padding[number]:
+                    inputs[name][number, : len(values_of_row)] = values_of_row
         shape = items.shape
         counts = self._counts(is_padding, inputs.get(LABELS)).reshape(shape).sum(1)
         tokens_each = np.where(is_padding, 0, lengths).reshape(shape).sum(1)
@@ -135,5 +142,5 @@ class TokenRows:
             return (~is_padding).astype(np.float64)
         has_label = labels != IGNORE_INDEX
         if self.weights is None:
-            return has_label.astype(np.float64)
+            return has_label.reshape(len(labels), -1).sum(1).astype(np.float64)
         return np.where(has_label, np.asarray(self.weights, np.float64)[np.where(has_label, labels, 0)], 0.0)
