@@ -37,7 +37,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "setup: making $(VENV) with $$($(PYTHON) --version) (downloads about 3 GB the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed 's/^\(torch==[0-9.]*\)$$/\1$(TORCH_BUILD)/' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(VENV)/constraints.txt -e '.[xla,report,ner,dev]'
 	@touch $@
 	@echo "setup: done"
 

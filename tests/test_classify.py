@@ -19,7 +19,7 @@ from train.tasks import build_task
 from train.tasks.classify import ClassifyConfig
 from train.tasks.classify.scores import summary, tables
 from train.tasks.classify.task import ClassifyFeaturizer, class_weights, probabilities
-from train.tasks.finetune import lengths_up_to
+from train.tasks.texts import lengths_up_to
 
 LABELS = ["bad", "fair", "good"]
 

@@ -16,8 +16,7 @@ from train.backend.ddp import DDP
 from train.backend.guards import watch_masks
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
 from train.models.encoder import build_masked_lm
-from train.models.heads import Classifier, SpanReader, build_with_head
-from train.tasks.finetune import logits_of
+from train.models.heads import Classifier, SpanReader, build_with_head, logits_of
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]

@@ -27,9 +27,9 @@ from train.data.records.tables import open_tables
 from train.host.processes import owner_name
 from train.storage.folders import sha256_file, sha256_json
 from train.tasks.classify.task import CLASSIFY_ROWS
-from train.tasks.finetune import lengths_up_to
 from train.tasks.qa import QAConfig
 from train.tasks.qa.windows import QAFeaturizer, qa_rows
+from train.tasks.texts import lengths_up_to
 
 WORDS = "good bad day sun rain very so and the not".split()
 SEQ_LEN, ROWS = 16, 1200

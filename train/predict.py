@@ -121,7 +121,7 @@ def read_rows(options: argparse.Namespace, trained: Trained, s3: S3Config) -> It
                 f"{flags([f'{name}_column' if options.input else name])}",
             )
     if options.input is None:
-        return iter([{"id": "0", **given}])
+        return iter([{"id": "0", **trained.predictor.row_of(given)}])
     form = options.format or ("auto" if is_named(options.input) else origin.data.format)
     data = replace(origin.data, format=form)
     return read_texts(data, trained.featurizer.kind, options.input, s3, labels=trained.labels)
@@ -157,7 +157,7 @@ def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
     chars = 0
     for row in rows:
         chunk.append(row)
-        chars += sum(len(value) for value in row.values() if isinstance(value, str))
+        chars += sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
         if len(chunk) == ROWS_AT_ONCE or chars >= CHARS_AT_ONCE:
             yield chunk
             chunk, chars = [], 0
@@ -195,12 +195,16 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
 
 
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
-    """Rows without what a table cannot hold; a column for the probability of each label."""
+    """Rows without what a table cannot hold; a column for the probability of each label. Lists are JSON."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:
         shares = line.get("probabilities", {})
-        writer.writerow({**line, **{f"probability_{label}": share for label, share in shares.items()}})
+        cells = {
+            key: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+            for key, value in line.items()
+        }
+        writer.writerow({**cells, **{f"probability_{label}": share for label, share in shares.items()}})
     return text.getvalue().encode()
 
 
@@ -214,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet or SQuAD, s3:// too")
+    what.add_argument("--input", metavar="FILE", help="CSV, TSV, JSON lines, Parquet, SQuAD or CoNLL, s3:// too")
     firsts = {next(iter(prediction.inputs)) for prediction in PREDICTIONS}
     for name, text in INPUTS.items():
         (what if name in firsts else parser).add_argument(flags([name]), metavar="TEXT", help=text)
@@ -225,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto (CUDA if there is any), cpu or cuda")
     parser.add_argument("--precision", help="fp32, bf16 or auto (the run's, or auto: bf16 where the hardware has it)")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the longest sequence (the run's, or all)")
-    parser.add_argument("--format", help="of an input whose name does not show it: csv, jsonl, parquet, squad")
+    parser.add_argument("--format", help="of an input whose name does not show it: csv, jsonl, parquet, squad, conll")
     for name in COLUMNS:
         flag = flags([f"{name}_column"])
         parser.add_argument(flag, metavar="NAME", help=f"of the input, for data.columns.{name}; empty: the default")
@@ -244,7 +248,7 @@ def check_flags(options: argparse.Namespace) -> Path | None:
     check(ok, f"{flags(given)}: these flags do not go together; give {', or '.join(ways)}, or --input alone")
     check(options.device != "neuron", "--device neuron: train.predict runs on the CPU and CUDA devices")
     if options.format is not None:
-        check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad"))
+        check_choice("--format", options.format, ("csv", "jsonl", "parquet", "squad", "conll"))
     return None if options.output is None else check_output(options.output, options.input)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from train.config import ModelConfig, check
@@ -35,6 +35,12 @@ class PaddedEncoder(Network):
         """The logits of the head, from the output of the model of transformers."""
         logits: Tensor = output.logits
         return logits
+
+
+def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The output of a PaddedEncoder for a batch, which has no mask if it has no padding."""
+    logits: Tensor = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["token_type_ids"])
+    return logits
 
 
 class Classifier(PaddedEncoder):

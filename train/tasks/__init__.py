@@ -7,7 +7,7 @@ without torch: the functions of the spec import the modules that need it.
 from __future__ import annotations
 
 from train.config import TaskConfig, TrainConfig, check, check_choice
-from train.tasks import classify, mlm, qa
+from train.tasks import classify, mlm, ner, qa
 from train.tasks.spec import Task, TaskSpec
 
 __all__ = ["TASKS", "Task", "TaskSpec", "build_task", "spec_of"]
@@ -16,6 +16,7 @@ TASKS: dict[str, TaskSpec] = {
     "mlm": mlm.SPEC,
     "classify": classify.SPEC,
     "qa": qa.SPEC,
+    "ner": ner.SPEC,
 }
 
 

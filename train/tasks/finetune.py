@@ -8,108 +8,41 @@ import json
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import concatenate_datasets
-from torch import Tensor, nn
+from torch import nn
 
-from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
+from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.records.kinds import Featurizer
 from train.data.records.table_facts import padding_share
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
-from train.data.shards.cache import cache_dir
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
-from train.models.encoder import check_fits, model_config, most_positions
 from train.models.heads import PaddedEncoder
-from train.models.source import resolved, task_tokenizer
 from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
+from train.tasks.predictor import Host, Trained
+from train.tasks.sample_choice import candidates, mixed
 from train.tasks.spec import Origin
+from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The output of a PaddedEncoder for a batch, which has no mask if it has no padding."""
-    logits: Tensor = model(inputs["input_ids"], inputs.get("attention_mask"), inputs["token_type_ids"])
-    return logits
-
-
 def mean_loss(rows: np.ndarray) -> float:
     """The mean loss of statistics [rows, n] that begin with the loss."""
     return float(rows[:, 0].mean(dtype=np.float64))
-
-
-# ---- sizes ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model that is to be built, its tokenizer, and the lengths that batches are padded to."""
-
-    model: ModelConfig  # its weights and tokenizer are on this machine or at the Hub
-    tokenizer: PreTrainedTokenizerFast
-    lengths: tuple[int, ...]  # tokens, rising
-
-    @staticmethod
-    def of(cfg: TrainConfig) -> Sizes:
-        """InputError if model, tokenizer and lengths do not go together."""
-        assert isinstance(cfg.data, RecordsConfig)
-        model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
-        sizes = Sizes.read(model, cfg.seq_len)
-        check_fits(sizes.config, vocab_size=len(sizes.tokenizer), seq_len=sizes.seq_len)
-        return replace(sizes, lengths=lengths_up_to(sizes.seq_len, cfg.data.lengths))
-
-    @staticmethod
-    def read(model: ModelConfig, seq_len: int | None) -> Sizes:
-        """Sizes with one length: `seq_len`, or all that the model can read. InputError for a tokenizer that cannot be
-        loaded.
-        """
-        sizes = Sizes(model, task_tokenizer(model), ())
-        longest = seq_len or most_positions(sizes.config)
-        if not longest:
-            raise InputError(f"{sizes.config.model_type} sets no longest sequence: set seq_len")
-        return replace(sizes, lengths=(longest,))
-
-    @property
-    def seq_len(self) -> int:
-        return self.lengths[-1]
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """transformers' configuration of the encoder. InputError if there is none."""
-        return model_config(self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id)
-
-    @property
-    def fit(self) -> dict[str, int]:
-        """The arguments of the functions of train.models.heads."""
-        return {
-            "vocab_size": len(self.tokenizer),
-            "pad_id": self.tokenizer.pad_token_id,
-            "seq_len": self.seq_len,
-        }
-
-
-def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """`lengths` and seq_len as the last one. InputError if one is longer."""
-    longest = max(lengths, default=0)
-    check(longest <= seq_len, f"data.lengths has {longest}, which is more than seq_len={seq_len}")
-    return (*(length for length in lengths if length < seq_len), seq_len)
-
-
-# ---- the task ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -247,9 +180,6 @@ class FineTuning(ABC):
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Some validation examples, as `python -m train.predict` answers them."""
-        from train.tasks.predictor import Host, Trained  # it imports this file
-        from train.tasks.sample_choice import candidates, mixed
-
         trained, host = Trained.of(Origin(str(export), (self.cfg, run), self.data), self.seq_len), Host()
         examples, target = self.tables.examples("validation"), trained.featurizer.kind.target
         rows = list(candidates(examples, most, target=target, labels=trained.labels))

@@ -20,11 +20,11 @@ from train.config import ModelConfig, TaskConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.kinds import TOKENS, Featurizer
 from train.data.records.token_rows import TokenRows
-from train.models.heads import PaddedEncoder
+from train.models.heads import PaddedEncoder, logits_of
 from train.run_folder.samples import Sample
 from train.tasks import TASKS, spec_of
-from train.tasks.finetune import Sizes, logits_of
 from train.tasks.spec import Origin, Prediction
+from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -165,6 +165,11 @@ class Predictor(ABC):
         result = np.empty_like(gathered)
         result[order] = gathered
         return result
+
+    @staticmethod
+    def row_of(texts: dict[str, str]) -> dict[str, Any]:
+        """The row that the texts of flags mean, by column."""
+        return dict(texts)
 
     @staticmethod
     @abstractmethod

@@ -23,10 +23,13 @@ def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[st
     """Rows of the whole table, as `train.data.records.raw.read_texts` gives them, without those that are too long."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
-        chars = sum(len(value) for value in row.values() if isinstance(value, str))
+        chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
         if num_chars + chars <= MOST_CHARS_READ:
             num_chars += chars
-            yield {**row, target: labels[row[target]] if labels else row[target]}
+            value = row[target]
+            if labels:
+                value = [labels[each] for each in value] if isinstance(value, list) else labels[value]
+            yield {**row, target: value}
 
 
 def mixed(judged: Sequence[Sample], most: int) -> list[Sample]:

@@ -1,13 +1,77 @@
-"""What featurizers share: token ids from the encodings of a fast tokenizer."""
+"""What the tasks that read texts share: the sizes of model and batches, and token ids from a fast tokenizer."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
+from train.data.shards.cache import cache_dir
+from train.models.encoder import check_fits, model_config, most_positions
+from train.models.source import resolved, task_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model that is to be built, its tokenizer, and the lengths that batches are padded to."""
+
+    model: ModelConfig  # its weights and tokenizer are on this machine or at the Hub
+    tokenizer: PreTrainedTokenizerFast
+    lengths: tuple[int, ...]  # tokens, rising
+
+    @staticmethod
+    def of(cfg: TrainConfig) -> Sizes:
+        """InputError if model, tokenizer and lengths do not go together."""
+        assert isinstance(cfg.data, RecordsConfig)
+        model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
+        sizes = Sizes.read(model, cfg.seq_len)
+        check_fits(sizes.config, vocab_size=len(sizes.tokenizer), seq_len=sizes.seq_len)
+        return replace(sizes, lengths=lengths_up_to(sizes.seq_len, cfg.data.lengths))
+
+    @staticmethod
+    def read(model: ModelConfig, seq_len: int | None) -> Sizes:
+        """Sizes with one length: `seq_len`, or all that the model can read. InputError for a tokenizer that cannot be
+        loaded.
+        """
+        sizes = Sizes(model, task_tokenizer(model), ())
+        longest = seq_len or most_positions(sizes.config)
+        if not longest:
+            raise InputError(f"{sizes.config.model_type} sets no longest sequence: set seq_len")
+        return replace(sizes, lengths=(longest,))
+
+    @property
+    def seq_len(self) -> int:
+        return self.lengths[-1]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """transformers' configuration of the encoder. InputError if there is none."""
+        return model_config(self.model, vocab_size=len(self.tokenizer), pad_id=self.tokenizer.pad_token_id)
+
+    @property
+    def fit(self) -> dict[str, int]:
+        """The arguments of the functions of train.models.heads."""
+        return {
+            "vocab_size": len(self.tokenizer),
+            "pad_id": self.tokenizer.pad_token_id,
+            "seq_len": self.seq_len,
+        }
+
+
+def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    """`lengths` and seq_len as the last one. InputError if one is longer."""
+    longest = max(lengths, default=0)
+    check(longest <= seq_len, f"data.lengths has {longest}, which is more than seq_len={seq_len}")
+    return (*(length for length in lengths if length < seq_len), seq_len)
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
 
 
 class TextFeaturizer:

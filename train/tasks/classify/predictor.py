@@ -13,8 +13,8 @@ from train.models.heads import Classifier, build_with_head
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import scores
 from train.tasks.classify.task import COLUMNS, ClassifyFeaturizer, predicted, probabilities, statistics
-from train.tasks.finetune import Sizes
 from train.tasks.predictor import Predictor, Trained
+from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -19,10 +19,10 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
-from train.models.heads import Classifier, build_with_head, check_labels
+from train.models.heads import Classifier, build_with_head, check_labels, logits_of
 from train.tasks.classify import ClassifyConfig, scores
-from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
-from train.tasks.texts import TextFeaturizer, second_at
+from train.tasks.finetune import FineTuning, Split, json_lines, mean_loss
+from train.tasks.texts import Sizes, TextFeaturizer, second_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

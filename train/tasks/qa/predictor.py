@@ -13,12 +13,12 @@ from torch import Tensor
 from train.config import InputError
 from train.models.heads import SpanReader, build_with_head
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
-from train.tasks.finetune import Sizes
 from train.tasks.predictor import Predictor, Trained
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.task import CONTEXT, SCORES, TARGETS, answered, statistics
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.spec import Origin
+from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from train.tasks.predictor import Computes

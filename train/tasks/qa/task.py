@@ -18,11 +18,12 @@ from train.config import TrainConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import SpanReader, build_with_head
+from train.models.heads import SpanReader, build_with_head, logits_of
 from train.storage.folders import canonical_json
-from train.tasks.finetune import FineTuning, Sizes, Split, json_lines, logits_of, mean_loss
+from train.tasks.finetune import FineTuning, Split, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
+from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
 if TYPE_CHECKING:
