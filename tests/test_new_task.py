@@ -13,7 +13,7 @@ from running import ROOT, lines
 EXAMPLE = re.compile(r"`([\w/.]+)`:\n\n```\w+\n(.*?)```", re.DOTALL)  # path and content
 TABLES = {  # file: (old text, new text)
     "train/tasks/__init__.py": [
-        ("import classify, mlm, qa\n", "import classify, focal, mlm, qa\n"),
+        ("import classify, mlm, ner, qa\n", "import classify, focal, mlm, ner, qa\n"),
         ('    "qa": qa.SPEC,\n', '    "qa": qa.SPEC,\n    "focal": focal.SPEC,\n'),
     ],
     "train/optim/__init__.py": [
@@ -80,6 +80,18 @@ def trained(tree, settings, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "two"
     run(tree, *settings, f"run_dir={run_dir}", ranks=2)
     return run_dir
+
+
+def test_a_task_that_resembles_none_is_a_package_a_line_and_a_yaml():
+    """Nothing else knows of named entities than the recipes that train on them."""
+    names = re.compile(r"\bner(_schema)?\b|\bNER|TokenClassif")
+    files = (path for folder in ("train", "launch", "conf") for path in (ROOT / folder).rglob("*"))
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in files if path.suffix in (".py", ".yaml", ".j2")}
+    found = {name for name, text in texts.items() if names.search(text) and not name.startswith("conf/experiment/")}
+    package = {name for name in found if name.startswith("train/tasks/ner/")}
+    assert package and found == {*package, "train/tasks/__init__.py", "conf/task/ner.yaml"}
+    lines = [line for line in texts["train/tasks/__init__.py"].splitlines() if "ner" in re.split(r"\W+", line)]
+    assert len(lines) == 2  # the import, and the line of the table
 
 
 def test_it_learns_on_two_ranks_as_on_one(tree, settings, trained, tmp_path):

@@ -1,0 +1,298 @@
+"""Tags of words: words to tokens, the loss, entities by seqeval, what a run writes, and what is rejected."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from finetuning import FP32, tuning
+from running import ROOT, lines, run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForTokenClassification, AutoTokenizer, PreTrainedTokenizerFast
+
+from launch.estimate import estimate
+from train import loop, predict
+from train.attempt.preempt import StopRequest
+from train.cli import compose as cli
+from train.config import InputError, TrainConfig
+from train.data.batches.masking import IGNORE_INDEX
+from train.tasks import build_task
+from train.tasks.ner.scores import summary, tables
+from train.tasks.ner.task import NERFeaturizer, first_tokens, statistics
+
+ENTITIES = ROOT / "tests" / "data" / "entities.conll"
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def words_folder(tmp_path_factory):
+    """A tokenizer that knows each word of the sentences."""
+    lines = ENTITIES.read_text().splitlines()
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(line.split()[0] for line in lines if line)]
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
+    folder = tmp_path_factory.mktemp("words")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def overrides(words_folder, tmp_path_factory):
+    """Of a run that learns to find the entities, in batches of two lengths."""
+    cache = tmp_path_factory.mktemp("cache")
+    task = ["task=ner", "data=records", f"data.path={ENTITIES}", "data.validation_fraction=0.3", "seq_len=48"]
+    task += ["data.lengths=[24]", f"data.cache_dir={cache}", "optim.lr=1e-2", "model.hidden_dropout=0"]
+    task += [f"max_steps={STEPS}", "eval_every=30", "micro_batch_size=4", "log_every=10", "best.metric=f1"]
+    return lambda run_dir, *others: tuning(run_dir, words_folder, *task, *others)
+
+
+@pytest.fixture(scope="module")
+def train(overrides):
+    return lambda run_dir, *others, stop=None: loop.run(
+        cli.load_config(TrainConfig, overrides(run_dir, *others)), stop or StopRequest()
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(train, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    train(run_dir, "samples=4", "checkpoint.best=true", "best.export=true")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def predictions(trained):
+    return [json.loads(line) for line in (trained / "predictions/validation.jsonl").read_text().splitlines()]
+
+
+# ---- words to tokens -----------------------------------------------------------------------------------------------
+
+
+def byte_level():
+    """A tokenizer as RoBERTa's, in which a space belongs to the word behind it; each byte is a token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {
+        token: number for number, token in enumerate(["<s>", "</s>", "<pad>", "<unk>", *letters, "Ġi", "Ġin"])
+    }
+    merges = [("Ġ", "i"), ("Ġi", "n")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {"cls_token": "<s>", "sep_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bytes"])
+def test_the_first_token_of_a_word_has_its_tag(prepared, kind):
+    tokenizer = byte_level() if kind == "bytes" else AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    words = ["sitting", "in", "na", "remona", "in", "bebo"]
+    features = NERFeaturizer(tokenizer, seq_len=40).features(
+        {"tokens": [words], "tags": [[5, 4, 3, 2, 1, 0]]}, [7], split="x"
+    )
+    (labels,), (ids,) = features["labels"], features["input_ids"]
+    assert features["row"] == [7] and features["words"][0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert labels[labels != IGNORE_INDEX].tolist() == [5, 4, 3, 2, 1, 0] and len(labels) == len(ids) > len(words)
+    begins = [*np.flatnonzero(labels != IGNORE_INDEX), len(ids)]
+    for word, first, end in zip(words, begins, begins[1:], strict=False):
+        decoded = tokenizer.decode(ids[first:end], skip_special_tokens=True)
+        assert decoded.replace(" ", "").lower() == word.lower(), (word, decoded)
+
+
+def test_words_without_a_token_have_no_label(prepared):
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    encode = lambda words, most: tokenizer(" ".join(words), truncation=True, max_length=most).encodings[0]  # noqa: E731
+    read, tokens = first_tokens(encode(["in", "\u200d" * 3, "San"], 20), ["in", "\u200d" * 3, "San"])
+    assert set(read) >= {0, 2} and len(set(tokens)) == len(tokens)
+    words = ["in"] * 30
+    read, tokens = first_tokens(encode(words, 10), words)
+    assert read.tolist() == list(range(len(read))) and 0 < len(read) < 10
+    assert [each.tolist() for each in first_tokens(encode([""], 10), ["x"])] == [[], []]
+
+
+# ---- loss and metrics ----------------------------------------------------------------------------------------------
+
+
+def test_the_loss_counts_words_and_statistics_keep_tags_and_probabilities():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 5, 4), torch.tensor([[1, -100, 2, 0, -100], [-100] * 5, [3, 3, 3, 3, 3]])
+    rows = statistics(logits, labels, 7)
+    wanted = [F.cross_entropy(logits[row], labels[row], reduction="sum", ignore_index=-100) for row in (0, 1, 2)]
+    assert rows.shape == (3, 15) and torch.allclose(rows[:, 0], torch.stack(wanted))
+    assert torch.equal(rows[:, 1:6], logits.argmax(-1).float()) and not rows[:, 6:8].any()
+    assert torch.allclose(rows[:, 8:13], logits.softmax(-1).amax(-1))
+
+
+def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
+    task = build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run")))
+    batch = task.train_data().draw(np.array([[0, 1, 2], [3, 4, 5]]) + 2**48)  # of the longer bucket
+    assert batch["count"] == [(row != IGNORE_INDEX).sum().item() for row in batch["inputs"]["labels"]]
+    assert batch["inputs"]["labels"].shape == batch["inputs"]["input_ids"].shape == (2, 3, 48)
+
+
+def test_entities_are_right_as_a_whole():
+    truth = [["B-PER", "I-PER", "O", "B-LOC"], ["O"]]
+    predicted = [["B-PER", "O", "O", "B-LOC"], ["B-ORG"]]
+    assert summary(truth, predicted) == pytest.approx({"precision": 1 / 3, "recall": 0.5, "f1": 0.4, "accuracy": 0.6})
+    scores = tables(truth, predicted)
+    assert scores["labels"] == ["LOC", "ORG", "PER"]
+    assert scores["per_class"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
+    assert [scores["per_class"][kind]["support"] for kind in ("ORG", "PER")] == [0, 1]
+    assert summary([["O"]], [["O"]])["f1"] == 0 and tables([["O"]], [["O"]]) == {"labels": [], "per_class": {}}
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns(trained, predictions):
+    last = lines(trained, "eval")[-1]
+    assert last["f1"] > 0.6, last  # the most frequent tag, O, has 0
+    truth, predicted = ([line[name] for line in predictions] for name in ("tags", "prediction"))
+    evaluation = json.loads((trained / "evaluation.json").read_text())
+    scores = evaluation["splits"]["validation"]
+    assert {name: scores[name] for name in summary(truth, predicted)} == summary(truth, predicted)
+    assert set(scores["per_class"]) >= {"LOC", "ORG", "PER"}
+    (answer, *_) = json.loads((trained / "samples.json").read_text())["samples"][0]["answers"]
+    assert answer["truth"].endswith(")") or not answer["truth"]
+    card = (trained / "export/README.md").read_text()
+    assert "pipeline_tag: token-classification" in card and "AutoModelForTokenClassification" not in card
+
+
+def test_the_export_gives_the_same_tags(trained, predictions):
+    model = AutoModelForTokenClassification.from_pretrained(trained / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(trained / "export")
+    labels = model.config.id2label
+    assert set(labels.values()) == {"O", *(f"{place}-{kind}" for place in "BI" for kind in ("LOC", "ORG", "PER"))}
+    for line in predictions[:10]:
+        encoded = tokenizer(" ".join(line["tokens"]), return_tensors="pt")
+        with torch.no_grad():
+            best = model(**encoded).logits[0].argmax(-1)
+        words, tokens = first_tokens(encoded.encodings[0], line["tokens"])
+        assert [labels[best[token].item()] for token in tokens] == [line["prediction"][word] for word in words]
+
+
+def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(line) + "\n" for line in predictions))
+    assert (
+        predict.main(
+            [str(trained), *FP32, "--input", str(tmp_path / "new.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+        )
+        == 0
+    )
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["prediction"] for line in found] == [line["prediction"] for line in predictions]
+    f1 = max(line["f1"] for line in lines(trained, "eval"))
+    assert f"f1 {f1:.4f}" in capsys.readouterr().out
+    assert predict.main([str(trained), *FP32, "--tokens", "Anna Meier lives in Bonn ."]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert len(answer["prediction"]) == 6
+    for entity in answer["entities"]:
+        assert entity["text"] == " ".join(answer["tokens"][entity["first"] : entity["last"] + 1])
+        assert 0 < entity["probability"] <= 1
+
+
+def test_it_is_the_same_on_two_ranks(overrides, train, tmp_path):
+    given = ["max_steps=4", "eval_every=2", "log_every=1", "micro_batch_size=2"]
+    train(tmp_path / "one", *given)
+    done = run(overrides(tmp_path / "two", *given), ranks=2)
+    assert done.returncode == 0, done.stderr
+    for kind, keys in (("train", ("loss", "grad_norm")), ("eval", ("loss", "f1", "accuracy"))):
+        one, two = ([[line[key] for key in keys] for line in lines(tmp_path / n, kind)] for n in ("one", "two"))
+        assert len(one) == (4 if kind == "train" else 2) and np.array(two) == pytest.approx(np.array(one), rel=1e-4)
+
+
+def test_it_is_the_same_on_xla(overrides, train, tmp_path):
+    pytest.importorskip("torch_xla")
+    given = ["max_steps=2", "eval_every=2", "log_every=1"]
+    train(tmp_path / "ddp", *given)
+    done = run(overrides(tmp_path / "xla", *given, "backend=xla"))
+    assert done.returncode == 0, done.stderr
+    ddp, xla = ([line["loss"] for line in lines(tmp_path / n, "train")] for n in ("ddp", "xla"))
+    assert len(ddp) == 2 and xla == pytest.approx(ddp, rel=1e-3)
+    ddp, xla = (lines(tmp_path / n, "eval")[0]["accuracy"] for n in ("ddp", "xla"))
+    assert ddp == pytest.approx(xla, abs=0.02)
+
+
+def test_an_interrupted_run_continues_bit_for_bit(train, tmp_path):
+    given = ["max_steps=4", "eval_every=2", "log_every=1", "checkpoint.every=1"]
+    asked = StopRequest()
+    asked.reason = "SIGTERM"
+    for _ in range(2):  # a step each
+        train(tmp_path / "run", *given, stop=asked)
+    train(tmp_path / "run", *given)
+    train(tmp_path / "whole", *given)
+    for kind in ("train", "eval"):
+        values = [[(line["step"], line["loss"]) for line in lines(tmp_path / n, kind)] for n in ("run", "whole")]
+        assert values[0] == values[1]
+
+
+def test_numbered_tags_of_a_data_set_have_its_names(overrides, tmp_path):
+    names = ["O", "B-X", "I-X"]
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("string")), "ner_tags": datasets.List(datasets.ClassLabel(names=names))}
+    )
+    rows = {"tokens": [[f"w{n}", "y"] for n in range(20)], "ner_tags": [[n % 3, 0] for n in range(20)]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
+    given = [f"data.path={tmp_path / 'set'}", "data.columns.tags=ner_tags"]
+    task = build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run", *given)))
+    assert task.labels == names
+
+
+def test_a_plan_knows_its_arithmetic(overrides, tmp_path):
+    cfg = cli.load_config(TrainConfig, overrides(tmp_path / "run", "instance=p4d.24xlarge"))
+    result = estimate(cfg, nodes=1, processes_per_node=1, seq_len=48, rows=None, mfu=0.3, calibration=None)
+    assert any("GFLOP to train on a sequence" in note for note in result.assumptions)
+    assert any("of memory a rank" in note for note in result.assumptions)
+
+
+# ---- rejected ------------------------------------------------------------------------------------------------------
+
+GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (GOOD + "Tom B-\x1b[31mPER\n", r"a\.conll:6: word 1, 'Tom': the tag 'B-\\x1b\[31mPER' has control characters"),
+        (GOOD + "Tom x B-PER\n", r"a\.conll:6: 3 columns where the first word has 2"),
+        (GOOD + "Tom B-PER\nsings\n", r"a\.conll:7: 1 columns where the first word has 2"),
+        (GOOD + "he O\nTom PERSON\n", r"a\.conll:6: word 2, 'Tom': the tag PERSON is neither O nor a type behind B-"),
+        (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
+        ("Anna\nsings\n", r"a\.conll:1: no column tags"),
+        ("", r"train: no row is left: none is in .*a\.conll"),
+        ("-DOCSTART- O\n\n", r"train: no row is left: none is in .*a\.conll"),
+        ("he O\n" * 10_001, r"a\.conll:10001: a sentence of more than 10,000 words"),
+    ],
+)
+def test_what_is_no_sentence_is_rejected_in_one_line(overrides, tmp_path, content, says):
+    (tmp_path / "a.conll").write_text(content)
+    (tmp_path / "dev.conll").write_text(GOOD)
+    given = [f"data.path={tmp_path}", "data.train=a.conll", "data.validation=dev.conll"]
+    with pytest.raises(InputError, match=says) as error:
+        build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run", *given)))
+    assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"tokens": ["Tom"], "tags": ["B-ORG"]},
+            r"dev\.jsonl:1: word 1, 'Tom': unknown label B-ORG; the labels are B-LOC",
+        ),
+        ({"tokens": ["Tom"], "tags": ["O", "O"]}, r"dev\.jsonl:1: 1 words need a list of as many tags"),
+        ({"tokens": ["Tom"], "tags": "O"}, r"dev\.jsonl:1: 1 words need a list of as many tags"),
+        ({"tokens": ["Tom", " "], "tags": ["O", "O"]}, r"dev\.jsonl:1: tokens: item 2 is empty"),
+        ({"tokens": "Tom", "tags": ["O"]}, r"dev\.jsonl:1: tokens holds 'Tom', not a list of strings"),
+        ({"tokens": [], "tags": []}, r"dev\.jsonl:1: tokens holds \[\], not a list of strings"),
+    ],
+)
+def test_a_bad_row_of_the_validation_data_is_named(overrides, tmp_path, row, says):
+    (tmp_path / "a.conll").write_text(GOOD)
+    (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n")
+    given = [f"data.path={tmp_path}", "data.train=a.conll", "data.validation=dev.jsonl"]
+    with pytest.raises(InputError, match=says) as error:
+        build_task(cli.load_config(TrainConfig, overrides(tmp_path / "run", *given)))
+    assert "\n" not in str(error.value)
