@@ -11,51 +11,22 @@ import sys
 import pytest
 import torch
 import yaml
-from running import ROOT, lines, train_config
+from running import ROOT, lines
+from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.checkpoints import __main__ as command
 from train.checkpoints.compare import difference
-from train.checkpoints.store_disk import LocalStore
 from train.config import LeaseConfig
 from train.run_folder.exported import MARK
 from train.run_folder.lease import Lease
 from train.storage import folders as storage
 from train.storage.folders import LocalFolder, sha256_file
 
-OPTIONS = ["eval_every=3", "checkpoint.every=3", "checkpoint.keep=0"]
-
 
 def called(capsys, *arguments):
     code = command.main([str(argument) for argument in arguments])
     return code, capsys.readouterr()
-
-
-def step_folder(run_dir, step):
-    return run_dir / "checkpoints" / f"step_{step:08d}"
-
-
-def store_of(run_dir):
-    return LocalStore(run_dir / "checkpoints")
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def set_manifest(run_dir, step, **changes):
-    manifest = dataclasses.replace(store_of(run_dir).manifest(step), **changes)
-    (step_folder(run_dir, manifest.step) / "manifest.json").write_bytes(manifest.to_json())
-
-
-def copy_step(run_dir, step, number, **changes):
-    shutil.copytree(step_folder(run_dir, step), step_folder(run_dir, number))
-    manifest = dataclasses.replace(store_of(run_dir).manifest(step), step=number, **changes)
-    (step_folder(run_dir, number) / "manifest.json").write_bytes(manifest.to_json())
 
 
 def set_best(run_dir, step, best_step):
@@ -65,19 +36,6 @@ def set_best(run_dir, step, best_step):
 
 def content(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, prepared):
-    """A run of six steps with checkpoints at 3 and 6, the second the better one."""
-    run_dir = tmp_path_factory.mktemp("runs") / "run"
-    assert loop.run(train_config(run_dir, prepared, *OPTIONS), StopRequest()) == ("done", 6)
-    return run_dir
-
-
-@pytest.fixture
-def run_dir(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "run")
 
 
 # ---- list ----------------------------------------------------------------------------------------------------------

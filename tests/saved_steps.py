@@ -1,0 +1,55 @@
+"""A run with checkpoints of steps 3 and 6 on disk, and what tests do to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from running import train_config
+
+from train import loop
+from train.attempt.preempt import StopRequest
+from train.checkpoints.store_disk import LocalStore
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory, prepared) -> Path:
+    """The run folder, to be read only; the second step is the better one."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    assert loop.run(train_config(run_dir, prepared), StopRequest()) == ("done", 6)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def store_of(run_dir: Path) -> LocalStore:
+    return LocalStore(run_dir / "checkpoints")
+
+
+def flip(path: Path) -> None:
+    """Change a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def set_manifest(run_dir: Path, step: int, **changes: object) -> None:
+    manifest = dataclasses.replace(store_of(run_dir).manifest(step), **changes)  # type: ignore[arg-type]
+    (step_folder(run_dir, step) / "manifest.json").write_bytes(manifest.to_json())
+
+
+def copy_step(run_dir: Path, step: int, number: int, **changes: object) -> None:
+    """A copy of a step under another number."""
+    shutil.copytree(step_folder(run_dir, step), step_folder(run_dir, number))
+    manifest = dataclasses.replace(store_of(run_dir).manifest(step), step=number, **changes)  # type: ignore[arg-type]
+    (step_folder(run_dir, number) / "manifest.json").write_bytes(manifest.to_json())
