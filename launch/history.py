@@ -94,7 +94,7 @@ class History:
 
     def add(self, event: Event) -> None:
         """Add an event of the submission that began last."""
-        details, last, at_unix_s = event.details, self.last_attempt, moment({"at": event.time_unix_s}, "at")
+        details, last, at_unix_s = event.details, self.last_attempt, moment(vars(event), "time_unix_s")
         match event.kind:
             case "submitted":
                 sha256 = self.submission.config_sha256 if self.submission is not None else ""
@@ -156,7 +156,7 @@ def submission_of(event: Event, config_sha256: str = "") -> Submission:
     details = event.details
     return Submission(
         scheduler=text(details, "scheduler"),
-        time_unix_s=moment({"at": event.time_unix_s}, "at"),
+        time_unix_s=moment(vars(event), "time_unix_s"),
         nodes=count(details, "nodes"),
         handle=table(details, "handle"),
         config_sha256=text(details, "config_sha256") or config_sha256,

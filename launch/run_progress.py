@@ -43,7 +43,7 @@ class Progress:
     has_stop_file: bool = False
 
 
-def read_progress(run: Folder, *, planned_steps: int | None = None) -> Progress:
+def read_progress(run: Folder) -> Progress:
     """Read a run folder, which need not exist yet. What is damaged counts as missing."""
     names = run.names_here()
     lines = [
@@ -54,7 +54,7 @@ def read_progress(run: Folder, *, planned_steps: int | None = None) -> Progress:
     scores = (
         {key: number(evaluated[-1], key) for key in evaluated[-1] if not NOT_SCORES.fullmatch(key)} if evaluated else {}
     )
-    planned = count(table(read_environment(run), "plan"), "total_steps") or planned_steps
+    planned = count(table(read_environment(run), "plan"), "total_steps")
     # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3,
     # that of its lease, which is newer.
     lease = parse(newest(run)[1]) if "lease" in names else None

@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from launch.history import History, Submission, read_history
-from launch.record import PLAN, Record
+from launch.record import Record
 from launch.run_progress import Progress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import Handle, State
-from launch.values import count, shown_duration, shown_moment, table
+from launch.values import shown_duration, shown_moment
 from train.cli.command import printable
 from train.config import Failure, InputError, Unreachable
-from train.storage.schema import BadContent, read_object
 
 MAX_ATTEMPTS = 5  # shown: the last ones
 MAX_CHARS = 400  # of a text from elsewhere
@@ -79,7 +78,7 @@ def status(record: Record, *, asks: Callable[[str, Handle], State] = ask) -> Sta
     answer = answer_of(history.submission, asks)
     if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
         history = read_history(record.events())
-    progress = read_progress(record.run, planned_steps=planned_steps(record)) if job.kind == "train" else Progress()
+    progress = read_progress(record.run) if job.kind == "train" else Progress()
     total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
     has_pace = answer.is_active and total is not None and step is not None and step_s is not None
     return Status(
@@ -134,14 +133,6 @@ def state_of(kind: str, answer: Answer, history: History) -> str:
     if ended is not None:
         return ended.outcome
     return "unknown" if answer.is_active is None else answer.outcome or "vanished"
-
-
-def planned_steps(record: Record) -> int | None:
-    """Return the number of steps that the plan estimates; None if it has none."""
-    try:
-        return count(table(read_object(record.folder.read(PLAN)), "estimate"), "steps")
-    except (FileNotFoundError, BadContent):  # the plan is for people; a damaged one stops nobody
-        return None
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Launched:
         settings |= {"code": Code("code-1.tar.gz", "1" * 64, ""), "scheduler": "fake"}  # type: ignore[arg-type]
         settings |= {"cluster": {}, "instance": "local", "nodes": 2, "spares": 0, "processes_per_node": 2}
         job = Job(run_dir=self.run_dir, **{**settings, **changes})
-        self.record.write(job, plan={"estimate": {"steps": 90}}, config="", bundle=b"")
+        self.record.write(job, plan={}, config="", bundle=b"")
         return self
 
     def submit(self, **details: Any) -> Launched:

@@ -27,8 +27,8 @@ def launch(run_dir: object, data: object, *overrides: str, settings: tuple[str, 
     own = ["cluster=slurm", "nodes=2", "cluster.gate=false", *settings, "submit=true"]
     assert main([*own, "--", *settings_of_run(run_dir, data, *overrides)]) == DONE
     given = dict(each.split("=", 1) for each in overrides if each.startswith("s3."))
-    s3 = S3Config(given["s3.endpoint"], given["s3.region"], path_style=True) if given else S3Config()
-    return LaunchedRun(str(run_dir), s3)
+    s3 = {"endpoint": given["s3.endpoint"], "region": given["s3.region"], "path_style": True} if given else {}
+    return LaunchedRun(str(run_dir), S3Config(**s3))
 
 
 @pytest.fixture
