@@ -41,19 +41,11 @@ FLEET = ["cluster=parallelcluster", f"cluster.subnet={SUBNET}", "instance=trn1.3
 TRN1 = [*FLEET, "nodes=16", "spares=1", f"cluster.image={IMAGE}"]
 TASK = ["cluster=skypilot", f"cluster.image={IMAGE}", "instance=p5.48xlarge"]
 INSTALL = 'cluster.setup="python3 -m venv venv && venv/bin/pip install git+https://example.org/baretrain.git"'
+BLOCK = ["cluster.market=capacity-block", "cluster.capacity_reservation=cr-0123456789abcdef0", "cluster.key=mine"]
+BLOCK += ["cluster.setup_script=s3://bucket/setup.sh", "cluster.buckets=[data]", "nodes=2"]
 JOBS = {
     "fleet": TRN1,
-    "fleet_block": [
-        "cluster=parallelcluster",
-        f"cluster.subnet={SUBNET}",
-        "instance=p5.48xlarge",
-        "nodes=2",
-        "cluster.market=capacity-block",
-        "cluster.capacity_reservation=cr-0123456789abcdef0",
-        "cluster.key=mine",
-        "cluster.setup_script=s3://bucket/setup.sh",
-        "cluster.buckets=[data]",
-    ],
+    "fleet_block": [*FLEET[:2], "instance=p5.48xlarge", *BLOCK],
     "fleet_alone": [*FLEET, "cluster.market=spot", "cluster.image=ami-01234567", "cluster.head_subnet=subnet-01234567"],
     "task": [*TASK, "nodes=2"],
     "task_alone": [
