@@ -54,7 +54,7 @@ def read_progress(run: Folder) -> Progress:
     scores = (
         {key: number(evaluated[-1], key) for key in evaluated[-1] if not NOT_SCORES.fullmatch(key)} if evaluated else {}
     )
-    planned = count(table(read_environment(run), "plan"), "total_steps")
+    planned = count(table(read_environment(run), "plan"), "total_steps") or None
     # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3,
     # that of its lease, which is newer.
     lease = parse(newest(run)[1]) if "lease" in names else None
