@@ -45,7 +45,7 @@ class RetryPolicy:
 
     def begin(self, context: dict[str, Any], **_: object) -> None:
         now_s = time.monotonic()
-        context["retries"] = now_s, now_s + self.timeout_s
+        context["retry_until"] = now_s, now_s + self.timeout_s
 
     def again(
         self,
@@ -61,7 +61,7 @@ class RetryPolicy:
         """
         parsed = response[1] if response else {}
         status, code = parsed.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), parsed.get("Error", {}).get("Code")
-        now_s, (began_s, until_s) = time.monotonic(), request_dict["context"]["retries"]
+        now_s, (began_s, until_s) = time.monotonic(), request_dict["context"]["retry_until"]
         if status == 403 and code in ("AccessDenied", "403") and not self.was_accepted:  # 403: of HEAD
             self.denied_s = self.denied_s or now_s
             until_s = min(until_s, self.denied_s + DENIED_S)
