@@ -246,12 +246,6 @@ def test_an_evaluation_that_became_nan_is_the_last_one(tmp_path: Path) -> None:
     assert texts["Validation perplexity, last"] == texts["Validation loss, last"] == "no number at step 20"
 
 
-@pytest.mark.parametrize("key", ["step", "attempt"])
-def test_a_count_of_more_than_64_bits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
-    run = write_run(tmp_path / "run", [train_line(10) | {key: 10**400}])
-    assert f"{run / 'metrics.jsonl'} line 1 is not a metrics line" in refused(capsys, run)
-
-
 def test_an_attempt_after_a_summary_has_no_end_yet(tmp_path: Path) -> None:
     ended = [train_line(10), summary_line(10, 10, wall_s=60.0, reason="SIGTERM"), train_line(20, attempt=2, since=10)]
     summary = summarise(tmp_path / "run", ended)
@@ -444,29 +438,8 @@ def test_damaged_files_on_the_data_are_refused_by_name(
 # ---- what it refuses -----------------------------------------------------------------------------------------------
 
 
-def test_a_half_written_last_line_is_ignored(tmp_path: Path) -> None:
-    lines = [train_line(10), train_line(20)]
-    run = report_run.read_run(write_run(tmp_path / "run", lines, tail='{"kind": "train", "step": 30, "lo'))
-    assert [line["step"] for line in run.lines["train"]] == [10, 20]
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        '{"kind": "tr',
-        "[" * 99_999,
-        "[1]",
-        '{"attempt": 1, "step": 1}',
-        '{"kind": "train", "attempt": 1, "step": null}',
-        '{"kind": "train", "attempt": "1", "step": 1}',
-    ],
-    ids=lambda broken: broken[:40],
-)
-def test_a_broken_line_in_the_middle_is_refused_by_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
-) -> None:
-    tail = f"{broken}\n{json.dumps(train_line(20))}\n"
-    run = write_run(tmp_path / "run", [train_line(10)], tail=tail)
+def test_a_broken_line_in_the_middle_is_rejected_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [train_line(10)], tail='{"kind": "tr\n' + json.dumps(train_line(20)) + "\n")
     assert f"{run / 'metrics.jsonl'} line 2 " in refused(capsys, run)
     assert not (run / "report").exists()
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from train.config import Failure
@@ -34,7 +35,7 @@ class Journal:
         self.writer: SummaryWriter | None = None
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
-        if not self.folder.may_append():
+        if self.file.closed or not self.folder.may_append():
             return
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
         line = {key: value if finite(value) else None for key, value in line.items()}
@@ -42,6 +43,8 @@ class Journal:
             self.file.write(json.dumps(line).encode() + b"\n")
             self.file.flush()
         except OSError as error:
+            with suppress(OSError):  # its buffer holds the line
+                self.file.close()
             raise Failure(f"cannot write to {self.folder.metrics}: {error.strerror}") from error
         if self.tensorboard and kind in ("train", "eval"):
             self.add_curves(kind, values)
