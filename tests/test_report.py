@@ -543,7 +543,7 @@ def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(
     nothing = bucket.location("nothing")
     assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in refused(capsys, nothing, *flags)
     assert "is not a folder in S3" in refused(capsys, f"{folder}/../../x", *flags)
-    assert "there is no bucket nowhere" in refused(capsys, "s3://nowhere/run", *flags)
+    assert "s3://nowhere/run/metrics.jsonl: there is no such bucket" in refused(capsys, "s3://nowhere/run", *flags)
     assert list(Path.cwd().iterdir()) == []
 
 
