@@ -15,10 +15,11 @@ from services.fake_ec2 import UBUNTU, FakeEc2
 from launch.ec2 import request as request_module
 from launch.ec2.account import Resolved, read_resolved, resolve
 from launch.ec2.api import Api
-from launch.ec2.clean import Clock, Left, remove
+from launch.ec2.clean import remove
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
+from launch.ec2.sweep import Clock, Left
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of

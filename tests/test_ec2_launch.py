@@ -16,8 +16,8 @@ from ami.images import wanted_tags
 from launch.__main__ import main
 from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
-from launch.ec2.clean import Clock
 from launch.ec2.launcher import allow_itself
+from launch.ec2.sweep import Clock
 from launch.record import Record
 from train.config import InputError, S3Config
 from train.host.versions import read_versions
@@ -177,7 +177,7 @@ class Cli:
 @pytest.fixture
 def cli(ec2, capsys, monkeypatch):
     made = Cli(ec2, capsys)
-    monkeypatch.setattr("launch.ec2.clean.CLOCK", Clock(ec2.now, made.sleep))
+    monkeypatch.setattr("launch.ec2.sweep.CLOCK", Clock(ec2.now, made.sleep))
     monkeypatch.setattr("launch.record.time.time", ec2.now)
     monkeypatch.setattr("launch.ec2.scheduler.time.time", ec2.now)
     return made

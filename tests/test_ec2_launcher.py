@@ -250,7 +250,7 @@ def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(e
         ec2.forget()
         kill.arm(moment)
         with monkeypatch.context() as patch, suppress(Killed):
-            patch.setattr("launch.ec2.clean.MOST_S", 100.0)
+            patch.setattr("launch.ec2.sweep.MOST_S", 100.0)
             run.launcher().run()
         passed = kill.passed
         kill.arm(None)
@@ -297,7 +297,7 @@ def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch):
     with pytest.raises(Killed):
         launcher.run()
     assert [call.answered_unix_s for call in read_calls(run.record)] == [None]
-    monkeypatch.setattr("launch.ec2.clean.LIMIT_S", 0.0)
+    monkeypatch.setattr("launch.ec2.sweep.LIMIT_S", 0.0)
     began_s = ec2.passed_s
     assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S
     assert any("may exist until" in line for line in run.said)

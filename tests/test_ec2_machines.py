@@ -25,8 +25,8 @@ from services.machines import Machines
 
 from launch import code
 from launch.ec2 import request as request_module
-from launch.ec2.clean import Clock
 from launch.ec2.request import user_data
+from launch.ec2.sweep import Clock
 from launch.job import Code, Job
 from launch.record import Record
 from launch.run_progress import newest_checkpoint

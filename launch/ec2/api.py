@@ -100,9 +100,13 @@ class Api:
         self.before_create()
 
     def pages(self, region: str, operation: str, key: str, *, service: str = "ec2", **parameters: Any) -> list[Any]:
-        """All items of an operation that answers page by page."""
+        """All items of an operation, of all pages if it answers page by page."""
         with explained(region, operation):
-            pages = self.client(region, service).get_paginator(operation).paginate(**parameters)
+            client = self.client(region, service)
+            if client.can_paginate(operation):
+                pages = client.get_paginator(operation).paginate(**parameters)
+            else:
+                pages = [getattr(client, operation)(**parameters)]
             return [item for page in pages for item in page.get(key, ())]
 
     def dry_run(self, region: str, operation: str, **parameters: Any) -> None:

@@ -41,10 +41,11 @@ def clean_flags(parser: Parser) -> None:
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
     """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, until nothing is there or may come."""
     from launch.ec2 import clean as cleaning
+    from launch.ec2 import sweep
     from launch.ec2.api import Api
     from launch.ec2.calls import call_regions
 
-    record, clock = Record(options.run, s3), cleaning.CLOCK
+    record, clock = Record(options.run, s3), sweep.CLOCK
     api = Api(s3.profile, s3.region)
     cluster = cluster_of(record.job()) if record.exists() else None
     regions = [*call_regions(record), *(cluster.regions if isinstance(cluster, Ec2Config) else []), *options.regions]

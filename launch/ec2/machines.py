@@ -10,7 +10,6 @@ from launch.ec2.api import Api
 from launch.ec2.request import RUN_TAG
 
 ALIVE = ("pending", "running")
-GONE = ("terminated",)
 
 
 @dataclass(frozen=True)

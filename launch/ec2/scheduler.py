@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.config import LaunchConfig
-from launch.ec2 import calls, clean, preview
+from launch.ec2 import calls, clean, preview, sweep
 from launch.ec2.account import read_resolved, resolve
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
@@ -87,7 +87,7 @@ class Scheduler:
         record, regions = of_handle(handle)
         api = open_api(record)
         record.append_event("cancelling")
-        clean.end(api, clean.left_over(api, record, regions, set(), time.time()))
+        sweep.delete(api, clean.left_over(api, record, regions, set(), time.time()))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
 

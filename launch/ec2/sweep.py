@@ -1,0 +1,135 @@
+"""What carries a tag on EC2, found and deleted until nothing is left: machines of a run, the builder of an image."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.ec2.api import Api, growing
+from launch.values import shown_moment
+from train.storage.aws_errors import Rejected
+
+FIRST_S, MOST_S = 5.0, 60.0  # between two rounds
+LIMIT_S = 1200.0  # machines with many network interfaces take minutes to end
+# What a call says of something that is gone already, or that goes as soon as the machines are gone.
+PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlacementGroup.Unknown", "VolumeInUse"}
+PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
+UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of what only a record knows
+BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states in which nothing can be deleted
+KINDS = {  # what describes it: operation, key of the answer, key of the id; and the states in which it is gone
+    "spot-instances-request": (
+        "describe_spot_instance_requests",
+        "SpotInstanceRequests",
+        "SpotInstanceRequestId",
+        ("closed", "cancelled", "failed", "disabled"),
+    ),
+    "instance": ("describe_instances", "Reservations", "InstanceId", ("terminated",)),
+    "volume": ("describe_volumes", "Volumes", "VolumeId", ("deleted",)),
+    "network-interface": ("describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId", ()),
+    "security-group": ("describe_security_groups", "SecurityGroups", "GroupId", ()),
+    "placement-group": ("describe_placement_groups", "PlacementGroups", "GroupName", ("deleting", "deleted")),
+    "key-pair": ("describe_key_pairs", "KeyPairs", "KeyName", ()),
+}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time, which tests replace."""
+
+    now: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+CLOCK = Clock()
+
+
+@dataclass(frozen=True)
+class Left:
+    """Something that is there, or that may be."""
+
+    region: str
+    kind: str
+    id: str
+    state: str
+    until_unix_s: float = 0.0  # when EC2 will have listed it, if it exists
+
+    def __str__(self) -> str:
+        until = f" until {shown_moment(self.until_unix_s)}" if 0 < self.until_unix_s < math.inf else ""
+        return f"{self.kind} {self.id} ({self.state}{until}, {self.region})"
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether EC2 shows for a while what is no longer anything."""
+        return self.kind in KINDS and self.state in KINDS[self.kind][3]
+
+
+def find(
+    api: Api, region: str, filters: Sequence[Mapping[str, Any]], kinds: Iterable[str] = tuple(KINDS)
+) -> list[Left]:
+    """All that EC2 lists by the filters, which name a tag; what is gone already too."""
+    found = []
+    for kind in kinds:
+        operation, key, name, _ = KINDS[kind]
+        listed = api.pages(region, operation, key, Filters=list(filters))
+        if kind == "instance":
+            listed = [each for reservation in listed for each in reservation["Instances"]]
+        for each in listed:
+            state = each.get("State") or each.get("Status") or "there"
+            state = state["Name"] if isinstance(state, Mapping) else str(state)
+            found.append(Left(region, kind, str(each[name]), state))
+    return found
+
+
+def delete(api: Api, left: Sequence[Left]) -> None:
+    """One round: spot requests before they start a machine, machines, and the rest once the machines are gone."""
+    for region in dict.fromkeys(each.region for each in left):
+        here = [each for each in left if each.region == region and each.state != UNANSWERED]
+        spot = [each.id for each in here if each.kind == "spot-instances-request"]
+        machines = [each for each in here if each.kind == "instance"]
+        if spot:
+            call(api, region, "cancel_spot_instance_requests", SpotInstanceRequestIds=spot)
+        listed = [each.id for each in machines if each.state not in (UNLISTED, *BUSY)]
+        for ids in (listed, *([each.id] for each in machines if each.state == UNLISTED)):
+            if ids:  # EC2 ends none of several machines if it does not know one of them yet
+                call(api, region, "terminate_instances", InstanceIds=ids)
+        for each in here if not machines else ():
+            if each.id not in spot and each.state not in BUSY:
+                call(api, region, f"delete_{each.kind.replace('-', '_')}", **{KINDS[each.kind][2]: each.id})
+
+
+def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
+    """Delete; what is gone already, or is still in use, is looked at again in the next round."""
+    try:
+        api.ask(region, operation, **parameters)
+    except Rejected as error:
+        if error.code not in PASSING and not error.code.endswith((".NotFound", ".Malformed")):
+            raise
+
+
+def sweep(
+    look: Callable[[], list[Left]],
+    remove: Callable[[list[Left]], None],
+    clock: Clock,
+    *,
+    looks: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Left]:
+    """Remove what `look` finds until it finds nothing, `looks` times in a row. Returns what is left after LIMIT_S, and
+    after nothing more can come to be listed.
+    """
+    until_s, said, empty = clock.now() + LIMIT_S, set[str](), 0
+    for pause_s in growing(FIRST_S, MOST_S):
+        left = look()
+        empty = 0 if left else empty + 1
+        last_s = max([until_s, *(each.until_unix_s for each in left if each.until_unix_s < math.inf)])
+        if empty == looks or (left and clock.now() > last_s):
+            return left
+        for line in [str(each) for each in left if str(each) not in said]:
+            said.add(line)
+            say(f"to be removed: {line}")
+        remove(left)
+        clock.sleep(pause_s)
+    raise AssertionError
