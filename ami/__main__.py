@@ -1,6 +1,6 @@
 """`python -m ami neuron | cuda key=value ...`: the plan of a machine image; build=true builds it.
 
-`python -m ami list | verify | promote | prune | clean`: see ami/verbs.py.
+`python -m ami list | verify | promote | prune | clean`: see ami/commands.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
-from ami import build as building
-from ami import verbs
-from ami.aws import Account
+from ami import commands
+from ami.build import build
 from ami.config import IMAGES, AmiConfig
+from ami.plan import make_plan, plan_lines
+from launch.ec2.api import Api
 from train.cli import compose as cli
 from train.cli.command import guarded
 from train.config import InputError
@@ -23,14 +24,15 @@ USED += ("deprecate_days", "max_minutes")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments and arguments[0] in verbs.VERBS:
-        return verbs.main(arguments)
+    if arguments and arguments[0] in commands.COMMANDS:
+        return commands.main(arguments)
     cli.add_schema(AmiConfig, "ami", [])
+    others = list(commands.COMMANDS)[:5]  # the rest is for scripts on an image
     parser = cli.settings_parser(
         "ami",
         AmiConfig,
         "Plan a machine image, neuron or cuda, and build it with build=true (needs Packer). Then: "
-        f"{' | '.join(verbs.VERBS[:5])}.",
+        f"{' | '.join(others)}.",
         examples=("neuron", "neuron base=ubuntu regions=[us-east-1,us-west-2] build=true", "promote ami-... --yes"),
         keys=USED,
     )
@@ -39,30 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [f"image={names[0]}", f"instance={IMAGES[names[0]]}"] if len(names) == 1 else []
     is_help = any(each in ("-h", "--help", "--version") for each in rest)
 
-    if not given and not is_help:
+    def reject() -> int:
         words = " ".join(arguments) or "nothing"
-        wanted = " or ".join(IMAGES)
-        return guarded(lambda: refuse(f"{words}: name one image, {wanted}, or one of {', '.join(verbs.VERBS[:5])}"))
-    return cli.run(AmiConfig, plan, parser, arguments=rest, given=given)
+        raise InputError(f"{words}: name one image, {' or '.join(IMAGES)}, or one of {', '.join(others)}")
+
+    if not given and not is_help:
+        return guarded(reject)
+    return cli.run(AmiConfig, plan_and_build, parser, arguments=rest, given=given)
 
 
-def refuse(message: str) -> int:
-    raise InputError(message)
-
-
-def plan(cfg: AmiConfig) -> int:
+def plan_and_build(cfg: AmiConfig) -> int:
     """Show what would be built and, with build=true, build it."""
-    account = Account(cfg.profile)
-    made = building.make_plan(account, cfg, datetime.now(timezone.utc))
-    print("\n".join(building.plan_lines(made)), flush=True)
+    api = Api(cfg.profile)
+    plan = make_plan(api, cfg, datetime.now(timezone.utc))
+    print("\n".join(plan_lines(plan)), flush=True)
     if not cfg.build:
         print("nothing was started; build=true does it")
         return cli.DONE
-    images = building.build(account, made)
+    images = build(api, plan)
     for region, image in images.items():
         print(f"made {image} in {region}")
     regions = " ".join(f"--region {region}" for region in images)
-    print(f"launch takes it after: python -m ami promote {images[made.regions[0]]} {regions} --yes")
+    print(f"launch takes it after: python -m ami promote {images[plan.variables['region']]} {regions} --yes")
     return cli.DONE
 
 

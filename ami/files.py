@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ami
-from ami.base import Base
 from ami.config import AmiConfig
 from train.config import Failure, InputError, check
 from train.host.versions import INDEX, Versions
@@ -20,7 +19,7 @@ ROOT = HERE.parent
 FOLDER = "baretrain"  # which Packer uploads to /tmp
 
 
-def write_files(folder: Path, cfg: AmiConfig, base: Base, versions: Versions, commit: str) -> Path:
+def write_files(folder: Path, cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> Path:
     """Write all of it below `folder`; returns what Packer uploads."""
     check(
         (ROOT / "constraints.txt").is_file(),
@@ -28,28 +27,25 @@ def write_files(folder: Path, cfg: AmiConfig, base: Base, versions: Versions, co
     )
     target = folder / FOLDER
     target.mkdir()
-    (target / "image.env").write_text(shell_values(image_values(cfg, base, versions, commit)))
+    shutil.copy(HERE / "provision/functions.sh", target)
+    (target / "image.env").write_text(shell_values(image_values(cfg, base_id, versions, commit)))
     (target / "constraints.txt").write_text(image_constraints(cfg.image, versions))
-    if cfg.wheel is None:
-        build_wheel(target)
+    if cfg.wheel is not None:
+        is_wheel = Path(cfg.wheel).suffix == ".whl" and Path(cfg.wheel).is_file()
+        check(is_wheel, f"wheel={cfg.wheel} must be a file *.whl; leave it out to build one")
+        shutil.copy(cfg.wheel, target)
     else:
-        given = Path(cfg.wheel)
-        check(given.is_file(), f"wheel={cfg.wheel} is not there; leave it out to build one")
-        shutil.copy(given, target)
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise Failure(f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE")
     (wheel,) = target.glob("*.whl")
     check(
         re.match(rf"baretrain-{re.escape(versions['baretrain'])}-", wheel.name) is not None,
         f"{wheel.name} is not baretrain {versions['baretrain']}, which ami/versions.yaml names",
     )
     return target
-
-
-def build_wheel(folder: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise Failure(f"the wheel cannot be built ({last}); pip install hatchling, or give wheel=FILE")
 
 
 def image_constraints(image: str, versions: Versions) -> str:
@@ -71,11 +67,11 @@ def neuron_constraints(versions: Versions) -> str:
     return "\n".join([f"{head}Not run on hardware.", *lines, ""])
 
 
-def image_values(cfg: AmiConfig, base: Base, versions: Versions, commit: str) -> dict[str, str]:
+def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> dict[str, str]:
     """What the scripts of ami/provision read from /etc/baretrain/image.env."""
     return {
         "IMAGE": cfg.image,
-        "BASE_IMAGE": base.id,
+        "BASE_IMAGE": base_id,
         "COMMIT": commit,
         "COMPILE_CACHE": cfg.compile_cache or "",
         "NEURON_SDK": versions.sdk.name,

@@ -1,4 +1,4 @@
-"""Images of this project in one region: what they hold, what is wrong with them, which one is promoted."""
+"""Images in a region: what they hold, what is wrong with them, which one is promoted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from ami.aws import aws_errors
 from ami.config import IMAGE_ID, IMAGES
-from train.config import InputError, check
+from launch.ec2.api import Api
+from train.config import check
 from train.host.versions import Versions
 from train.storage.aws_errors import Rejected
 
@@ -18,25 +18,26 @@ PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the moment
 TAG = "baretrain:"  # begins the names of tags
 KIND = f"{TAG}image"
 MINUTES = f"{TAG}minutes"  # that the build took
-ARCHITECTURE = "x86_64"
-UNDER_WAY_S = 6 * 3600  # an image without tags that is younger may still be built
 
 
 @dataclass(frozen=True)
 class Image:
-    id: str
+    """An image as DescribeImages shows it."""
+
     region: str
-    name: str
-    state: str
-    architecture: str
-    created: datetime
-    deprecated: datetime | None
-    has_imdsv1: bool
-    is_public: bool
-    is_encrypted: bool  # all its snapshots
-    size_gib: int
-    snapshots: tuple[str, ...]
-    tags: Mapping[str, str]
+    seen: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        return str(self.seen["ImageId"])
+
+    @property
+    def name(self) -> str:
+        return str(self.seen.get("Name", ""))
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {tag["Key"]: tag["Value"] for tag in self.seen.get("Tags", ())}
 
     @property
     def kind(self) -> str:
@@ -45,95 +46,70 @@ class Image:
         return kind if kind in IMAGES else ""
 
     @property
-    def minutes(self) -> float | None:
-        text = self.tags.get(MINUTES, "")
-        return float(text) if re.fullmatch(r"\d{1,4}(\.\d+)?", text) else None
+    def state(self) -> str:
+        return str(self.seen.get("State", "in no state"))
+
+    @property
+    def created(self) -> str:
+        """When, as 2026-11-20T08:22:00.000Z."""
+        return str(self.seen.get("CreationDate", ""))
+
+    @property
+    def disks(self) -> list[Mapping[str, Any]]:
+        """The mappings of its EBS volumes."""
+        return [each for each in self.seen.get("BlockDeviceMappings", ()) if "Ebs" in each]
+
+    @property
+    def snapshots(self) -> list[str]:
+        return [disk["Ebs"]["SnapshotId"] for disk in self.disks if disk["Ebs"].get("SnapshotId")]
 
 
-def image_of(answer: Mapping[str, Any], region: str) -> Image:
-    """What DescribeImages says of one image."""
-    disks = [each["Ebs"] for each in answer.get("BlockDeviceMappings", ()) if "Ebs" in each]
-    return Image(
-        id=answer["ImageId"],
-        region=region,
-        name=answer.get("Name", ""),
-        state=answer.get("State", ""),
-        architecture=answer.get("Architecture", ""),
-        created=moment(answer.get("CreationDate")) or datetime.fromtimestamp(0, timezone.utc),
-        deprecated=moment(answer.get("DeprecationTime")),
-        has_imdsv1=answer.get("ImdsSupport") != "v2.0",
-        is_public=bool(answer.get("Public")),
-        is_encrypted=bool(disks) and all(disk.get("Encrypted") is True for disk in disks),
-        size_gib=sum(int(disk.get("VolumeSize", 0)) for disk in disks),
-        snapshots=tuple(disk["SnapshotId"] for disk in disks if disk.get("SnapshotId")),
-        tags={tag["Key"]: tag["Value"] for tag in answer.get("Tags", ())},
-    )
-
-
-def moment(text: str | None) -> datetime | None:
-    """A time of EC2, as 2026-11-20T08:22:00.000Z; None if it is none."""
-    try:
-        parsed = datetime.fromisoformat((text or "").replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=timezone.utc)
-
-
-def own_images(ec2: Any, region: str, kind: str = "") -> list[Image]:
+def own_images(api: Api, region: str, kind: str = "") -> list[Image]:
     """The project's images, of one kind or of all, newest first, half-built ones too."""
-    wanted = [{"Name": "name", "Values": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}]
-    with aws_errors(f"images in {region}"):
-        pages = ec2.get_paginator("describe_images").paginate(Owners=["self"], Filters=wanted, IncludeDeprecated=True)
-        images = [image_of(each, region) for page in pages for each in page["Images"]]
-    return sorted(images, key=lambda image: image.created, reverse=True)
+    filters = [{"Name": "name", "Values": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}]
+    seen = api.pages(region, "describe_images", "Images", Owners=["self"], Filters=filters, IncludeDeprecated=True)
+    return sorted((Image(region, each) for each in seen), key=lambda image: image.created, reverse=True)
 
 
-def describe(ec2: Any, region: str, image_id: str) -> Mapping[str, Any]:
-    """The answer of DescribeImages for one image. InputError if there is none."""
+def find_by_name(api: Api, region: str, kind: str, name: str) -> Image | None:
+    """One of the project's images in a region, where copies have the same name."""
+    return next((image for image in own_images(api, region, kind) if image.name == name), None)
+
+
+def read_image(api: Api, region: str, image_id: str) -> Image:
+    """One image. InputError if there is none."""
     check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is no id of an image, as ami-0123456789abcdef0")
     try:
-        with aws_errors(f"image {image_id} in {region}"):
-            answers = ec2.describe_images(ImageIds=[image_id], IncludeDeprecated=True)["Images"]
+        seen = api.ask(region, "describe_images", ImageIds=[image_id], IncludeDeprecated=True)["Images"]
     except Rejected as error:
-        if error.code.startswith("InvalidAMIID"):
-            answers = []
-        else:
+        if not error.code.startswith("InvalidAMIID"):
             raise
-    if not answers:
-        raise InputError(f"there is no image {image_id} in {region}: python -m ami list shows those there are")
-    answer: Mapping[str, Any] = answers[0]
-    return answer
+        seen = []
+    check(bool(seen), f"there is no image {image_id} in {region}: python -m ami list shows those there are")
+    return Image(region, seen[0])
 
 
-def find_image(ec2: Any, region: str, image_id: str) -> Image:
-    return image_of(describe(ec2, region, image_id), region)
-
-
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
-
-
-def faults(image: Image, now: datetime) -> Iterator[str]:
+def faults(image: Image) -> Iterator[str]:
     """Why no machine should start from an image, each with its cure."""
     again = f"build it again: python -m ami {image.kind or 'neuron'} build=true"
+    deprecated = str(image.seen.get("DeprecationTime") or "")
     if image.state != "available":
-        yield f"is {image.state or 'in no state'}: wait if its build is under way, or {again}"
+        yield f"is {image.state}: wait if its build is under way, or {again}"
     if not image.kind:
         yield f"has no tag {KIND}: it is half built, or not of this project; {again}"
-    if image.architecture != ARCHITECTURE:
-        yield f"is for {image.architecture or 'no known architecture'}, the machines are {ARCHITECTURE}; {again}"
-    if image.has_imdsv1:
+    if image.seen.get("ImdsSupport") != "v2.0":
         yield f"lets machines answer IMDSv1; {again}"
-    if not image.is_encrypted:
+    if not image.disks or not all(disk["Ebs"].get("Encrypted") is True for disk in image.disks):
         yield f"has a snapshot that is not encrypted; {again}"
-    if image.is_public:
+    if image.seen.get("Public"):
         yield "is public: aws ec2 modify-image-attribute --image-id ... --launch-permission Remove=[{Group=all}]"
-    if image.deprecated is not None and image.deprecated <= now:
-        yield f"is deprecated since {image.deprecated:%Y-%m-%d}; {again}"
+    if deprecated and deprecated < f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S}":
+        yield f"is deprecated since {deprecated[:10]}; {again}"
 
 
 def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
     """The tags that say what an image is made of."""
-    names = {"baretrain": versions["baretrain"], "torch": versions["torch"], "efa-installer": versions["efa-installer"]}
+    names = {name: versions[name] for name in ("baretrain", "torch", "efa-installer")}
     if kind == "neuron":
         names |= {"neuron-sdk": versions["neuron-sdk"], **versions.python_packages(), **versions.system_packages()}
     else:
@@ -143,15 +119,15 @@ def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
 
 def differences(image: Image, versions: Versions) -> list[str]:
     """Where an image differs from ami/versions.yaml: "torch 2.8.0 -> 2.9.1"."""
-    lines = []
-    for tag, wanted in wanted_tags(image.kind, versions).items() if image.kind else ():
-        has = image.tags.get(tag)
-        if has != wanted:
-            lines.append(f"{tag.removeprefix(TAG)} {has or 'unknown'} -> {wanted}")
-    return lines
+    wanted = wanted_tags(image.kind, versions) if image.kind else {}
+    return [
+        f"{tag.removeprefix(TAG)} {image.tags.get(tag, 'unknown')} -> {version}"
+        for tag, version in wanted.items()
+        if image.tags.get(tag) != version
+    ]
 
 
-# ---- promoted --------------------------------------------------------------------------------------------------------
+# ---- SSM -------------------------------------------------------------------------------------------------------------
 
 
 def parameter(kind: str) -> str:
@@ -159,13 +135,11 @@ def parameter(kind: str) -> str:
     return f"/baretrain/ami/{kind}/latest"
 
 
-def promoted(ssm: Any, region: str, kind: str) -> str | None:
-    """Id of the promoted image; None if there is none in this region."""
+def read_parameter(api: Api, region: str, name: str) -> str | None:
+    """The value of an SSM parameter; None if the region has none of this name."""
     try:
-        with aws_errors(f"SSM parameter {parameter(kind)} in {region}"):
-            answer = ssm.get_parameter(Name=parameter(kind))
+        return str(api.ask(region, "get_parameter", service="ssm", Name=name)["Parameter"]["Value"])
     except Rejected as error:
-        if error.code == "ParameterNotFound":
-            return None
-        raise
-    return str(answer["Parameter"]["Value"])
+        if error.code != "ParameterNotFound":
+            raise
+        return None

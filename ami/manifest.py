@@ -12,7 +12,7 @@ from typing import Any
 
 import train
 from train.config import InputError
-from train.host.versions import Versions, read_versions
+from train.host.versions import Versions
 
 ENVIRONMENT = Path("/etc/baretrain/image.env")
 SYSTEM = r"aws-neuronx|efa|libfabric|linux-image|linux-aws|mdadm|nvidia|libnccl-ofi|openmpi"  # beginnings of packages
@@ -60,10 +60,3 @@ def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
     ]
     if wrong:
         raise InputError(f"this image is not what ami/versions.yaml names: {'; '.join(wrong)}; build it again")
-
-
-def checked() -> dict[str, Any]:
-    """What is installed. InputError if it is not what images of this kind have."""
-    manifest = installed()
-    check_installed(manifest, read_versions())
-    return manifest

@@ -1,17 +1,14 @@
-"""Packer: found, asked for its version, run, and asked what it made."""
+"""Packer: found, asked for its version, and run."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ami.config import IMAGE_ID, REGION
 from train.config import Failure, InputError
 
 LEAST = (1, 10)  # with which plugins are installed
@@ -21,13 +18,11 @@ HOW_TO = "https://developer.hashicorp.com/packer/install"
 
 def find_packer() -> str:
     """Path of a Packer that can build. InputError if there is none, or what it needs is missing."""
-    path = shutil.which("packer")
+    path, wanted = shutil.which("packer"), f"{LEAST[0]}.{LEAST[1]} or newer: {HOW_TO}"
     if path is None:
-        raise InputError(f"packer is not installed: {HOW_TO} ({LEAST[0]}.{LEAST[1]} or newer)")
-    version = version_of(path)
-    if version < LEAST:
-        shown = ".".join(map(str, version))
-        raise InputError(f"{path} is Packer {shown}, too old for plugins: {HOW_TO} ({LEAST[0]}.{LEAST[1]} or newer)")
+        raise InputError(f"packer is not installed: {wanted}")
+    if version_of(path) < LEAST:
+        raise InputError(f"{path} is too old for plugins, or not HashiCorp's Packer: {wanted}")
     if shutil.which("session-manager-plugin") is None:
         raise InputError(
             "session-manager-plugin is not installed, without which Packer cannot reach the builder: see "
@@ -37,11 +32,10 @@ def find_packer() -> str:
 
 
 def version_of(path: str) -> tuple[int, int]:
+    """Its first two numbers; (0, 0) for another program of that name, such as cracklib's."""
     done = subprocess.run([path, "version"], capture_output=True, text=True, check=False, timeout=60)
     match = re.search(r"Packer v(\d+)\.(\d+)", done.stdout)
-    if match is None:
-        raise InputError(f"{path} is not HashiCorp's Packer (another program has that name): {HOW_TO}")
-    return int(match[1]), int(match[2])
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -> None:
@@ -63,16 +57,3 @@ def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -
         raise
     if code:
         raise Failure(f"{' '.join(command[:2])} failed (exit code {code}), see above; no image was made")
-
-
-def made_images(manifest: Path) -> dict[str, str]:
-    """Ids of the images by region, of Packer's manifest. Failure if it holds anything else."""
-    try:
-        content: Any = json.loads(manifest.read_bytes())
-        pairs = [each.split(":") for each in content["builds"][-1]["artifact_id"].split(",")]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise Failure(f"Packer's manifest cannot be read ({error}): python -m ami list shows what was made") from error
-    for pair in pairs:
-        if len(pair) != 2 or not re.fullmatch(REGION, pair[0]) or not re.fullmatch(IMAGE_ID, pair[1]):
-            raise Failure(f"Packer's manifest names {pair!r}, no region:image; python -m ami list shows what was made")
-    return dict(pairs)

@@ -20,12 +20,13 @@ from moto.server import ThreadedMotoServer
 from moto.ssm.models import Parameter
 from running import ROOT
 
-from ami import remains
 from ami.__main__ import main
-from ami.aws import aws_errors
-from ami.images import parameter, wanted_tags
-from ami.packer import made_images
-from train.config import Failure, InputError, Unreachable
+from ami.config import AmiConfig
+from ami.images import Image, faults, parameter, wanted_tags
+from ami.packer import find_packer
+from ami.plan import BUILD
+from launch.ec2 import sweep
+from train.config import InputError, InstanceConfig
 from train.host.versions import read_versions
 
 ACCOUNT, REGION, OTHER = "123456789012", "us-east-1", "us-west-2"
@@ -62,22 +63,26 @@ def server():
 
 
 @pytest.fixture
-def aws(server, monkeypatch, tmp_path):
-    """An account with a base image and Packer's stand-in."""
-    for service in ("ec2", "ssm", "iam"):
-        get_backend(service).reset()
-    monkeypatch.setattr(remains, "PAUSE_S", 0.0)
-    programs = tmp_path / "bin"
-    programs.mkdir()
+def programs(monkeypatch, tmp_path):
+    """A folder in PATH with Packer's stand-in."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
     script = f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/services/fake_packer.py" "$@"\n'
     for name, text in (("packer", script), ("session-manager-plugin", "#!/bin/sh\n")):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_PACKER_LOG", str(tmp_path / "packer.log"))
-    account = SimpleNamespace(
-        ec2=boto3.client("ec2", REGION), ssm=boto3.client("ssm", REGION), folder=tmp_path, programs=programs
-    )
+    return folder
+
+
+@pytest.fixture
+def aws(server, programs, monkeypatch, tmp_path):
+    """An account with a base image."""
+    for service in ("ec2", "ssm", "iam"):
+        get_backend(service).reset()
+    monkeypatch.setattr(sweep, "FIRST_S", 0.0)
+    account = SimpleNamespace(ec2=boto3.client("ec2", REGION), ssm=boto3.client("ssm", REGION), folder=tmp_path)
     account.base = add_image(account, BASE_NAME, description=BASE_TEXT)
     publish(NEURON_DLAMI, account.base)
     return account
@@ -96,7 +101,7 @@ def add_image(aws, name, *, region=REGION, tags=None, age_days=0, **changes):
     boto3.client("ec2", region).terminate_instances(InstanceIds=[made["InstanceId"]])
     image = backend(region).amis[image_id]
     image.creation_date = datetime.now(timezone.utc) - timedelta(days=age_days)
-    for key, value in {"root_device_type": "ebs", **changes}.items():
+    for key, value in changes.items():
         setattr(image, key, value)
     if tags:
         listed = [{"Key": key, "Value": value} for key, value in tags.items()]
@@ -147,7 +152,7 @@ def test_the_plan_shows_what_would_be_built_and_starts_nothing(aws, capfd):
     assert "the last build took 42 minutes; at most 120 minutes, $2.69 at $1.34 an hour" in out
     for name, version in {**read_versions().python_packages(), **read_versions().system_packages()}.items():
         assert f" {name} {version}\n" in out
-    assert f"since {old} of" in out and "torch 2.8.0 -> 2.9.1" in out and f"base image ami-1 -> {aws.base}" in out
+    assert f"since {old} of" in out and "torch 2.8.0 -> 2.9.1" in out and f"base ami-1 -> {aws.base}" in out
     assert "nothing was started; build=true does it" in out
     assert machines(aws) == [] and (aws.folder / "packer.log").read_text() == "version\n"
 
@@ -159,108 +164,81 @@ def test_an_image_for_gpus_has_its_own_base_builder_and_versions(aws, capfd):
     assert "nothing was built before" in out
 
 
-BASES = {  # what is wrong with the base image: changes of it, words of the refusal
-    "arm": ({"architecture": "arm64"}, "is for arm64, the builder is x86_64"),
-    "Amazon Linux": ({"name": "Deep Learning AMI Neuron (al2023)"}, "cannot run torch-neuronx 2.9"),
-    "another SDK": ({"description": "Neuron SDK 2.33.0"}, "has Neuron SDK 2.33, ami/versions.yaml wants 2.31"),
-    "no EBS": ({"root_device_type": "instance-store"}, "has no EBS root volume"),
-    "not whole": ({"state": "pending"}, "is pending"),
+CASES = {  # words of the error, settings, and changes of the base image
+    "cannot run torch-neuronx 2.9": ([], {"name": "Deep Learning AMI Neuron (al2023)"}),
+    "has Neuron SDK 2.33, ami/versions.yaml wants 2.31": ([], {"description": "Neuron SDK 2.33.0"}),
+    "disk_gib=99 is smaller than the 100 GiB of ami-": (["disk_gib=99"], {}),
+    "has no SSM parameter /aws/service/canonical/": (["base=ubuntu"], {}),
+    "there is no image ami-0123456789abcdef0 in us-east-1": (["base=ami-0123456789abcdef0"], {}),
+    "Provided region_name 'us_east' doesn't match a supported format": (["regions=[us_east]"], {}),
+    "eu-central-1 has no trn1.2xlarge: build in a region that has": (["regions=[eu-central-1]"], {}),
+    "wheel=x.tar must be a file *.whl": (["wheel=x.tar"], {}),
+    "profile=nobody is not in ~/.aws": (["profile=nobody"], {}),
+    "name one image, neuron or cuda": (["cuda"], {}),
 }
 
 
-@pytest.mark.parametrize("case", BASES)
-def test_a_base_image_of_the_wrong_kind_is_refused(aws, capfd, case):
-    changes, words = BASES[case]
+@pytest.mark.parametrize("words", CASES)
+def test_what_cannot_be_built_is_one_line_and_starts_nothing(aws, capfd, words):
+    settings, changes = CASES[words]
     for key, value in changes.items():
         setattr(backend().amis[aws.base], key, value)
-    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
-    assert code == 2 and words in err and err.count("\n") == 1 and aws.base in err
+    if "eu-central-1" in words:
+        other = add_image(aws, BASE_NAME, region="eu-central-1", description=BASE_TEXT)
+        settings = [*settings, f"base={other}"]
+    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", *settings, "build=true")
+    assert code == 2 and words in err and err.count("\n") == 1
     assert machines(aws) == []
 
 
-SETTINGS = {  # words of the refusal, and settings
-    "disk_gib=99 is smaller than the 100 GiB of ami-": ["disk_gib=99"],
-    "disk_gib=20 must be 50 or more": ["disk_gib=20"],
-    "base=debian must be dlami, ubuntu or the id of an image": ["base=debian"],
-    "has no SSM parameter /aws/service/canonical/": ["base=ubuntu"],
-    "there is no image ami-0123456789abcdef0 in us-east-1": ["base=ami-0123456789abcdef0"],
-    "eu-central-1 has no trn1.2xlarge: build in a region that has": ["regions=[eu-central-1]"],
-    "regions holds 'us_east', which is no region": ["regions=[us_east]"],
-    "names one twice": [f"regions=[{REGION},{REGION}]"],
-    "instance=g5.xlarge has no device of the image neuron": ["instance=g5.xlarge"],
-    "compile_cache=/tmp/x must be s3://bucket/prefix": ["compile_cache=/tmp/x"],
-    "kms_key is a key of one region": [f"regions=[{REGION},{OTHER}]", "kms_key=alias/mine"],
-    "subnet=mine is no id": ["subnet=mine"],
-    "wheel=x.tar must be a file *.whl": ["wheel=x.tar"],
-    "deprecate_days=9999 must be at most 730": ["deprecate_days=9999"],
-    "profile nobody is not in ~/.aws": ["profile=nobody"],
-    "name one image, neuron or cuda": ["cuda"],
+SETTINGS = {  # words of the error, and settings
+    "disk_gib=20 must be 50 or more": {"disk_gib": 20},
+    "base=debian must be dlami, ubuntu or the id of an image": {"base": "debian"},
+    "names one twice": {"regions": [REGION, REGION]},
+    "instance=g5.xlarge has no device of the image neuron": {"instance": InstanceConfig(name="g5.xlarge")},
+    "compile_cache=/tmp/x must be s3://bucket/prefix": {"compile_cache": "/tmp/x"},
+    "kms_key is a key of one region": {"regions": [REGION, OTHER], "kms_key": "alias/mine"},
+    "deprecate_days=9999 must be at most 730": {"deprecate_days": 9999},
 }
 
 
 @pytest.mark.parametrize("words", SETTINGS)
-def test_settings_that_cannot_be_built_are_refused_in_one_line(aws, capfd, words):
-    publish(NEURON_DLAMI, aws.base)
-    settings = SETTINGS[words]
-    if "eu-central-1" in settings[0]:
-        other = add_image(aws, BASE_NAME, region="eu-central-1", description=BASE_TEXT)
-        settings = [*settings, f"base={other}"]
-    region = [] if any("regions" in each for each in settings) else [f"regions=[{REGION}]"]
-    code, _, err = run(capfd, "neuron", *region, *settings, "build=true")
-    assert code == 2 and words in err and err.count("\n") == 1
-    assert machines(aws) == []
+def test_settings_that_cannot_be_built_are_rejected(words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        AmiConfig(**{"instance": InstanceConfig(name="trn1.2xlarge"), **SETTINGS[words]})
 
 
 def test_a_plan_needs_no_credentials_and_a_build_does(aws, capfd, monkeypatch):
     code, _, err = run(capfd, "neuron")
     assert code == 2 and "no region is known: give regions=[us-east-1]" in err
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("FAKE_PACKER_VERSION", "Packer v1.6.6")  # which a build needs, and a plan does not
     for words in (["neuron"], ["neuron", f"regions=[{REGION}]", "base=ami-0123456789abcdef0"], ["cuda", "base=ubuntu"]):
         code, out, err = run(capfd, *words)
+        assert "a build would be rejected: /" in out
         assert code == 0 and err == "" and "there are no AWS credentials" in out and "not resolved (" in out
         assert f" torch {read_versions()['torch']}\n" in out and "nothing was started" in out
     code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
     assert code == 2 and "no AWS credentials on this machine; attach a role" in err and err.count("\n") == 1
 
 
-ERRORS = {
-    "ExpiredToken": (InputError, "expired (ExpiredToken); renew them"),
-    "AuthFailure": (InputError, "AWS does not know these credentials"),
-    "UnauthorizedOperation": (InputError, "docs/images.md lists the permissions"),
-    "OptInRequired": (InputError, "enable the region"),
-    "RequestLimitExceeded": (Unreachable, "AWS answers RequestLimitExceeded"),
-    "Unheard": (InputError, "AWS answers Unheard: a b"),
-}
-
-
-@pytest.mark.parametrize("code", ERRORS)
-def test_errors_of_aws_are_one_line_with_the_cure(code):
-    kind, words = ERRORS[code]
-    with pytest.raises(kind, match=re.escape(words)), aws_errors("images"):
-        raise ClientError({"Error": {"Code": code, "Message": "a\n b"}}, "DescribeImages")
-
-
-PACKERS = {
-    "too old for plugins": ({"FAKE_PACKER_VERSION": "Packer v1.6.6"}, None),
-    "is not HashiCorp's Packer": ({"FAKE_PACKER_VERSION": "cracklib"}, None),
-    "session-manager-plugin is not installed": ({}, "session-manager-plugin"),
-    "packer is not installed": ({}, "packer"),
-}
-
-
-@pytest.mark.parametrize("words", PACKERS)
-def test_a_packer_that_cannot_build_is_refused(aws, capfd, monkeypatch, words):
-    environment, missing = PACKERS[words]
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if missing:
-        (aws.programs / missing).unlink()
-        monkeypatch.setenv("PATH", str(aws.programs))
-    code, out, _ = run(capfd, "neuron", f"regions=[{REGION}]")
-    assert code == 0 and f"a build would be refused: {'' if missing else '/'}" in out and words in out
-    code, _, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
-    assert code == 2 and words in err and err.count("\n") == 1
-    assert machines(aws) == []
+@pytest.mark.parametrize(
+    ("version", "missing", "words"),
+    [
+        ("Packer v1.6.6", "", "/packer is too old for plugins"),
+        ("cracklib", "", "or not HashiCorp's Packer"),
+        ("", "session-manager-plugin", "session-manager-plugin is not installed"),
+        ("", "packer", "packer is not installed"),
+    ],
+)
+def test_a_packer_that_cannot_build_is_rejected(programs, monkeypatch, version, missing, words):
+    if version:
+        monkeypatch.setenv("FAKE_PACKER_VERSION", version)
+    else:
+        (programs / missing).unlink()
+        monkeypatch.setenv("PATH", str(programs))
+    with pytest.raises(InputError, match=words):
+        find_packer()
 
 
 # ---- build -----------------------------------------------------------------------------------------------------------
@@ -279,9 +257,10 @@ def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, capf
         tags = {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
         assert tags.items() >= wanted_tags("neuron", read_versions()).items()
         assert tags["baretrain:base"] == aws.base and tags["baretrain:minutes"] == "0" and tags["baretrain:commit"]
-    assert machines(aws) == [] and "which Packer had left" not in out
+    nothing_left(aws, capfd)
 
-    values = json.loads((aws.folder / "values.json").read_text())
+    seen = json.loads((aws.folder / "seen.json").read_text())
+    values, uploaded = seen["values"], seen["uploaded"]
     declared = {
         name.strip('"')
         for each in hcl2.loads((ROOT / "ami/variables.pkr.hcl").read_text())["variable"]
@@ -289,9 +268,9 @@ def test_a_build_makes_an_image_and_its_copies_and_leaves_nothing_else(aws, capf
     }
     assert set(values) == declared  # every variable has a value, and none is unknown
     assert values["cache_arns"] == ["arn:aws:s3:::bucket", "arn:aws:s3:::bucket/cache*"]
-    uploaded = json.loads((aws.folder / "uploaded.json").read_text())
-    assert sorted(name for name in uploaded if not name.endswith(".whl")) == ["constraints.txt", "image.env"]
-    assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"] and len(uploaded) == 3
+    names = ["constraints.txt", "functions.sh", "image.env"]
+    assert sorted(name for name in uploaded if not name.endswith(".whl")) == names
+    assert "NEURON_SDK='2.31.1'\n" in uploaded["image.env"] and len(uploaded) == 4
     assert uploaded["constraints.txt"].startswith((ROOT / "constraints-trn1.txt").read_text())
     pinned = [line.partition("==")[0] for line in uploaded["constraints.txt"].splitlines() if "==" in line]
     assert len(pinned) == len(set(pinned)) and {"torch", "neuronx-cc", "transformers"} <= set(pinned)
@@ -302,8 +281,8 @@ def test_what_a_failed_build_leaves_is_removed(aws, capfd, monkeypatch):
     monkeypatch.setenv("FAKE_PACKER", "fail")
     code, out, err = run(capfd, "neuron", f"regions=[{REGION}]", "build=true")
     assert code == 1 and err.splitlines()[-1].endswith("failed (exit code 1), see above; no image was made")
-    for kind in ("instance", "security group", "key pair", "role"):
-        assert f"removed {kind} " in out
+    for kind in ("instance", "security-group", "key-pair", "role"):
+        assert f"to be removed: {kind} " in out
     nothing_left(aws, capfd)
 
 
@@ -325,27 +304,23 @@ def test_ctrl_c_ends_packer_first_and_leaves_nothing(aws, capfd):
     started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=300)
     assert started.returncode == 75 and err.startswith("interrupted") and err.count("\n") == 1
-    assert "removed instance" in out
+    assert "to be removed: instance" in out
     nothing_left(aws, capfd)
 
 
 def test_clean_finds_what_a_killed_builder_left(aws, capfd):
-    tagged = [{"ResourceType": "instance", "Tags": [{"Key": remains.BUILD, "Value": "x"}]}]
+    tagged = [{"ResourceType": "instance", "Tags": [{"Key": BUILD, "Value": "x"}]}]
     aws.ec2.run_instances(ImageId=aws.base, MinCount=1, MaxCount=1, TagSpecifications=tagged)
     (left,) = machines(aws)
     code, out, _ = run(capfd, "clean", "--region", REGION)
-    assert code == 1 and f"instance {left} ({REGION})" in out and "--yes does it" in out and machines(aws) == [left]
+    assert (
+        code == 1
+        and f"instance {left} (running, {REGION})" in out
+        and "--yes does it" in out
+        and machines(aws) == [left]
+    )
     assert run(capfd, "clean", "--region", REGION, "--yes")[0] == 0
     nothing_left(aws, capfd)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", '{"builds": [{"artifact_id": "x:y"}]}', '{"builds": [{"artifact_id": 1}]}']
-)
-def test_a_manifest_of_packer_that_makes_no_sense_is_refused(tmp_path, content):
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(Failure, match="python -m ami list shows what was made"):
-        made_images(tmp_path / "manifest.json")
 
 
 # ---- on an image -----------------------------------------------------------------------------------------------------
@@ -401,23 +376,41 @@ def test_copies_are_promoted_in_their_regions(aws, capfd):
     assert boto3.client("ssm", OTHER).get_parameter(Name=name)["Parameter"]["Value"] == copy
 
 
-FAULTS = {  # words, changes of the image
-    "is pending: wait if its build is under way": {"state": "pending"},
-    "is for arm64": {"architecture": "arm64"},
-    "lets machines answer IMDSv1": {"imds_support": None},
-    "a snapshot that is not encrypted": {"is_encrypted": False},
-    "is public": {"launch_permissions": [{"Group": "all"}]},
-    "is deprecated since 2020-01-01": {"deprecation_time": "2020-01-01T00:00:00.000Z"},
+WHOLE = {
+    "ImageId": "ami-0123456789abcdef0",
+    "State": "available",
+    "ImdsSupport": "v2.0",
+    "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": {"Encrypted": True}}],
+    "Tags": [{"Key": "baretrain:image", "Value": "neuron"}],
+    "DeprecationTime": "2999-01-01T00:00:00.000Z",
 }
+PLAIN_DISK = {"DeviceName": "/dev/sdb", "Ebs": {}}
 
 
-@pytest.mark.parametrize("words", FAULTS)
-def test_an_image_that_nobody_should_start_is_not_promoted(aws, capfd, words):
-    image = add_own(aws, **FAULTS[words])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"State": "pending"}, "is pending: wait if its build is under way"),
+        ({"ImdsSupport": None}, "lets machines answer IMDSv1"),
+        ({"BlockDeviceMappings": []}, "a snapshot that is not encrypted"),
+        ({"BlockDeviceMappings": [*WHOLE["BlockDeviceMappings"], PLAIN_DISK]}, "a snapshot that is not encrypted"),
+        ({"Public": True}, "is public"),
+        ({"DeprecationTime": "2020-01-01T00:00:00.000Z"}, "is deprecated since 2020-01-01"),
+        ({"Tags": []}, "has no tag baretrain:image"),
+    ],
+)
+def test_what_is_wrong_with_an_image_is_said(changes, words):
+    assert list(faults(Image(REGION, WHOLE))) == []
+    (fault,) = faults(Image(REGION, {**WHOLE, **changes}))
+    assert words in fault
+
+
+def test_an_image_that_nobody_should_start_is_not_promoted(aws, capfd):
+    image = add_own(aws, is_encrypted=False)
     code, _, err = run(capfd, "promote", image, "--region", REGION, "--yes")
-    assert code == 2 and words in err and err.count("\n") == 1
+    assert code == 2 and "not encrypted" in err and err.count("\n") == 1
     code, out, _ = run(capfd, "verify", image, "--region", REGION)
-    assert code == 1 and words in out
+    assert code == 1 and "not encrypted" in out
     with pytest.raises(ClientError):
         value(aws)
 

@@ -8,7 +8,6 @@ import pytest
 from running import ROOT
 
 import train
-from ami.base import Base
 from ami.config import AmiConfig
 from ami.files import image_values, neuron_constraints, shell_values
 from ami.images import wanted_tags
@@ -54,7 +53,7 @@ def test_one_setting_chooses_the_sdk_of_images_and_constraints(sdk, torch_neuron
     lines = neuron_constraints(versions).splitlines()
     assert f"torch-neuronx=={torch_neuronx}" in lines and f"neuronx-cc=={compiler}" in lines
     cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
-    values = image_values(cfg, Base("ami-0123456789abcdef0", "base", "", "/dev/sda1", 100), versions, "")
+    values = image_values(cfg, "ami-0123456789abcdef0", versions, "")
     assert tuple(values[f"NEURON_{name}"] for name in ("DKMS", "RUNTIME", "COLLECTIVES", "TOOLS")) == system
     check_installed(manifest("neuron", versions.system_packages(), **versions.python_packages()), versions)
     assert wanted_tags("neuron", versions)["baretrain:neuron-sdk"] == sdk
@@ -62,8 +61,7 @@ def test_one_setting_chooses_the_sdk_of_images_and_constraints(sdk, torch_neuron
 
 def test_the_shell_gets_values_and_nothing_else():
     cfg = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron"))
-    base = Base("ami-0123456789abcdef0", "base", "", "/dev/sda1", 100)
-    values = image_values(cfg, base, read_versions(), "1a2b3c4+")
+    values = image_values(cfg, "ami-0123456789abcdef0", read_versions(), "1a2b3c4+")
     lines = shell_values(values).splitlines()
     assert "NEURON_DKMS='2.29.0'" in lines and "COMMIT='1a2b3c4+'" in lines and "COMPILE_CACHE=''" in lines
     for evil in ("a'b", "$(id)", "a\nb", "`id`", "a b", "é"):

@@ -362,7 +362,7 @@ UNUSABLE = {  # environment (None: not set), settings, and what is said of them
         {},
         r"s3://.*/a: S3 does not know these credentials \(SignatureDoesNotMatch\)",
     ),
-    "no such profile": ({}, {"profile": "nobody"}, "s3.profile=nobody is not in ~/.aws; aws configure list-profiles"),
+    "no such profile": ({}, {"profile": "nobody"}, "profile=nobody is not in ~/.aws; aws configure list-profiles"),
     "no such profile in the environment": (
         {"AWS_PROFILE": "nobody"},
         {},

@@ -2,13 +2,8 @@
 # The virtual environment /opt/baretrain/venv with our wheel, and the compile cache if the build names one. Runs as
 # root; a second run changes nothing. PIP_ARGS: more arguments for pip, as those of a mirror.
 set -euo pipefail
-
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
-# shellcheck source=/dev/null
-. /etc/baretrain/image.env
+# shellcheck source-path=SCRIPTDIR source=functions.sh
+. /etc/baretrain/functions.sh
 top=/opt/baretrain
 venv=$top/venv
 wheels=("$top"/dist/baretrain-*.whl)
@@ -29,7 +24,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     "$venv/bin/python" -m compileall -q "$venv/lib" >/dev/null || true # some packages ship files of other Pythons
     printf '%s\n' "$wanted" >"$venv/.installed"
 fi
-install -D -m 0644 /dev/stdin /etc/profile.d/baretrain.sh <<EOF
+put 0644 /etc/profile.d/baretrain.sh <<EOF
 export PATH=$venv/bin:\$PATH
 EOF
 

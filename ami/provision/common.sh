@@ -2,12 +2,8 @@
 # What every image has: packages, limits, ports, time, names, this machine's own disks, a user. Runs as root; a second
 # run changes nothing. Nothing is applied to the running kernel: the image starts again before it is used.
 set -euo pipefail
-
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
-put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
+# shellcheck source-path=SCRIPTDIR source=functions.sh
+. /etc/baretrain/functions.sh
 
 [ "$(id -u)" = 0 ] || fail "common.sh changes the whole machine: run it as root"
 command -v apt-get >/dev/null || fail "this system has no apt-get: build from Ubuntu 24.04" \
@@ -16,10 +12,7 @@ if command -v cloud-init >/dev/null; then
     cloud-init status --wait >/dev/null || true # it installs too at the first start; 2: it had warnings
 fi
 
-export DEBIAN_FRONTEND=noninteractive
-apt-get update -q -o APT::Update::Error-Mode=any
-apt-get install -q -y --no-install-recommends -o DPkg::Lock::Timeout=600 \
-    ca-certificates chrony curl gnupg gpgv kmod mdadm numactl pciutils procps python3 python3-venv xfsprogs
+apt_install ca-certificates chrony curl gnupg gpgv kmod mdadm numactl pciutils procps python3 python3-venv xfsprogs
 
 # EFA registers memory, 32 ranks with loader workers open many files.
 put 0644 /etc/security/limits.d/90-baretrain.conf <<'EOF'

@@ -2,8 +2,8 @@
 # Close what a training machine does not need, keep the versions that were tested, and remove what belongs to the
 # builder alone. Runs as root; a second run changes nothing.
 set -euo pipefail
-
-put() { install -D -m "$1" /dev/stdin "$2"; } # put MODE FILE < content
+# shellcheck source-path=SCRIPTDIR source=functions.sh
+. /etc/baretrain/functions.sh
 
 # SSM is the way in. The running sshd stays, through which Packer works; at the next start there is none.
 for unit in ssh.service ssh.socket; do
@@ -26,8 +26,7 @@ for unit in apt-daily.timer apt-daily-upgrade.timer unattended-upgrades.service;
         systemctl mask --quiet "$unit"
     fi
 done
-dpkg-query -W -f='${db:Status-Abbrev} ${Package}\n' |
-    awk '$1 ~ /^[hi]i/ && $2 ~ /^linux-(image|headers|aws)/ { print $2 }' | xargs -r apt-mark hold >/dev/null
+hold '^linux-(image|headers|aws)'
 
 # Every machine makes its own: names of hosts, keys, seeds.
 rm -f /etc/ssh/ssh_host_* /root/.bash_history /home/*/.bash_history /root/.ssh/authorized_keys

@@ -2,20 +2,13 @@
 # Fail the build unless this image can train: packages, devices, EFA, forks, a short training on the CPU. Writes
 # /etc/baretrain/manifest.json if it can. DEVICES=absent leaves out what needs an accelerator, on a machine without.
 set -euo pipefail
-
-fail() {
-    echo "error: $*" >&2
-    exit 1
-}
-# shellcheck source=/dev/null
-. /etc/baretrain/image.env
+# shellcheck source-path=SCRIPTDIR source=functions.sh
+. /etc/baretrain/functions.sh
 python=/opt/baretrain/venv/bin/python
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 cd "$work"
 export HOME=$work PATH=/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 
-"$python" -m ami manifest "$work/manifest.json" # refuses versions that ami/versions.yaml does not name
+"$python" -m ami manifest "$work/manifest.json" # fails for versions that ami/versions.yaml does not name
 "$python" -c "import boto3, datasets, launch, torch, train.loop, transformers"
 "$python" - <<'EOF'
 import multiprocessing
@@ -50,5 +43,5 @@ timeout 600 "$python" -m train experiment=demo backend=ddp backend.device=cpu da
     max_steps=20 eval_every=20 checkpoint.every=20 >train.log 2>&1 ||
     fail "a training on the CPU failed: $(tail -1 train.log)"
 
-install -D -m 0644 manifest.json /etc/baretrain/manifest.json
+put 0644 /etc/baretrain/manifest.json <manifest.json
 echo "smoke test passed"

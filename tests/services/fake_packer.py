@@ -1,6 +1,7 @@
 """A stand-in for Packer, which cannot be had everywhere: it makes in EC2 (moto) what Packer would, by its variables.
 
-FAKE_PACKER: "fail" and "hang" leave the builder, its group, key and role behind; "hang" ends at the first SIGINT.
+It leaves the builder, its group, key and role behind, whatever becomes of it. FAKE_PACKER: "fail" makes no image,
+"hang" makes none either and ends at the first SIGINT.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ VERSION = os.environ.get("FAKE_PACKER_VERSION", "Packer v1.11.2")
 
 
 def client(service: str, region: str) -> Any:
-    import boto3  # it takes long, and other verbs do not need it
+    import boto3  # it takes long, and other commands do not need it
 
     return boto3.client(service, region)
 
 
-def main(verb: str, *arguments: str) -> int:
+def main(command: str, *arguments: str) -> int:
     with Path(os.environ["FAKE_PACKER_LOG"]).open("a") as log:
-        log.write(f"{verb}\n")
-    if verb == "version":
+        log.write(f"{command}\n")
+    if command == "version":
         print(VERSION)
         return 0
-    return build(arguments) if verb == "build" else 0
+    return build(arguments) if command == "build" else 0
 
 
 def build(arguments: tuple[str, ...]) -> int:
     (file,) = (each.partition("=")[2] for each in arguments if each.startswith("-var-file="))
     values = json.loads(Path(file).read_text())
-    Path(os.environ["FAKE_PACKER_LOG"]).with_name("values.json").write_text(json.dumps(values))
     uploaded = {path.name: path.read_text(errors="replace") for path in Path(values["files"]).iterdir()}
-    Path(os.environ["FAKE_PACKER_LOG"]).with_name("uploaded.json").write_text(json.dumps(uploaded))
-    made = machine(values)
+    seen = {"values": values, "uploaded": uploaded}
+    Path(os.environ["FAKE_PACKER_LOG"]).with_name("seen.json").write_text(json.dumps(seen))
+    instance = machine(values)
     mode = os.environ.get("FAKE_PACKER", "")
     if mode == "fail":
         print("Build 'neuron.amazon-ebs.machine' errored: Script exited with non-zero exit status: 1", flush=True)
@@ -46,19 +47,17 @@ def build(arguments: tuple[str, ...]) -> int:
         signal.signal(signal.SIGINT, lambda *_: sys.exit(1))
         print("building", flush=True)
         time.sleep(300)
-    images = {values["region"]: image(values, made)}
+    here = client("ec2", values["region"])
+    specification = [{"ResourceType": "image", "Tags": tags(values["tags"])}]
+    image = here.create_image(InstanceId=instance, Name=values["name"], TagSpecifications=specification)
     for region in values["copy_regions"]:
-        ec2 = client("ec2", region)
-        source = {"SourceImageId": images[values["region"]], "SourceRegion": values["region"]}
-        images[region] = ec2.copy_image(Name=values["name"], **source)["ImageId"]
-        ec2.create_tags(Resources=[images[region]], Tags=tags(values["tags"]))
-    clean(values, made)
-    pairs = ",".join(f"{region}:{each}" for region, each in images.items())
-    Path(values["manifest"]).write_text(json.dumps({"builds": [{"artifact_id": pairs}], "last_run_uuid": "x"}))
+        ec2, source = client("ec2", region), {"SourceImageId": image["ImageId"], "SourceRegion": values["region"]}
+        copy = ec2.copy_image(Name=values["name"], **source)["ImageId"]
+        ec2.create_tags(Resources=[copy], Tags=tags(values["tags"]))
     return 0
 
 
-def machine(values: dict[str, Any]) -> dict[str, str]:
+def machine(values: dict[str, Any]) -> str:
     ec2, iam = client("ec2", values["region"]), client("iam", values["region"])
     marked = tags(values["build_tags"])
 
@@ -83,25 +82,7 @@ def machine(values: dict[str, Any]) -> dict[str, str]:
         SecurityGroupIds=[group],
         TagSpecifications=[*specification("instance"), *specification("volume")],
     )["Instances"]
-    return {"instance": made["InstanceId"], "group": group, "key": "packer_1"}
-
-
-def image(values: dict[str, Any], made: dict[str, str]) -> str:
-    ec2 = client("ec2", values["region"])
-    specification = [{"ResourceType": "image", "Tags": tags(values["tags"])}]
-    answer = ec2.create_image(InstanceId=made["instance"], Name=values["name"], TagSpecifications=specification)
-    return str(answer["ImageId"])
-
-
-def clean(values: dict[str, Any], made: dict[str, str]) -> None:
-    ec2, iam = client("ec2", values["region"]), client("iam", values["region"])
-    ec2.terminate_instances(InstanceIds=[made["instance"]])
-    ec2.delete_security_group(GroupId=made["group"])
-    ec2.delete_key_pair(KeyName=made["key"])
-    iam.remove_role_from_instance_profile(InstanceProfileName="packer-1", RoleName="packer-1")
-    iam.delete_instance_profile(InstanceProfileName="packer-1")
-    iam.delete_role_policy(RoleName="packer-1", PolicyName="p")
-    iam.delete_role(RoleName="packer-1")
+    return str(made["InstanceId"])
 
 
 def tags(values: dict[str, str]) -> list[dict[str, str]]:

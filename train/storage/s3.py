@@ -85,7 +85,7 @@ def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
             session._session.get_component("credential_provider").remove("env")
         return session
     except ProfileNotFound as error:
-        name = f"s3.profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
+        name = f"profile={s3.profile}" if s3.profile else f"AWS_PROFILE={os.environ.get('AWS_PROFILE')}"
         raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
 
 

@@ -1,6 +1,5 @@
-# GPUs: NVIDIA's driver and fabric manager, EFA, our environment. Packer runs it as `python -m ami cuda build=true`.
+# The build of an image, which Packer runs as `python -m ami neuron build=true`, or cuda.
 build {
-  name    = "cuda"
   sources = ["source.amazon-ebs.machine"]
 
   provisioner "file" {
@@ -14,15 +13,10 @@ build {
       "${path.root}/provision/files.sh",
       "${path.root}/provision/common.sh",
       "${path.root}/provision/efa.sh",
-      "${path.root}/provision/cuda.sh",
+      "${path.root}/provision/${var.image}.sh", # the accelerator's driver, runtime and tools
       "${path.root}/provision/baretrain.sh",
       "${path.root}/provision/harden.sh",
       "${path.root}/provision/smoke.sh",
     ]
-  }
-
-  post-processor "manifest" {
-    output     = var.manifest
-    strip_path = true
   }
 }

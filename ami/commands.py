@@ -1,0 +1,250 @@
+"""`python -m ami list | verify | promote | prune | clean`, and `manifest` and `restore`, which run on an image."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from ami.build import find_left, remove_left
+from ami.config import IMAGES
+from ami.images import (
+    KIND,
+    TAG,
+    Image,
+    differences,
+    faults,
+    find_by_name,
+    own_images,
+    parameter,
+    read_image,
+    read_parameter,
+)
+from ami.manifest import check_installed, installed
+from ami.plan import default_region
+from launch.ec2.api import Api
+from train.cli.command import DONE, FAILED, command_parser, guarded, printable
+from train.config import InputError, S3Config, check
+from train.host.versions import read_versions
+from train.storage.folders import canonical_json, local_path, open_folder
+
+KEPT = 3  # images of a kind that prune leaves
+MAY_BE_BUILT = timedelta(hours=6)  # an image without tags that is younger may still be built
+
+
+@dataclass(frozen=True)
+class Command:
+    act: Callable[[argparse.Namespace], int]
+    purpose: str
+    examples: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Act on a command line that begins with one of COMMANDS; the exit code."""
+    name, command = arguments[0], COMMANDS[arguments[0]]
+    parser = command_parser(f"ami {name}", command.purpose, examples=command.examples)
+    for flag in command.flags:
+        parser.add_argument(flag, **FLAGS[flag])
+    return guarded(lambda: command.act(parser.parse_args(arguments[1:])))
+
+
+def opened(options: argparse.Namespace) -> tuple[Api, list[str]]:
+    """AWS with the credentials, and the regions, that the flags name."""
+    api = Api(options.profile)
+    return api, options.region or [default_region(api)]
+
+
+def list_images(options: argparse.Namespace) -> int:
+    api, regions = opened(options)
+    rows = [("image", "region", "kind", "made", "GiB", "state", "versions")]
+    for region in regions:
+        promoted = {read_parameter(api, region, parameter(kind)) for kind in IMAGES}
+        for image in own_images(api, region):
+            state = "promoted" if image.id in promoted else image.state
+            if not image.kind:
+                state = "half built"
+            elif any(faults(image)):
+                state += " !"
+            versions = [image.tags.get(f"{TAG}{name}", "") for name in ("neuron-sdk", "torch")]
+            size_gib = sum(int(disk["Ebs"].get("VolumeSize", 0)) for disk in image.disks)
+            about = (image.kind or "-", image.created[:16].replace("T", " "), str(size_gib), state)
+            rows.append((image.id, region, *about, printable(" ".join(versions)) or "-"))
+    if len(rows) == 1:
+        print(f"no image of this account's own in {', '.join(regions)}: python -m ami neuron shows how one is built")
+        return DONE
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return DONE
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Exit code 1 if the image has a fault, or other versions than ami/versions.yaml."""
+    api, regions = opened(options)
+    image = read_image(api, regions[0], options.image)
+    wrong = [*faults(image)]
+    wrong += [f"has another version than ami/versions.yaml: {each}" for each in differences(image, read_versions())]
+    for each in wrong:
+        print(printable(f"{image.id} {each}"))
+    if wrong:
+        return FAILED
+    print(f"{image.id}: {image.kind}, encrypted, IMDSv2 only, private, the versions of ami/versions.yaml")
+    return DONE
+
+
+def promote(options: argparse.Namespace) -> int:
+    """Let launch take an image, and its copies of the same name in the other regions."""
+    api, regions = opened(options)
+    images = [read_image(api, regions[0], options.image)]
+    for region in regions[1:]:
+        copy = find_by_name(api, region, images[0].kind, images[0].name)
+        if copy is None:
+            built = f"build it with regions=[{regions[0]},{region}]"
+            raise InputError(f"{region} has no copy of {images[0].name}: {built}")
+        images.append(copy)
+    for image in images:
+        for fault in faults(image):
+            raise InputError(f"{image.id} in {image.region} {fault}")
+    for each in differences(images[0], read_versions()):
+        print(printable(f"note: another version than ami/versions.yaml: {each}"))
+    for image in images:
+        name = parameter(image.kind)
+        before = read_parameter(api, image.region, name)
+        print(printable(f"{name} in {image.region}: {before or 'none'} -> {image.id}"))
+        if options.yes and before != image.id:
+            value: dict[str, Any] = {"Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
+            api.ask(image.region, "put_parameter", service="ssm", Name=name, Overwrite=True, **value)
+    print("done" if options.yes else "nothing was changed: --yes does it")
+    return DONE
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Remove old images with their snapshots; never one that is promoted, in use, or perhaps still built."""
+    check(options.keep >= 1, f"--keep {options.keep} must be 1 or more")
+    api, regions = opened(options)
+    count = 0
+    for region in regions:
+        images, snapshots = own_images(api, region), list[str]()
+        for image in old_images(api, region, images, options.keep):
+            shown = ", ".join(image.snapshots) or "no snapshot"
+            print(f"{image.id} ({region}) of {image.created[:10]}, with {shown}")
+            count += 1
+            snapshots += image.snapshots
+            if options.yes:
+                api.ask(region, "deregister_image", ImageId=image.id)
+        kept = {snapshot for image in images for snapshot in image.snapshots}
+        by_tag = [{"Name": "tag-key", "Values": [KIND]}]
+        for each in api.pages(region, "describe_snapshots", "Snapshots", OwnerIds=["self"], Filters=by_tag):
+            if each["SnapshotId"] not in kept:
+                print(f"{each['SnapshotId']} ({region}), a snapshot without its image")
+                count += 1
+                snapshots.append(each["SnapshotId"])
+        for snapshot in snapshots if options.yes else ():
+            api.ask(region, "delete_snapshot", SnapshotId=snapshot)
+    if not count:
+        print("nothing to remove")
+    elif not options.yes:
+        print("nothing was removed: --yes does it")
+    return DONE
+
+
+def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> list[Image]:
+    """Those of a region that may go: half built, or older than the newest `keep` of their kind."""
+    before = f"{datetime.now(timezone.utc) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
+    old = [image for image in images if not image.kind and image.created < before]
+    for kind in IMAGES:
+        promoted = read_parameter(api, region, parameter(kind))
+        of_kind = [image for image in images if image.kind == kind]
+        old += [image for image in of_kind[keep:] if image.id != promoted]
+    if not old:
+        return []
+    by_image = [{"Name": "image-id", "Values": [image.id for image in old]}]
+    reservations = api.pages(region, "describe_instances", "Reservations", Filters=by_image)
+    machines = [each for reservation in reservations for each in reservation["Instances"]]
+    in_use = {each["ImageId"] for each in machines if each["State"]["Name"] != "terminated"}
+    for image_id in sorted(in_use):
+        print(f"kept {image_id} ({region}): machines run from it")
+    return [image for image in old if image.id not in in_use]
+
+
+def clean(options: argparse.Namespace) -> int:
+    """Remove what builds left, those that are under way too. Exit code 1 if anything is there and stays."""
+    api, regions = opened(options)
+    left = [each for region in regions for each in find_left(api, region, None)]
+    if not left:
+        print(f"no build left anything in {', '.join(regions)}")
+        return DONE
+    if not options.yes:
+        print("\n".join(map(str, left)))
+        print("nothing was removed: --yes does it, and ends builds that are under way")
+        return FAILED
+    for region in regions:
+        remove_left(api, region, None)
+    print("removed")
+    return DONE
+
+
+# ---- on an image -----------------------------------------------------------------------------------------------------
+
+
+def write_manifest(options: argparse.Namespace) -> int:
+    """Write what is installed. InputError if it is not what images of this kind have."""
+    manifest = installed()
+    check_installed(manifest, read_versions())
+    local_path(options.file).write_bytes(canonical_json(manifest))
+    return DONE
+
+
+def restore(options: argparse.Namespace) -> int:
+    source, target = open_folder(options.source, S3Config()), open_folder(options.folder, S3Config())
+    names = source.names()
+    check(bool(names), f"{options.source} holds no file: train.precompile fills a compile cache")
+    for name in names:
+        if target.size(name) != source.size(name):
+            target.write(name, source.read(name))
+    print(f"{len(names)} files of {options.source} are in {options.folder}")
+    return DONE
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "image": {"metavar": "IMAGE", "help": "id, as ami-0123456789abcdef0, in the first region"},
+    "file": {"metavar": "FILE", "help": "to write"},
+    "source": {"metavar": "URL", "help": "s3://bucket/prefix"},
+    "folder": {"metavar": "FOLDER", "help": "to write to"},
+    "--region": {"action": "append", "default": [], "help": "also several times; default: the profile's"},
+    "--profile": {"help": "of ~/.aws: the credentials to use"},
+    "--yes": {"action": "store_true", "help": "do it; without, only say what would be done"},
+    "--keep": {"type": int, "default": KEPT, "metavar": "N", "help": f"of each kind, the newest ({KEPT})"},
+}
+AWS = ("--region", "--profile")
+TWO_REGIONS = "--region us-east-1 --region us-west-2"
+IMAGE = "ami-0123456789abcdef0"
+COMMANDS = {
+    "list": Command(list_images, "List the images of this account.", ("", TWO_REGIONS), AWS),
+    "verify": Command(
+        verify,
+        "Say what is wrong with an image: state, encryption, IMDSv2, who may start it, versions.",
+        (IMAGE,),
+        ("image", *AWS),
+    ),
+    "promote": Command(
+        promote,
+        "Make an image the one that launch takes; an older one too, to go back.",
+        (IMAGE, f"{IMAGE} {TWO_REGIONS} --yes"),
+        ("image", *AWS, "--yes"),
+    ),
+    "prune": Command(
+        prune, "Remove old images and their snapshots.", ("--keep 2", "--keep 2 --yes"), (*AWS, "--yes", "--keep")
+    ),
+    "clean": Command(clean, "Find what interrupted builds left, and remove it.", ("", "--yes"), (*AWS, "--yes")),
+    "manifest": Command(write_manifest, "On an image: write what is installed.", ("manifest.json",), ("file",)),
+    "restore": Command(
+        restore,
+        "On an image: copy a compile cache from S3.",
+        ("s3://bucket/cache /tmp/cache",),
+        ("source", "folder"),
+    ),
+}

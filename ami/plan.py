@@ -1,0 +1,172 @@
+"""The plan of an image: what it is built from, what it will hold, what it may cost."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from ami.config import IMAGES, AmiConfig
+from ami.images import MINUTES, PREFIX, TAG, Image, differences, own_images, read_image, read_parameter, wanted_tags
+from ami.packer import find_packer
+from launch.ec2.api import Api, explained
+from train.cli.command import printable
+from train.config import InputError, check
+from train.host.environment import commit
+from train.host.versions import read_versions
+
+BUILD = "baretrain:build"  # tag of all that exists only during a build
+NOT_ASKED = (
+    "not known: there are no AWS credentials, so AWS was not asked for the base image, the builder's type in the "
+    "region, and earlier images; a build needs them"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    cfg: AmiConfig
+    parameter: str  # of SSM, which names the base image; empty: the user does
+    base: Image | None  # that ours is built from; None: AWS was not asked
+    last: Image | None  # the newest image of this kind that is whole
+    variables: dict[str, Any]  # what ami/variables.pkr.hcl declares, but files
+
+
+def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> Plan:
+    """Ask AWS for the base image and for what was built before. InputError for what could not be built.
+
+    Without credentials AWS is not asked, unless a build needs it.
+    """
+    regions, base, last = cfg.regions, None, None
+    source = "ubuntu" if cfg.base == "ubuntu" else f"{cfg.image}-dlami"
+    parameter = "" if cfg.base.startswith("ami-") else read_versions().bases[source].version
+    with explained("this machine", "credentials"):
+        has_credentials = api.session.get_credentials() is not None
+    if cfg.build or has_credentials:
+        regions = regions or [default_region(api)]
+        base = base_image(api, regions[0], cfg, parameter)
+        check_builder(api, regions[0], cfg)
+        before = [each for each in own_images(api, regions[0], cfg.image) if each.kind and each.state == "available"]
+        last = before[0] if before else None
+    revision = commit() or "none"
+    name = f"{PREFIX}{cfg.image}-{now:%Y%m%d-%H%M%S}-{revision.rstrip('+')[:8]}"
+    base_id = base.id if base else ""
+    about = {"Name": name, f"{TAG}commit": revision, f"{TAG}base": base_id}
+    bucket, _, prefix = (cfg.compile_cache or "").removeprefix("s3://").partition("/")
+    variables = {
+        "image": cfg.image,
+        "region": regions[0] if regions else "",
+        "copy_regions": regions[1:],
+        "base_image": base_id,
+        "root_device": base.seen["RootDeviceName"] if base else "",
+        "name": name,
+        "instance_type": cfg.instance.name,
+        "subnet": cfg.subnet or "",
+        "disk_gib": cfg.disk_gib,
+        "kms_key": cfg.kms_key or "",
+        "cache_arns": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/{prefix}*"] if bucket else [],
+        "deprecate_at": f"{now + timedelta(days=cfg.deprecate_days):%Y-%m-%dT%H:%M:00Z}",
+        "tags": {**wanted_tags(cfg.image, read_versions()), **about},
+        "build_tags": {"Name": f"{name} (builder)", BUILD: f"{now:%Y%m%d%H%M%S}-{secrets.token_hex(4)}"},
+        "max_minutes": cfg.max_minutes,
+    }
+    return Plan(cfg, parameter, base, last, variables)
+
+
+def default_region(api: Api) -> str:
+    """The region that the profile or the environment names."""
+    if api.default_region is None:
+        raise InputError("no region is known: give regions=[us-east-1], --region us-east-1 or AWS_DEFAULT_REGION")
+    return str(api.default_region)
+
+
+def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
+    """The image to build from. InputError unless the scripts of ami/provision can work on it."""
+    image_id = read_parameter(api, region, parameter) if parameter else cfg.base
+    if image_id is None:
+        raise InputError(
+            f"{region} has no SSM parameter {parameter}: AWS may have withdrawn the image; give base=ubuntu, or "
+            "base=ami-... of an older one"
+        )
+    base = read_image(api, region, image_id)
+    about = f"{base.name} {base.seen.get('Description', '')}"
+    check(
+        re.search(r"amzn|al20\d\d|amazon.?linux", about, re.IGNORECASE) is None,
+        f"base image {base.id} ({base.name}) is Amazon Linux, which cannot run torch-neuronx 2.9 (its wheel needs "
+        "glibc 2.35): take one of Ubuntu 24.04",
+    )
+    sdk, wanted = re.search(r"Neuron SDK (\d+\.\d+)", about), read_versions()["neuron-sdk"].rpartition(".")[0]
+    check(
+        cfg.image != "neuron" or sdk is None or sdk[1] == wanted,
+        f"base image {base.id} ({base.name}) has Neuron SDK {sdk and sdk[1]}, ami/versions.yaml wants {wanted} "
+        "(neuron-sdk): give base=ubuntu, or base=ami-... of that SDK",
+    )
+    root = [disk for disk in base.disks if disk["DeviceName"] == base.seen["RootDeviceName"]]
+    least = sum(int(disk["Ebs"].get("VolumeSize", 0)) for disk in root)
+    check(
+        cfg.disk_gib >= least,
+        f"disk_gib={cfg.disk_gib} is smaller than the {least} GiB of {base.id}; give disk_gib={least}",
+    )
+    return base
+
+
+def check_builder(api: Api, region: str, cfg: AmiConfig) -> None:
+    """InputError if the region does not offer the builder's type."""
+    filters, name = [{"Name": "instance-type", "Values": [cfg.instance.name]}], "describe_instance_type_offerings"
+    check(
+        bool(api.pages(region, name, "InstanceTypeOfferings", LocationType="region", Filters=filters)),
+        f"{region} has no {cfg.instance.name}: build in a region that has, as regions=[us-east-1,{region}], which "
+        f"copies the image to {region}, or take another builder than instance={IMAGES[cfg.image]}",
+    )
+
+
+# ---- shown -----------------------------------------------------------------------------------------------------------
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    cfg, base, values = plan.cfg, plan.base, plan.variables
+    source = f", from {plan.parameter}" if plan.parameter else ""
+    copies = f", copies in {', '.join(values['copy_regions'])}" if values["copy_regions"] else ""
+    pins = [(tag.removeprefix(TAG), version) for tag, version in wanted_tags(cfg.image, read_versions()).items()]
+    try:
+        packer = find_packer()
+    except InputError as error:
+        packer = f"a build would be rejected: {error}"
+    rows = {
+        "image": [f"{values['name']}, {cfg.disk_gib} GiB, encrypted, until {values['deprecate_at'][:10]}"],
+        "base": [f"{base.id if base else 'not resolved'} ({base.name if base else cfg.base}){source}"],
+        "region": [f"{values['region']}{copies}" if values["region"] else "none named: regions=[us-east-1]"],
+        "builder": [f"{cfg.instance.name}, reached through SSM, without public address or inbound port"],
+        "cost": [cost(plan)],
+        "versions": [f"{name} {version}" for name, version in pins if name != "image"],
+        "changes": changes(plan),
+        "packer": [packer],
+    }
+    lines = []
+    for head, texts in rows.items():
+        lines += [f"{'' if number else head:11}{printable(text)}" for number, text in enumerate(texts)]
+    return lines
+
+
+def changes(plan: Plan) -> list[str]:
+    """What differs from the last image."""
+    if plan.base is None or plan.last is None:
+        return [NOT_ASKED if plan.base is None else "nothing was built before"]
+    before, now = plan.last.tags, plan.variables["tags"]
+    lines = differences(plan.last, read_versions()) or ["the same versions"]
+    for name in ("base", "commit"):
+        if before.get(f"{TAG}{name}") != now[f"{TAG}{name}"]:
+            lines.append(f"{name} {before.get(f'{TAG}{name}', 'unknown')} -> {now[f'{TAG}{name}']}")
+    return [f"since {plan.last.id} of {plan.last.created[:10]}:", *lines]
+
+
+def cost(plan: Plan) -> str:
+    """Minutes and dollars: those of the last build, and at most."""
+    cfg, price = plan.cfg, plan.cfg.instance.usd_per_hour
+    minutes = plan.last.tags.get(MINUTES, "") if plan.last else ""
+    took = f"the last build took {minutes} minutes; " if minutes.isdecimal() else ""
+    limit = f"at most {cfg.max_minutes} minutes"
+    if price is not None:
+        limit += f", ${price * cfg.max_minutes / 60:.2f} at ${price:.2f} an hour ({cfg.instance.price_date})"
+    return f"{took}{limit}; and its snapshots, in every region, as long as they are kept"
