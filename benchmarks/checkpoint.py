@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoint [--model albert_xxlarge|bert_large|tiny] [--rounds 2] [--saves 2] [--folder DIR]
 
-The same weights and AdamW moments, on a real disk, while a loop of matrix products goes on beside, on one thread as
+The same weights and AdamW moments, on a real disk, while a loop of matrix products runs beside, on one thread as
 under torchrun. Every side of every round is a process of its own, forked from the one that made the state; rounds
 interleave the sides, back and forth. Tables hold least / **median** / greatest of the rounds. Of each save:
 
@@ -26,13 +26,12 @@ import argparse
 import itertools
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +47,7 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from benchmarks.harness import machine, spread, table
 from train.backend.ddp import DDP
 from train.checkpoints import loader
 from train.checkpoints.manifest import Manifest, step_name
@@ -68,7 +68,6 @@ MODELS = {
     "tiny": ModelConfig(embedding_size=16, hidden_size=32, intermediate_size=64, num_heads=2, num_layers=2),
 }
 VOCAB_SIZE, SEQ_LEN = 30000, 512
-PROBE_BYTES = 2**29  # of memory, touched for the first time and again
 SAMPLE_S = 0.05  # between looks at the memory of a side
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 
@@ -338,7 +337,7 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
 
     def save(number: int) -> Future[Any]:
         future = side.save(number)
-        side.state.set_mark(-1)  # the training goes on: it must not reach the checkpoint
+        side.state.set_mark(-1)  # the training continues: it must not reach the checkpoint
         return future
 
     alone = [loop.alone_s(alone_s)]
@@ -354,17 +353,6 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
     for one, around in zip(result, itertools.pairwise(alone), strict=True):
         one.alone_s = statistics.mean(around)
     return Round(result[0], result[1:])
-
-
-def touch_rates() -> tuple[float, float]:
-    """GB/s of a copy to new memory, and to memory that was used before."""
-    source, target = torch.ones(PROBE_BYTES // 4), torch.empty(PROBE_BYTES // 4)
-    rates = []
-    for _ in range(2):
-        began_s = time.monotonic()
-        target.copy_(source)
-        rates.append(PROBE_BYTES / (time.monotonic() - began_s) / 1e9)
-    return rates[0], rates[1]
 
 
 def own_memory(process: psutil.Process) -> int:
@@ -386,7 +374,7 @@ def own_memory(process: psutil.Process) -> int:
 
 
 def in_a_fork(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What `work` gives in a process that shares all memory so far, and the bytes that it took more at its peak."""
+    """What `work` returns in a process that shares all memory so far, and the bytes that it took more at its peak."""
 
     def answer(pipe: Connection) -> None:
         pipe.send(None)
@@ -443,20 +431,6 @@ def measure_load(side: TorchSave, number: int) -> float:
 class Results:
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     loads_s: dict[str, list[float]] = field(default_factory=dict)
-    touches: list[tuple[float, float]] = field(default_factory=list)
-
-
-def spread(values: Iterable[float], digits: int = 3) -> str:
-    """Least / **median** / greatest; nothing of nothing."""
-    result = list(values)
-    if not result:
-        return ""
-    least, middle, greatest = (f"{choose(result):.{digits}g}" for choose in (min, statistics.median, max))
-    return f"**{middle}**" if least == greatest else f"{least} / **{middle}** / {greatest}"
-
-
-def row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def ratio(result: list[Round], base: list[Round], measure: Callable[[Save], float]) -> str:
@@ -466,7 +440,7 @@ def ratio(result: list[Round], base: list[Round], measure: Callable[[Save], floa
 def save_table(rounds: dict[str, list[Round]]) -> str:
     head = ["", "stall, first save, s", "stall, later, s", "of torch.save's", "durable, s", "of torch.save's"]
     head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step", "memory, of the state's"]
-    lines = [row(head), "|---" * len(head) + "|"]
+    rows = []
     base = rounds.get("torch.save", [])
     for name, result in rounds.items():
         cells = (
@@ -482,42 +456,29 @@ def save_table(rounds: dict[str, list[Round]]) -> str:
             spread((one.later(lambda save: save.slowest) for one in result), 2),
             spread((one.memory for one in result), 2),
         )
-        lines.append(row(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(head, rows)
 
 
 def load_table(results: Results) -> str:
-    lines = [row(("", "load, s", "of torch.load's")), "|---|---|---|"]
+    rows = []
     base = results.loads_s.get(TorchSave.label, [])
     for label, seconds in results.loads_s.items():
         ratios = [one / other for one, other in zip(seconds, base, strict=False)]
-        lines.append(row((label, spread(seconds), spread(ratios))))
-    return "\n".join(lines)
+        rows.append((label, spread(seconds), spread(ratios)))
+    return table(("", "load, s", "of torch.load's"), rows)
 
 
-def file_system(path: Path) -> str:
-    """Type and device of the disk that holds `path`."""
-    mounts = [part for part in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(part.mountpoint)]
-    mount = max(mounts, key=lambda part: len(part.mountpoint))
-    return f"{mount.fstype} on {mount.device}"
-
-
-def heading(name: str, state: State, folder: Path) -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+def heading(name: str, state: State) -> str:
     parameters = sum(weight.numel() for weight in state.model.parameters())
-    return (
-        f"{name}: {parameters / 1e6:.0f} million parameters with moments, {num_bytes(state) / 1e9:.2f} GB; "
-        f"{file_system(folder)}; {os.cpu_count()} virtual cores of {names[0] if names else platform.machine()}, "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, load before {os.getloadavg()[0]:.1f}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}."
-    )
+    size, load = num_bytes(state) / 1e9, os.getloadavg()[0]
+    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {size:.2f} GB"
+    return f"{about}; {machine('torch')}, load before {load:.1f}."
 
 
 def run(options: argparse.Namespace, state: State, folder: Path) -> Results:
     results, size = Results(), num_bytes(state)
     for number in range(options.rounds):
-        results.touches.append(in_a_fork(touch_rates)[0])
         for name in options.sides if number % 2 == 0 else reversed(options.sides):
             side = SIDES[name](state, folder / name)
             shutil.rmtree(side.folder, ignore_errors=True)
@@ -558,17 +519,16 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)  # as under torchrun; and a fork would miss the threads of a pool
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
-        warnings_seen = heading(options.model, state, Path(name))
+        about = heading(options.model, state)
         results = run(options, state, Path(name))
-    fresh, again = (spread(rates) for rates in zip(*results.touches, strict=True))
-    notes = [f"Copies to memory: new {fresh} GB/s, used before {again} GB/s."]
+    notes = []
     if "ours" in results.rounds:
         prepared = [result.prepare for result in results.rounds["ours"]]
         notes.append(
             f"Ours makes its memory beside the first steps: {spread(one.durable_s for one in prepared)} s, in which "
             f"the loop takes {spread(one.share for one in prepared)} of its steps."
         )
-    print("\n\n".join((warnings_seen, " ".join(notes), save_table(results.rounds), load_table(results))))
+    print("\n\n".join((about, *notes, save_table(results.rounds), load_table(results))))
 
 
 if __name__ == "__main__":

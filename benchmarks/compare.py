@@ -5,7 +5,7 @@
 The settings are those of `python -m train.compare`, which runs each variant once and draws the page: a difference of a
 few per cent between two runs may be the machine's. Here every round runs all variants, by turns from the first to the
 last and from the last to the first, each into run_dir/round_N/NAME. Ratios are taken within a round. The same command
-goes on where it was stopped. Caches of compiled kernels are as the rounds before left them: the first round shows it.
+continues where it was stopped. Caches of compiled kernels are as the rounds before left them: the first round shows it.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.harness import spread
 from launch.calibration import Calibration, read_calibration
 from launch.estimate import estimate
 from train.cli import compose as cli
@@ -92,7 +92,7 @@ def main() -> int:
                 print(text, file=sys.stderr, flush=True)
     print("estimated / measured speed, least / median / greatest of the rounds")
     for name, values in ratios.items():
-        print(f"{name:32} {min(values):.2f} / {statistics.median(values):.2f} / {max(values):.2f}")
+        print(f"{name:32} {spread(values)}")
     return 0
 
 

@@ -9,7 +9,6 @@
     buckets   python -m train with batches of the lengths --lengths and --seq-len
     buckets_workers  buckets with a process that loads
     compiled  buckets with backend.compile=layers
-    fixed     python -m train with --seq-len alone
 
 The same start weights (an encoder and one random head), tokens (compared, row by row), split, batch, epochs, dropout,
 fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
@@ -45,12 +44,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import ROOT, Result, spread, table, three
+
 # No torch here: at a start the kernel counts the parent's memory as the peak of its child.
 
-ROOT = Path(__file__).parent.parent
 THEIRS, OURS = (
     ("trainer", "grouped", "workers", "grouped_compiled"),
-    ("buckets", "buckets_workers", "compiled", "fixed"),
+    ("buckets", "buckets_workers", "compiled"),
 )
 VARIANTS = (*THEIRS, *OURS)
 EVAL_BATCH, TARGET_SHARE = 128, 0.98
@@ -68,7 +68,6 @@ MEASURES = {  # what is reported, and whether more (1) or less (-1) of it is bet
     "cpu_s": ("the whole command, CPU s", -1),
     "peak_rss_mib": ("peak memory, MiB", -1),
 }
-Result = dict[str, Any]
 
 
 def settings(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -94,10 +93,6 @@ def settings(options: argparse.Namespace, folder: Path) -> list[str]:
         "export=false",
         "tensorboard=false",
     ]
-
-
-def lengths_of(options: argparse.Namespace, variant: str) -> list[int]:
-    return [*([] if variant == "fixed" else options.lengths), options.seq_len]
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> None:
@@ -128,7 +123,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         texts = [rows[name] for name in ("text", "text_pair") if name in rows]
         return {**tokenizer(*texts, truncation=True, max_length=options.seq_len), "labels": rows["label"]}
 
-    rows_of, shapes = {}, {variant: {} for variant in OURS}
+    lengths = [*options.lengths, options.seq_len]
+    rows_of, shapes = {}, {}
     for split in ("train", "validation"):
         rows = task.tables.examples(split)
         tokens = rows.map(tokens_of, batched=True, remove_columns=rows.column_names)
@@ -136,9 +132,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
             raise RuntimeError(f"{split}: the Trainer would read other tokens than ours")
         tokens.save_to_disk(folder / "tokens" / split)
         rows_of[split] = len(rows)
-        for variant in OURS:
-            used = np.searchsorted(lengths_of(options, variant), task.tables.lengths(split))
-            shapes[variant][split] = len(np.unique(used))
+        shapes[split] = len(np.unique(np.searchsorted(lengths, task.tables.lengths(split))))
     facts = {"steps": plan.total_steps, "warmup_steps": plan.warmup_steps, "rows": rows_of, "shapes": shapes}
     (folder / "facts.json").write_text(json.dumps({**facts, "labels": task.labels, "settings": to_dict(cfg)}))
 
@@ -164,7 +158,7 @@ def our_words(options: argparse.Namespace, variant: str, seed: int, folder: Path
         "data=records",
         f"data.path={folder / 'data'}",
         "data.format=saved",
-        f"data.lengths={lengths_of(options, variant)}",
+        f"data.lengths={[*options.lengths, options.seq_len]}",
         f"model.init_from={folder / 'start'}",
         f"run_dir={run_dir}",
         f"seed={seed}",
@@ -198,7 +192,7 @@ def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Pa
     log = run_dir.with_suffix(".log")
     if variant in OURS:
         command = ["train", *our_words(options, variant, seed, folder, run_dir)]
-        return {**run_apart(command, log, threads=options.threads), **read_ours(run_dir, facts["shapes"][variant])}
+        return {**run_apart(command, log, threads=options.threads), **read_ours(run_dir, facts["shapes"])}
     result = run_dir / "result.json"
     command = ["benchmarks.peers.trainer", variant, str(folder), str(seed), str(result)]
     return {**run_apart(command, log, threads=options.threads), **json.loads(result.read_text())}
@@ -230,39 +224,26 @@ def compare(rounds: list[dict[str, Result]]) -> Result:
     if len(work) != 1:
         raise RuntimeError(f"tokens, steps or evaluations of the runs differ: {sorted(work)}")
     target = TARGET_SHARE * min(result["evaluations"][-1]["f1"] for result in runs)
-    warnings_seen = [{variant: measures(result, target) for variant, result in round_.items()} for round_ in rounds]
+    measured = [{variant: measures(result, target) for variant, result in round_.items()} for round_ in rounds]
     values = {
-        variant: {name: spread([one[variant][name] for one in warnings_seen]) for name in MEASURES}
-        for variant in warnings_seen[0]
+        variant: {name: three([one[variant][name] for one in measured]) for name in MEASURES} for variant in measured[0]
     }
     against = {}
     for ours, theirs in ((a, b) for a in OURS for b in THEIRS if {a, b} <= set(values)):
         against[f"{ours} against {theirs}"] = {
-            name: spread([(one[ours][name] / one[theirs][name]) ** sense for one in warnings_seen])
+            name: three([(one[ours][name] / one[theirs][name]) ** sense for one in measured])
             for name, (_, sense) in MEASURES.items()
             if sense
         }
     return {"target_f1": round(target, 4), "values": values, "against": against}
 
 
-def spread(values: list[float]) -> list[float]:
-    """Least, median, greatest."""
-    return [float(f"{choose(values):.4g}") for choose in (min, statistics.median, max)]
-
-
-def table(columns: Mapping[str, Mapping[str, list[float]]]) -> str:
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, (label, _) in MEASURES.items():
-        cells = [shown(column[name]) for column in columns.values() if name in column]
-        if cells:
-            lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def shown(values: list[float]) -> str:
-    """Least / **median** / greatest; once if they are the same."""
-    least, middle, greatest = (f"{value:,.10g}" for value in values)
-    return middle if least == greatest else f"{least} / **{middle}** / {greatest}"
+def table_of(columns: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> str:
+    rows = [
+        (label, *(spread(column[name], 4) for column in columns.values() if name in column))
+        for name, (label, _) in MEASURES.items()
+    ]
+    return table(("", *columns), [cells for cells in rows if len(cells) > 1])
 
 
 def benchmark(options: argparse.Namespace, words: list[str]) -> None:
@@ -282,9 +263,9 @@ def benchmark(options: argparse.Namespace, words: list[str]) -> None:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
     print(f"{options.data.name}: {counts}, {len(facts['labels'])} classes; {steps}; {versions}")
     print(f"target: macro F1 {result['target_f1']:g}, {TARGET_SHARE:g} of the lowest final one\n")
-    print(table(result["values"]))
+    print(table_of(result["values"]))
     if result["against"]:
-        print(f"\nOurs against theirs, above 1 where ours is better:\n\n{table(result['against'])}")
+        print(f"\nOurs against theirs, above 1 where ours is better:\n\n{table_of(result['against'])}")
     print(f"\n{json.dumps(result)}")
 
 

@@ -1,6 +1,6 @@
 """`train.prepare` beside the tokenizers library's own `encode_batch_fast`, on the same text and the same cores.
 
-    python -m benchmarks.prepare [--text FILE] [--mb 100] [--rounds 3] [--vocab 6000] [--memory]
+    python -m benchmarks.prepare [--text FILE] [--mb 100] [--rounds 3] [--vocab 6000]
 
 "library" only encodes documents that lie ready in memory and throws the result away, in the threading that turns out
 faster: one process with all threads, or one process a core with one thread each. "prepare" is the whole command, from
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,15 +23,14 @@ from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.harness import ROOT, spread
 from train.config import CorpusConfig, FilesCorpusConfig
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import Part
 from train.data.text.encoding import chunks
 from train.data.text.processes import num_cores
 
-ROOT = Path(__file__).parent.parent
 CORPUS = {"kind": "text", "name": "benchmark"}
-SMALL_SHARD_ROWS = 8192  # of --memory: 8 MiB, so that small corpora have many
 SEQ_LEN = 512
 
 
@@ -40,7 +38,6 @@ SEQ_LEN = 512
 class Timing:
     wall_s: float
     cpu_s: float  # user and system, all processes
-    peak_mib: float = 0.0  # of the largest process
 
 
 def write_text(path: Path, source: Path | None, num_bytes: int) -> None:
@@ -70,7 +67,7 @@ def timed(arguments: list[str]) -> Timing:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed")
-    return Timing(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
+    return Timing(wall_s, usage.ru_utime + usage.ru_stime)
 
 
 # ---- the library ----------------------------------------------------------------------------------------------------
@@ -108,10 +105,6 @@ def library(text: Path, tokenizer: Path, processes: int) -> Timing:
 # ---- the comparison -------------------------------------------------------------------------------------------------
 
 
-def spread(values: list[float], digits: int = 3) -> str:
-    return f"{min(values):.{digits}f} / {statistics.median(values):.{digits}f} / {max(values):.{digits}f}"
-
-
 def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> None:
     cores, size_mb = num_cores(), text.stat().st_size / 1e6
     result: dict[str, list[Timing]] = {}
@@ -131,22 +124,12 @@ def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> None:
     least_cpu = [min(timing.cpu_s for timing in timings) for timings in zip(*libraries, strict=True)]
     print(f"{size_mb:.0f} MB, {cores} cores, least / median / greatest of {rounds} rounds")
     for name, timings in result.items():
-        print(f"  {name:34} {spread([size_mb / timing.wall_s for timing in timings], 2)} MB/s")
+        print(f"  {name:34} {spread([size_mb / timing.wall_s for timing in timings])} MB/s")
     for name, timings in result.items():
         if name.startswith("prepare"):
             wall = [best / timing.wall_s for best, timing in zip(fastest, timings, strict=True)]
             cpu = [best / timing.cpu_s for best, timing in zip(least_cpu, timings, strict=True)]
             print(f"  {name}: speed / library's {spread(wall)}; CPU seconds of the library / its own {spread(cpu)}")
-
-
-def memory(folder: Path, text: Path, tokenizer: Path) -> None:
-    """Peak resident memory of the largest process, for a corpus and one four times as long."""
-    large = folder / "large.txt"
-    large.write_bytes(b"\n".join([text.read_bytes()] * 4))
-    for name, path in (("1x", text), ("4x", large)):
-        rows = f"rows_per_shard={SMALL_SHARD_ROWS}"
-        timing = timed(command(path, folder / f"out-{name}", tokenizer, rows))
-        print(f"  {name}: {path.stat().st_size / 1e6:.0f} MB of text, peak {timing.peak_mib:.0f} MiB")
 
 
 def main() -> None:
@@ -155,7 +138,6 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=100, help="1e6 bytes to repeat it to")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=6000, help="pieces of the tokenizer")
-    parser.add_argument("--memory", action="store_true", help="peak memory of 1x and 4x the text instead")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -165,10 +147,7 @@ def main() -> None:
         settings = [f"tokenizer.vocab_size={options.vocab}", "validation_fraction=0.05", f"seq_len={SEQ_LEN}"]
         overrides = [f"output={tokenizer.parent}", "corpus=text", f"corpus.path={once}", *settings]
         timed([sys.executable, "-m", "train.prepare", *overrides])
-        if options.memory:
-            memory(folder, text, tokenizer)
-        else:
-            compare(folder, text, tokenizer, options.rounds)
+        compare(folder, text, tokenizer, options.rounds)
 
 
 if __name__ == "__main__":

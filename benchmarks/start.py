@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +25,8 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.harness import ROOT, three
+
 FIRST_STEP = "step 1"
 
 
@@ -83,16 +83,11 @@ def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None)
     result: dict[str, object] = {}
     for side, clocks_of_side in answer.items():
         for folder, clock in enumerate(("wall", "cpu")):
-            result[f"{side}, {clock} s"] = spread([clocks[folder] for clocks in clocks_of_side])
+            result[f"{side}, {clock} s"] = three([clocks[folder] for clocks in clocks_of_side])
             pairs = zip(clocks_of_side, answer["ours"], strict=True)
             if side != "ours":
-                result[f"{side} / ours, {clock}"] = spread([other[folder] / mine[folder] for other, mine in pairs])
+                result[f"{side} / ours, {clock}"] = three([other[folder] / mine[folder] for other, mine in pairs])
     return result
-
-
-def spread(values: list[float]) -> list[float]:
-    """Least, median, greatest."""
-    return [round(choose(values), 3) for choose in (min, statistics.median, max)]
 
 
 def main() -> None:

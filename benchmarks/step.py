@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from functools import partial
@@ -25,8 +24,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-# Where torch_xla is installed, accelerate imports it and the Trainer trains on XLA, use_cpu=True or not.
-sys.modules["torch_xla"] = None  # type: ignore[assignment]
+from benchmarks.harness import hide_torch_xla, three
+
+hide_torch_xla()
 
 import torch
 import torch.nn.functional as F
@@ -195,18 +195,18 @@ def compare(shape_name: str, precision: str, rounds: int, steps: int, names: lis
             peaks.append(peak_flops_per_s(precision))
         flops = flops_per_step(folder, shape)
     result: dict[str, Any] = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
-    result |= {"device": DEVICE.type, "tflop_per_step": flops / 1e12, "peak_tflops": spread([p / 1e12 for p in peaks])}
+    result |= {"device": DEVICE.type, "tflop_per_step": flops / 1e12, "peak_tflops": rounded([p / 1e12 for p in peaks])}
     for each, rows in answer.items():
         times = [row["step_wall_s"] for row in rows]
         result[f"{each}_step_wall_s"] = round(statistics.median(times), 4)
         result[f"{each}_tokens_per_s"] = round(shape.batch * shape.seq_len / statistics.median(times))
-        result[f"{each} share of the peak"] = spread([flops / step_s / max(peaks) for step_s in times])
+        result[f"{each} share of the peak"] = rounded([flops / step_s / max(peaks) for step_s in times])
     for clock in ("wall", "cpu"):
         ratios = {each: [row[f"ratio_{clock}"] for row in rows] for each, rows in answer.items()}
-        result |= {f"{each} / bare ({clock})": spread(values) for each, values in ratios.items()}
+        result |= {f"{each} / bare ({clock})": rounded(values) for each, values in ratios.items()}
         for theirs, ours in ((a, b) for a in names for b in names if a[0] == "t" and b[0] == "o"):
             pairs = zip(ratios[ours], ratios[theirs], strict=True)
-            result[f"{theirs} / {ours} ({clock})"] = spread([b / a for a, b in pairs])
+            result[f"{theirs} / {ours} ({clock})"] = rounded([b / a for a, b in pairs])
     return result
 
 
@@ -220,9 +220,8 @@ def flops_per_step(folder: Path, shape: Shape) -> float:
     return shape.batch * (task.flops_per_example(task.build_model(), shape.seq_len) or 0.0)
 
 
-def spread(values: list[float]) -> list[float]:
-    """Least, median, greatest."""
-    return [round(choose(values), 3) for choose in (min, statistics.median, max)]
+def rounded(values: list[float]) -> list[float]:
+    return [round(value, 3) for value in three(values)]
 
 
 def main() -> None:

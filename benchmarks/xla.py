@@ -18,8 +18,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,10 +28,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import memory_mib, num_cpus, run, spread, table, three
 from train.cli import compose as cli
 from train.config import TrainConfig
 
-ROOT = Path(__file__).parent.parent
 VARIANTS = ("naive", "unrolled", "scan")
 SKIPPED = 4  # first steps, in which graphs are compiled: not part of the steady ones
 WAITS = (1, 2, SKIPPED)  # steps after which the device is waited for, besides the last
@@ -128,7 +126,7 @@ class Meter:
             xm.wait_device_ops()
         self.ended.append(take_reading())
         if step == self.num_steps:
-            self.peak_rss_mib = peak_rss_mib()
+            self.peak_rss_mib = memory_mib("VmHWM")
 
     def result(self) -> dict[str, Any]:
         first, last = self.begun[0], self.ended[self.num_steps - 1]
@@ -154,16 +152,6 @@ class Meter:
             "reads_of_steps": [end.reads - begin.reads for begin, end in pairs[SKIPPED : self.num_steps]],
             "peak_rss_mib": self.peak_rss_mib,
         }
-
-
-def peak_rss_mib() -> float | None:
-    """Of this process since it began its program; None where the kernel does not say. Unlike getrusage's, it does not
-    start from what the parent held.
-    """
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.is_file() else []
-    answer = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return int(answer[0]) / 1024 if answer else None
 
 
 def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
@@ -314,13 +302,8 @@ def write_data(folder: Path, options: argparse.Namespace) -> None:
 
 def run_apart(folder: Path, variant: str, arguments: list[str]) -> dict[str, Any]:
     """One variant in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.xla", *arguments, "--variant", variant, "--folder", str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PJRT_DEVICE": "CPU"}, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{variant} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    command = (sys.executable, "-m", "benchmarks.xla", *arguments, "--variant", variant, "--folder", str(folder))
+    answer: dict[str, Any] = json.loads(run(*command, PJRT_DEVICE="CPU").splitlines()[-1])
     return answer
 
 
@@ -332,12 +315,6 @@ def check_same_work(answer: dict[str, dict[str, Any]]) -> None:
     ours = [one["losses"] for one in answer.values() if "losses" in one]
     if any(max(losses) - min(losses) > SAME_LOSS for losses in zip(*ours, strict=True)):
         raise RuntimeError(f"the losses of our variants differ: {ours}")
-
-
-def spread(values: list[float]) -> list[float]:
-    """Least, median, greatest; to four digits, whole numbers as they are."""
-    chosen = (min(values), statistics.median(values), max(values))
-    return [value if value == int(value) else float(f"{value:.4g}") for value in chosen]
 
 
 def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
@@ -352,18 +329,18 @@ def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
     result: dict[str, Any] = {
         **{key: value for key, value in vars(options).items() if key not in ("variant", "folder")},
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": num_cpus(),
         "omp_threads": os.environ.get("OMP_NUM_THREADS"),
     }
     for variant in options.variants:
         answer = [round_[variant] for round_ in rounds]
         known = [measure for measure in (*MEASURES, "graphs_afterwards") if answer[0][measure] is not None]
-        result[variant] = {measure: spread([one[measure] for one in answer]) for measure in known}
+        result[variant] = {measure: three([one[measure] for one in answer]) for measure in known}
         result[variant]["reads_of_steps"] = answer[0]["reads_of_steps"]
         result[variant]["first_loss"] = answer[0]["first_loss"]
     for variant in ours(options):
         result[f"naive / {variant}"] = {
-            measure: spread([round_["naive"][measure] / round_[variant][measure] for round_ in rounds])
+            measure: three([round_["naive"][measure] / round_[variant][measure] for round_ in rounds])
             for measure in COMPARED
             if measure in result[variant]
         }
@@ -375,20 +352,13 @@ def ours(options: argparse.Namespace) -> list[str]:
     return [variant for variant in options.variants if variant != "naive" and "naive" in options.variants]
 
 
-def table(result: dict[str, Any], columns: list[str]) -> str:
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for measure, label in MEASURES.items():
-        cells = [shown(result[column].get(measure)) for column in columns]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def table_of(result: dict[str, Any], columns: list[str]) -> str:
+    rows = [(label, *(cell(result[column].get(name)) for column in columns)) for name, label in MEASURES.items()]
+    return table(("", *columns), rows)
 
 
-def shown(values: list[float] | None) -> str:
-    """Least / median / greatest; once if they are the same."""
-    if values is None:
-        return ""
-    least, middle, greatest = (f"{value:,.10g}" for value in values)
-    return middle if least == greatest else f"{least} / **{middle}** / {greatest}"
+def cell(values: tuple[float, float, float] | None) -> str:
+    return "" if values is None else spread(values, 4)
 
 
 def main() -> None:
@@ -407,7 +377,7 @@ def main() -> None:
         parser.error(f"--log-every {options.log_every} must be 3 or more")
     if options.variant is None:
         result = compare(options, sys.argv[1:])
-        print(table(result, [*options.variants, *(f"naive / {variant}" for variant in ours(options))]))
+        print(table_of(result, [*options.variants, *(f"naive / {variant}" for variant in ours(options))]))
         print(json.dumps(result))
         return
     cfg = config(options.folder, options.variant, options)

@@ -54,7 +54,7 @@ def sampler_of(folder, *, rank, world_size, first_step=0, windows=3):
 def loader_of(folder, *, rank=0, world_size=1, num_workers=0, first_step=0, **more):
     sampler = sampler_of(folder, rank=rank, world_size=world_size, first_step=first_step)
     order = sampler.micro_batches(G // world_size)
-    settings = {"batch_size": G // world_size, "prefetch": 2, "pin_memory": False, "most_together": 3, **more}
+    settings = {"batch_size": G // world_size, "prefetch": 2, "pin_memory": False, "multi_batch": 3, **more}
     return Batches(rows_of(folder), order, num_workers=num_workers, **settings)
 
 
@@ -90,8 +90,8 @@ def whole(shards):
         (1, 1, {"start_method": "spawn"}),  # which opens the shards itself
         (2, 3, {}),
         (8, 0, {}),
-        (2, 0, {"most_together": 1}),
-        (2, 0, {"most_together": 7}),
+        (2, 0, {"multi_batch": 1}),
+        (2, 0, {"multi_batch": 7}),
     ],
 )
 def test_ranks_and_loader_processes_change_no_byte(shards, whole, world_size, num_workers, more):

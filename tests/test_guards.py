@@ -796,7 +796,7 @@ def change_batches(monkeypatch, change):
         return drawn
 
     monkeypatch.setattr(MaskedRows, "draw", draw)
-    monkeypatch.setattr(batches, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(batches, "MULTI_BATCH", 1)
 
 
 def test_an_exception_of_the_data_reaches_the_user_after_the_steps_before_it(train, monkeypatch, tmp_path):

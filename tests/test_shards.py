@@ -71,13 +71,6 @@ def test_stats_agree_with_what_the_preparation_counted(prepared, capsys):
     assert len(frequencies) == 5 and frequencies == sorted(frequencies, reverse=True)
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "head", "stats"])
-def test_a_folder_without_data_is_one_line(tmp_path, capsys, command):
-    code, output = called(capsys, command, tmp_path)
-    assert code == 2
-    assert output.err.count("\n") == 1 and "no manifest.json" in output.err
-
-
 def test_it_runs_as_a_program(prepared):
     assert run(["ls", str(prepared)], module="train.shards").returncode == 0
 

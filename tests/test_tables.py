@@ -236,16 +236,9 @@ def test_raw_data_that_changes_while_it_is_read_is_refused(cfg, raw):
     assert folders_of(cfg) == []
 
 
-def test_prepared_data_outlives_the_raw(cfg, raw, caplog):
-    open_tables(with_data(cfg, max_train_examples=50), Words())
-    made = open_tables(cfg, Words())
+def test_raw_data_that_is_gone_is_named(cfg, raw):
+    open_tables(cfg, Words())
     raw.unlink()
-    assert is_reused(cfg, made)
-    assert f"data.path={raw} is gone; using the tables that were prepared from it" in caplog.text
-    for other, words in ((with_data(cfg, labels=["n", "p"]), Words()), (cfg, Words(version=2))):
-        with pytest.raises(InputError, match="there is no such file"):
-            open_tables(other, words)
-    (made.folder / "tables.json").unlink()
     with pytest.raises(InputError, match="there is no such file"):
         open_tables(cfg, Words())
 

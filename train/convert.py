@@ -18,10 +18,11 @@ import numpy as np
 
 from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
-from train.data.records.saved import load_saved
+from train.data.records.formats import load_saved
 from train.data.shards.format import SPLITS, Manifest, Shard, ShardSet
 from train.data.shards.prepared import PreparedData
 from train.data.shards.writer import write_manifest, write_shard
+from train.data.text.merge import unigram_entropy
 from train.data.text.packing import Rows
 from train.data.text.preparation import rows_of_shard
 from train.data.text.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
@@ -92,15 +93,14 @@ def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, colum
             if split == "train":
                 counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
             splits[split].append(write_shard(folder, f"{split}-{len(splits[split]):05d}.safetensors", rows))
-    counts[vocabulary.info.special_ids] = 0
-    share = counts[counts > 0] / max(1, counts.sum())
+    tokens = int(np.delete(counts, vocabulary.info.special_ids).sum())
     return write_manifest(
         folder,
         seq_len=seq_len,
         dtype=vocabulary.dtype.name,
         splits=splits,
         tokenizer=vocabulary.info,
-        counts={"tokens": int(counts.sum()), "unigram_entropy": round(float(-(share * np.log(share)).sum()), 6)},
+        counts={"tokens": tokens, "unigram_entropy": unigram_entropy(counts, vocabulary.info)},
         config={"from_arrow": {split: len(saved[split]) for split in SPLITS}},
     )
 

@@ -118,7 +118,7 @@ def eval_batches(
         num_workers=0,
         prefetch=1,
         pin_memory=False,
-        most_together=None if task.buckets is None else 1,  # those drawn together have one shape
+        multi_batch=None if task.buckets is None else 1,  # those drawn together have one shape
     )
     return backend.feed(batches)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from train.checkpoints.progress import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
-from train.data.batches.loader import Batch, Batches, InGroups, failure_of
+from train.data.batches.loader import Batch, Batches, batched, failure_of
 from train.data.shards.order import EvalOrder, ShardSampler, ShuffleBlock
 from train.tasks import Task
 
@@ -41,7 +41,7 @@ class TrainData:
         self.consumed = self.prefetcher.consumed  # by the number of examples that all ranks have seen
         held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
         # No deadlock: batches drawn together must not need a shard that comes only once some of them are consumed.
-        most_together = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
+        multi_batch = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
         micro_batches = Batches(
             task.train_data(),
             order.micro_batches(plan.micro_batch_size),
@@ -49,9 +49,9 @@ class TrainData:
             num_workers=cfg.data.num_workers,
             prefetch=cfg.data.prefetch,
             pin_memory=backend.pin_memory,
-            most_together=most_together if task.buckets is None else 1,  # those drawn together have one shape
+            multi_batch=multi_batch if task.buckets is None else 1,  # those drawn together have one shape
         )
-        self.steps = iter(InGroups(backend.feed(micro_batches), plan.accumulation))
+        self.steps = iter(batched(backend.feed(micro_batches), plan.accumulation))
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
         """The next step's micro batches, on the device, or why they cannot be drawn: the other ranks do not know, and

@@ -1,10 +1,10 @@
 """`python -m train.prepare`: text to token shards (read, split, learn a tokenizer, tokenise, pack, write).
 
-The same text, settings, seed and number of parts give the same bytes. A part that was killed resumes
+The same text, settings, seed and number of parts make the same bytes. A part that was killed resumes
 after its last complete shard. `manifest.json` is written last, so a folder without it is unfinished and one with it is
 whole. Steps of one preparation:
 
-    claim      source.json says what is prepared here; other settings are refused
+    claim      source.json says what is prepared here; other settings are rejected
     tokenizer  tokenizer/, made if it is missing
     parts      train-00000.safetensors ..., and part-*.safetensors, where each part stands
     merge      manifest.json; part-*.safetensors are removed

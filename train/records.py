@@ -48,7 +48,7 @@ def show(cfg: TrainConfig) -> int:
         "learns from records",
     )
     print(f"... opening data.path={cfg.data.path}", file=sys.stderr, flush=True)
-    from train.tasks import build_task  # torch takes seconds to import: what is refused is refused before
+    from train.tasks import build_task  # torch takes seconds to import: what is wrong is rejected before
 
     task = cast(Any, build_task(cfg))
     for line in description(cfg, task.tables, task.lengths):

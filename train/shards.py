@@ -19,6 +19,7 @@ from train.config import S3Config, ShardsConfig, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.format import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
 from train.data.shards.prepared import PreparedData
+from train.data.text.merge import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
 from train.storage.folders import open_folder, sha256_file
 
@@ -107,12 +108,11 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
     special = counts[manifest.tokenizer.special_ids].sum()
     text = counts.copy()
     text[manifest.tokenizer.special_ids] = 0
-    share = text[text > 0] / text.sum()
     quantiles = np.quantile(np.concatenate(firsts), [0, 0.25, 0.5, 0.75, 1]).astype(int)
     yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {special / counts.sum():.1%} special ones"
     yield f"first segment: {' / '.join(map(str, quantiles))} tokens (least, quartiles, most)"
     yield f"both segments of one document: {same / total:.1%}"
-    entropy = -(share * np.log(share)).sum()
+    entropy = unigram_entropy(counts, manifest.tokenizer)
     yield f"{np.count_nonzero(text):,} of {len(counts):,} pieces occur, unigram entropy {entropy:.3f} nats"
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
     for token in np.argsort(-text, kind="stable")[:number]:

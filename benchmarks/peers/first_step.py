@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-# Where torch_xla is installed, accelerate imports it and the Trainer trains on XLA, use_cpu=True or not.
-sys.modules["torch_xla"] = None  # type: ignore[assignment]
+from benchmarks.harness import hide_torch_xla
+
+hide_torch_xla()
 
 from transformers import (
     AlbertConfig,

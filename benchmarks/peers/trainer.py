@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import hide_torch_xla
+
 
 class Meter:
     """What a run comes to."""
@@ -115,8 +117,7 @@ def arguments(variant: str, facts: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def run(variant: str, folder: Path, seed: int) -> dict[str, Any]:
     """What a user of transformers writes, with a meter."""
-    # Where torch_xla is installed, accelerate imports it and the Trainer trains on XLA, use_cpu=True or not.
-    sys.modules["torch_xla"] = None  # type: ignore[assignment]
+    hide_torch_xla()
     import torch
     import transformers
     from datasets import load_from_disk

@@ -1,6 +1,6 @@
 """Random numbers that are a pure function of their coordinates, for a whole array at once.
 
-The same (seed, epoch, sequence, position) gives the same number on whichever rank, worker or batch it is drawn, so
+The same (seed, epoch, sequence, position) has the same number on whichever rank, worker or batch it is drawn, so
 masks and cuts do not depend on how the work is split, and there is no generator state to save.
 """
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from train.config import InputError
+from train.config import InputError, check
 from train.storage.folders import (
     Folder,
     Mismatch,
@@ -54,6 +54,19 @@ def first_fault(examine: Callable[[Item], str | None], items: Iterable[Item]) ->
         return next(filter(None, pool.map(examine, items)), None)
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: bool) -> None:
+    """InputError for the first file of a local folder that is missing or has another length or, with `checksums`,
+    another checksum than its entry.
+    """
+
+    def examine(name: str) -> str | None:
+        fault = fault_of_file(folder / name, entries[name], checksum=checksums)
+        return fault and f"{folder / name} {fault}; prepare the data again"
+
+    fault = first_fault(examine, entries)
+    check(fault is None, fault or "")
 
 
 @read_again

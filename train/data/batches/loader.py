@@ -9,12 +9,11 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.batches.segments import Swapper
@@ -23,7 +22,7 @@ from train.data.shards.order import PADDING
 from train.host.launcher import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
-ROWS_TOGETHER, MOST_TOGETHER = 1024, 32  # sequences, and micro batches, that are drawn at once
+MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once
 EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
 
 
@@ -84,7 +83,7 @@ class MaskedRows:
         return self.swapper(tokens, pivot, same_document, epochs, rows)
 
 
-class Together(Dataset[Batch]):
+class MultiBatch(Dataset[Batch]):
     """Several micro batches at once from a data set that can `draw` them, because a loader's own work, and handing a
     tensor from one process to another, cost something for each call.
 
@@ -136,11 +135,11 @@ class Batches:
         num_workers: int,
         prefetch: int,
         pin_memory: bool,
-        most_together: int | None = None,
+        multi_batch: int | None = None,  # micro batches that are drawn at once, at most
         start_method: str = "fork",  # shares the memory maps instead of copying them
     ) -> None:
-        together = max(1, min(MOST_TOGETHER, most_together or MOST_TOGETHER, ROWS_TOGETHER // batch_size))
-        self.groups, self.dataset = InGroups(order, together), Together(dataset)
+        num_drawn = max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
+        self.groups, self.dataset = batched(order, num_drawn), MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
         if num_workers or pin_memory:
             atexit.register(end_workers)  # runs before multiprocessing's own, which was registered before
@@ -149,7 +148,7 @@ class Batches:
                 batch_sampler=self.groups,
                 collate_fn=as_it_is,
                 num_workers=num_workers,
-                prefetch_factor=-(-prefetch // together) if num_workers else None,
+                prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,
                 multiprocessing_context=start_method if num_workers else None,
                 worker_init_fn=leave_signals_to_the_parent,
@@ -178,13 +177,6 @@ def end_workers() -> None:
             worker.kill()
 
 
-class InGroups:
-    """The items of an iterable, `size` at a time; the last group may be smaller."""
-
-    def __init__(self, items: Iterable[Any], size: int) -> None:
-        self.items, self.size = items, size
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        iterator = iter(self.items)
-        while group := list(islice(iterator, self.size)):
-            yield group
+def batched(items: Iterable[Any], size: int) -> Iterable[list[Any]]:
+    """The items of an iterable, `size` at a time; the last list may be shorter."""
+    return BatchSampler(items, size, drop_last=False)

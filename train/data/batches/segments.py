@@ -25,7 +25,7 @@ class Swapper:
         self, tokens: np.ndarray, pivot: np.ndarray, same_document: np.ndarray, epochs: np.ndarray, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of `tokens` [B, S], `[CLS] A [SEP] B [SEP]` with B from index `pivot` [B], about half become
-        `[CLS] B [SEP] A [SEP]`. Gives tokens, pivots, and labels [B] int64: 0 in order, 1 swapped, and IGNORE_INDEX
+        `[CLS] B [SEP] A [SEP]`. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped, and IGNORE_INDEX
         where the order means nothing, since A and B are not from one document (`same_document` [B] is 0).
         """
         seq_len = tokens.shape[1]

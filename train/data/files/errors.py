@@ -16,7 +16,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadRow(Exception):
-    """One row cannot be used; the message gives the reason without naming the row."""
+    """One row cannot be used; the message holds the reason without naming the row."""
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def report_left_out(link: Path) -> None:
 
 
 def matching(pattern: str) -> list[Path]:
-    """Files that a glob matches, sorted; ** stands for folders as `folders` gives them."""
+    """Files that a glob matches, sorted; ** stands for folders as `folders` lists them."""
     parts = Path(pattern).parts
     if "**" not in parts:
         return each_once([path for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()])  # noqa: PTH207

@@ -14,7 +14,6 @@ from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.rows import BATCH_ROWS, Values, csv_dialect, csv_rows, json_rows, open_parquet
 from train.data.files.text import open_text
 from train.data.records.conll import conll_rows
-from train.data.records.saved import load_saved
 from train.data.records.sources import (
     FILE_FORMATS,
     SUFFIXES,
@@ -29,8 +28,10 @@ from train.data.records.sources import (
 )
 from train.data.records.squad import SQUAD_START, squad_rows
 from train.storage.folders import is_s3, local_path, sha256_json
+from train.storage.schema import BadContent, FileName, of_type, read_object
 
 PARQUET_START = b"PAR1"
+SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 START_CHARS = 4096  # in which SQuAD differs from other JSON
 MAX_FIELD_CHARS = 2**20  # of CSV; an open quote swallows no more than this
 
@@ -187,6 +188,33 @@ def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> d
     missing = sorted(set(wanted.values()) - set(saved))
     check(not missing, f"data.path={location} has no split {', '.join(missing)}; there are {', '.join(saved)}")
     return {split: saved[name] for split, name in wanted.items()}
+
+
+def load_saved(folder: Path, name: str | None = None) -> Any:
+    """What `save_to_disk` wrote, a Dataset or a DatasetDict, memory-mapped. Its index names files, which are checked
+    before the library opens them: InputError if it cannot be read or one is outside its folder. `name`: how errors name
+    it, if not by its folder.
+    """
+    with naming(f"{name or folder} cannot be read as a saved data set", LIBRARY_ERRORS):
+        check_saved(folder)
+        return datasets.load_from_disk(str(folder))
+
+
+def check_saved(folder: Path) -> None:
+    """Raises BadContent for an index with a name that leads out of the folder."""
+    parts, index = [folder], folder / SPLITS_FILE
+    if index.is_file():
+        parts = [folder / split for split in listed(index, "splits", list[FileName])]
+    for state in [part / STATE_FILE for part in parts]:
+        if state.is_file():
+            listed(state, "_data_files", list[dict[str, FileName]])
+
+
+def listed(path: Path, key: str, hint: Any) -> Any:
+    try:
+        return of_type(hint, read_object(path.read_bytes()).get(key), key)
+    except BadContent as error:
+        raise BadContent(f"{path}: {error}") from None
 
 
 def load_hub(cfg: RecordsConfig, split: str, scratch: Path) -> datasets.Dataset:

@@ -1,4 +1,4 @@
-"""The door between a task and its data: which rows it learns from, and which rows of tokens it makes of them."""
+"""The interface between a task and its data: which rows it learns from, and which rows of tokens it makes of them."""
 
 from __future__ import annotations
 

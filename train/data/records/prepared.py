@@ -19,7 +19,7 @@ from train.storage.folders import (
     read_again,
     sha256_file,
 )
-from train.storage.manifest import fault_of_file, first_fault, read_verified, sealed, unsealed
+from train.storage.manifest import check_entries, read_verified, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 
 if TYPE_CHECKING:
@@ -93,22 +93,11 @@ def find_facts(folder: Folder) -> Facts | None:
         raise Mismatch(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
 
 
-def check_whole(folder: Path, facts: Facts, *, checksums: bool) -> None:
-    """InputError for a file that is missing or has another length or, with `checksums`, another checksum."""
-
-    def examine(name: RelativePath) -> str | None:
-        fault = fault_of_file(folder / name, facts["files"][name], checksum=checksums)
-        return fault and f"{folder / name} {fault}; prepare the data again"
-
-    fault = first_fault(examine, facts["files"])
-    check(fault is None, fault or "")
-
-
 def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:
     """tables.json of a folder of the cache; None if this or any other file is missing or damaged."""
     try:
         facts = parse_facts((folder / NAME).read_bytes())
-        check_whole(folder, facts, checksums=checksums)
+        check_entries(folder, facts["files"], checksums=checksums)
     except (FileNotFoundError, NotADirectoryError, InputError):
         return None
     return facts

@@ -1,7 +1,7 @@
 """Labelled examples as tables: whatever holds them, each split becomes a `datasets.Dataset` with the same columns.
 
 CSV, JSON lines, Parquet and SQuAD files, here or in S3, what save_to_disk wrote, and the Hub. Rows go through memory a
-few at a time into Arrow files. A row that cannot be used is named, counted, and refused beyond `data.max_bad_rows`.
+few at a time into Arrow files. A row that cannot be used is named, counted, and rejected beyond `data.max_bad_rows`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ NOT_READING = ("path", "num_workers", "prefetch", "verify", "cache_dir", "length
 
 
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
-    """The file, glob or name that the settings give for each split; None: there is only one."""
+    """Return the file, glob or name that the settings name for each split; None: there is only one."""
     validation = {} if cfg.validation is None else {"validation": cfg.validation}
     return {"train": cfg.train, **validation, **cfg.more_validation}
 
@@ -57,11 +57,6 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
     """The settings that decide which rows are read, and from where."""
     where = cfg.path if is_s3(cfg.path) else str(local_path(cfg.path).absolute())
     return {"path": where, **{key: value for key, value in asdict(cfg).items() if key not in NOT_READING}}
-
-
-def is_missing(cfg: RecordsConfig) -> bool:
-    """Whether nothing is at data.path of this machine."""
-    return "://" not in cfg.path.removeprefix("file://") and not local_path(cfg.path).exists()
 
 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:

@@ -30,6 +30,7 @@ import numpy as np
 from train.cli import progress
 from train.cli.progress import Stage
 from train.config import Failure, InputError, RecordsConfig, S3Config, TrainConfig, Unreachable, check
+from train.data.records.formats import load_saved
 from train.data.records.kinds import TOKENS, Featurizer
 from train.data.records.prepared import (
     FORMAT,
@@ -37,7 +38,6 @@ from train.data.records.prepared import (
     Facts,
     bring,
     check_same,
-    check_whole,
     find_facts,
     parse_facts,
     save,
@@ -46,8 +46,7 @@ from train.data.records.prepared import (
 )
 from train.data.records.raw import Raw, read_raw
 from train.data.records.rows import Dropped
-from train.data.records.saved import load_saved
-from train.data.records.sources import is_missing, is_named, settings_of, version
+from train.data.records.sources import is_named, settings_of, version
 from train.data.records.table_facts import column, facts_of_split
 from train.data.shards.cache import cache_dir
 from train.host.launched import launched
@@ -63,6 +62,7 @@ from train.storage.folders import (
     open_folder,
     sha256_json,
 )
+from train.storage.manifest import check_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -130,16 +130,9 @@ class Job:
 
     def folder(self, version: str) -> Path:
         """Where the tables made of this version of the raw data are kept."""
-        return self.root / f"{self._settings()}-{version[:12]}"
-
-    def kept(self) -> list[Path]:
-        """The folders made with the same settings, of any version of the raw data; the newest first."""
-        files = self.root.glob(f"{self._settings()}-*/{NAME}")
-        return [path.parent for path in sorted(files, key=lambda path: -path.stat().st_mtime_ns)]
-
-    def _settings(self) -> str:
         kind, settings = self.featurizer.kind.name, self.featurizer.settings
-        return sha256_json([FORMAT, settings_of(self.data), self.cfg.seed, kind, settings, self.tokenizer_id])[:12]
+        made_by = sha256_json([FORMAT, settings_of(self.data), self.cfg.seed, kind, settings, self.tokenizer_id])
+        return self.root / f"{made_by[:12]}-{version[:12]}"
 
 
 def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
@@ -215,7 +208,7 @@ def find_saved(job: Job, source: Folder, facts: Facts) -> Path:
     data = job.data
     if not is_s3(data.path):
         folder = local_path(data.path)
-        check_whole(folder, facts, checksums=data.verify)
+        check_entries(folder, facts["files"], checksums=data.verify)
         return folder
     folder = job.root / facts["id"][:24]
     if whole_facts(folder, checksums=data.verify) != facts:
@@ -229,22 +222,13 @@ def find_saved(job: Job, source: Folder, facts: Facts) -> Path:
 def find_or_make(job: Job) -> Path:
     """The folder of these rows, settings and tokenizer. InputError for rows that cannot be used, or for a full disk.
 
-    Raw data that has not changed since is not read again. If it is gone, tables that were made of it are used.
+    Raw data that has not changed since is not read again.
     """
     data = job.data
-    try:
-        now = version(data, job.cfg.s3)
-    except InputError:
-        whole = (folder for folder in job.kept() if whole_facts(folder, checksums=data.verify))
-        kept = next(whole, None) if is_missing(data) else None
-        if kept is None:
-            raise
-        folder = kept
-        logger.warning("data.path=%s is gone; using the tables that were prepared from it", data.path)
-    else:
-        folder = job.folder(now)
-        if whole_facts(folder, checksums=data.verify) is None:
-            remake(folder, lambda temporary: make(job, temporary, now))
+    now = version(data, job.cfg.s3)
+    folder = job.folder(now)
+    if whole_facts(folder, checksums=data.verify) is None:
+        remake(folder, lambda temporary: make(job, temporary, now))
     for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():
         Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
     return folder

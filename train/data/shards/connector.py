@@ -1,7 +1,7 @@
 """One shard from S3 to a file. Only this module knows the connector.
 
 s3torchconnector retries by itself, but the parts of a read share its attempts, it has no time limit (a dead connection
-takes it six minutes) and compares no checksum. So callers give each download a time limit, begin again with a new
+takes it six minutes) and compares no checksum. So callers set a time limit for each download, begin again with a new
 client, and compare length and sha256 with the manifest.
 """
 
@@ -40,7 +40,7 @@ put_here: dict[str, str] = {}  # credentials that this process has put into its 
 
 
 class Doubtful(RuntimeError):
-    """The object is refused, missing, or does not match the manifest: a few more attempts may help, many will not."""
+    """The object is denied, missing, or does not match the manifest: a few more attempts may help, many will not."""
 
 
 class Client:
@@ -94,8 +94,8 @@ class Client:
         )
 
     def read(self, file: str, write: Callable[[bytes], None], *, offset: int, size: int, in_pieces: bool) -> None:
-        """Give an object's bytes from `offset` up to `size` to `write`, in order: in one request, which gives nothing
-        before it has all, or in pieces.
+        """Pass an object's bytes from `offset` up to `size` to `write`, in order: in pieces, or in one request, which
+        passes on nothing before it has all.
 
         Raises Doubtful or Unreachable. `write` may raise to stop it.
         """

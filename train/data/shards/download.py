@@ -60,7 +60,7 @@ class Part:
         self.file.truncate()
 
     def close(self, path: Path | None = None) -> None:
-        """Give the file its name `path`, or remove it."""
+        """Rename the file to `path`, or remove it."""
         self.end()
         if path is not None:
             os.fsync(self.file.fileno())
@@ -113,7 +113,7 @@ class Downloader:
                 if doubts >= self.cfg.refetches:
                     raise InputError(f"{doubt}, {doubts} times") from doubt
                 raise
-            except OSError as error:  # of the disk: give its space back
+            except OSError as error:  # of the disk: free its space
                 part.clear()
                 kind = Unreachable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
                 raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error

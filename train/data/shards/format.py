@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from train.config import InputError, check
 from train.storage.folders import Folder, LocalFolder, Mismatch, read_again, sha256_file, wait_for_file
-from train.storage.manifest import fault_of_file, first_fault, unsealed
+from train.storage.manifest import check_entries, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
@@ -105,7 +105,7 @@ def read_manifest(where: Folder | Path) -> Manifest:
     folder = LocalFolder(where) if isinstance(where, Path) else where
     location = folder.location
     if isinstance(folder, LocalFolder):
-        advice = "give the folder that python -m train.prepare output=... wrote"
+        advice = "name the folder that python -m train.prepare output=... wrote"
         check(not folder.path.is_file(), f"data.path={location} is a file, not a folder; {advice}")
         missing = f"data.path={location} does not exist; python -m train.prepare output={location} writes it"
         check(folder.path.is_dir(), missing)
@@ -171,16 +171,9 @@ def fault_of_manifest(manifest: Manifest) -> str | None:
     return None
 
 
-def fault_of_shard(folder: Path, shard: Shard, *, checksum: bool) -> str | None:
-    """What is wrong with a shard in a folder of this machine; None if it matches the manifest."""
-    fault = fault_of_file(folder / shard.file, shard.entry, checksum=checksum)
-    return fault and f"{folder / shard.file} {fault}; prepare the data again"
-
-
 def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
-    fault = first_fault(lambda shard: fault_of_shard(folder, shard, checksum=checksums), manifest.shards)
-    check(fault is None, fault or "")
+    check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
     tokenizer = folder / TOKENIZER_FILE
     check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
     check(
@@ -244,7 +237,7 @@ class ShardSet:
 
     def tensors(self, number: int, began_s: float) -> dict[str, np.ndarray]:
         if number not in self.maps:
-            # A file that was deleted from the cache takes room while it is mapped here.
+            # A file that was deleted from the cache takes space while it is mapped here.
             self.maps = {old: maps for old, maps in self.maps.items() if (self.folder / self.shards[old].file).exists()}
             if self.wait is not None:
                 self.wait(self.shards[number], began_s)

@@ -58,7 +58,7 @@ class Prefetcher:
 
 class ShardPrefetcher(Prefetcher):
     """Starts the process; leaving the context ends it. The first rank of a machine has one. InputError if this
-    machine's cache has no room for the shards, or another run is in the way.
+    machine's cache has no space for the shards, or another run is in the way.
     """
 
     def __init__(self, source: S3Folder, cache: ShardCache, sampler: ShardSampler) -> None:
@@ -68,7 +68,7 @@ class ShardPrefetcher(Prefetcher):
         self.cache, self.sampler = cache, sampler
         self.limit_bytes = cache.limit_bytes()
         self.fits = cache.total_bytes <= self.limit_bytes
-        if not self.fits:  # files of the window before are deleted, but take room until readers open the next window
+        if not self.fits:  # files of the window before are deleted, but take space until readers open the next window
             self.limit_bytes -= sampler.windows.shards * cache.largest_bytes
         held = cache.hold(alone=not self.fits)
         self.downloader = Downloader(source, cache)
@@ -146,7 +146,7 @@ class ShardPrefetcher(Prefetcher):
                 (self.cache.folder / shard.file).unlink(missing_ok=True)
 
     def now_wanted(self) -> list[Shard]:
-        """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is room."""
+        """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
         chosen: dict[str, Shard] = {}
         size_bytes = 0
         for shard in self.in_order():

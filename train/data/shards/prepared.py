@@ -16,7 +16,6 @@ from train.data.shards.format import (
     Shard,
     ShardSet,
     check_files,
-    fault_of_shard,
     read_manifest,
 )
 from train.data.shards.order import ShardSampler, ShuffleBlock
@@ -32,7 +31,7 @@ from train.storage.folders import (
     sha256_file,
     wait_for_file,
 )
-from train.storage.manifest import fault_of, first_fault, read_verified
+from train.storage.manifest import fault_of, fault_of_file, first_fault, read_verified
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -73,7 +72,9 @@ class PreparedData:
     def fault(self, shard: Shard) -> str | None:
         """What is wrong with a shard, read whole from the source; None if it matches the manifest."""
         if self.cache is None:
-            return fault_of_shard(self.folder, shard, checksum=True)
+            path = self.folder / shard.file
+            fault = fault_of_file(path, shard.entry, checksum=True)
+            return fault and f"{path} {fault}; prepare the data again"
         try:
             content = self.source.read(shard.file)
         except FileNotFoundError:
@@ -81,7 +82,7 @@ class PreparedData:
         return remote_fault(self.source, shard, len(content), lambda: sha256_bytes(content))
 
     def shuffle_block(self) -> ShuffleBlock:
-        """The windows that the settings name, or those that this machine has room for."""
+        """The windows that the settings name, or those that this machine has space for."""
         wanted = self.cfg.window_shards
         num_shards = len(self.manifest.splits["train"])
         if wanted is not None:
@@ -102,7 +103,7 @@ class PreparedData:
         return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.download(shard))
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
-        """Start fetching the shards of `sampler`. InputError if this machine's cache has no room for them."""
+        """Start fetching the shards of `sampler`. InputError if this machine's cache has no space for them."""
         if self.cache is None or not is_first_on_machine:
             return Prefetcher()
         return ShardPrefetcher(cast("S3Folder", self.source), self.cache, sampler)

@@ -1,6 +1,6 @@
 """Where text comes from: the Python documentation, local files or Hugging Face data sets, as a stream of documents.
 
-Every source gives the same documents in the same order each time and holds a few of them in memory at once. Bad input
+Every source yields the same documents in the same order each time and holds a few of them in memory at once. Bad input
 stops with an InputError that names the line; nothing is left out in silence. A new source is one class and one line
 in SOURCES.
 """

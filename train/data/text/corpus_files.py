@@ -82,7 +82,7 @@ class FilesCorpus(ABC):
     def opened(
         self, path: Path, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
-        """Lines that begin in bytes [first, last) of a text file, and a function that gives the bytes read so far."""
+        """Lines that begin in bytes [first, last) of a text file, and a function that returns the bytes read so far."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
         with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
             text,
@@ -189,7 +189,7 @@ class JsonLines(FilesCorpus):
         text = text_of(row, self.cfg.column, where)
         if text.isascii() or not SURROGATE.search(text):
             return text
-        # JSON can escape half a character, which cannot be encoded again and which tokenizers refuse.
+        # JSON can escape half a character, which cannot be encoded again and which tokenizers reject.
         check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
         return SURROGATE.sub("\ufffd", text)
 

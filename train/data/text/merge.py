@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from train.config import InputError, check
-from train.data.shards.format import SPLITS, Manifest, Shard
+from train.data.shards.format import SPLITS, Manifest, Shard, TokenizerInfo
 from train.data.shards.writer import write_manifest
 from train.data.text.documents import Part
-from train.data.text.preparation import STATE_NAMES, PartState, read_state
+from train.data.text.preparation import STATE_NAMES, read_state
 from train.storage.folders import Folder, sha256_bytes
 
 MOST_NAMED = 8  # parts in a message
@@ -46,13 +46,14 @@ def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config
     for split in SPLITS:
         tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
         check_size(split, sum(shard.rows for shard in splits[split]), tokens, seq_len)
+    token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
     manifest = write_manifest(
         folder,
         seq_len=seq_len,
         dtype=ready[0].arrays["train.tokens"].dtype.name,
         splits=splits,
         tokenizer=info,
-        counts={**done, "unigram_entropy": unigram_entropy(ready)},
+        counts={**done, "unigram_entropy": unigram_entropy(token_counts, info)},
         config=config,
     )
     remove_states(folder)
@@ -79,10 +80,9 @@ def check_size(split: str, num_rows: int, tokens: int, seq_len: int) -> None:
     raise TooLittleText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
 
 
-def unigram_entropy(states: list[PartState]) -> float:
-    """Nats a token, of the training tokens that can be asked for (<unk> and other special ones never are)."""
-    counts = np.sum([state.arrays["token_counts"] for state in states], 0)
-    predicted = np.delete(counts, states[0].tokenizer.special_ids)
+def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
+    """Nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
+    predicted = np.delete(counts, info.special_ids)
     share = predicted[predicted > 0] / max(1, predicted.sum())
     return round(float(-(share * np.log(share)).sum()), 6)
 

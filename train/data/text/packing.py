@@ -33,7 +33,7 @@ class Packer:
     stream: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # tokens not yet in a sequence
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
-        """Append documents and give the sequences that are full now.
+        """Append documents. Returns the sequences that are full now.
 
         Args:
             tokens: int32, those of all documents one after the other, without special ones.

@@ -6,8 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -38,16 +36,15 @@ def prepare_in_processes(
     """Prepare each part in a process of its own. An error of one is raised here, and the others stop."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     running: dict[Any, tuple[Part, SpawnProcess]] = {}  # by the end of its pipe
+    threads = threads_of_each(len(parts))
     try:
-        with threads_of_each(len(parts)):
-            for part in parts:
-                here, there = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=work, args=(cfg, vocabulary, held_out, part, identity, there), daemon=True
-                )
-                process.start()
-                there.close()  # so that the process's end is the pipe's
-                running[here] = part, process
+        for part in parts:
+            here, there = context.Pipe(duplex=False)
+            arguments = (cfg, vocabulary, held_out, part, identity, there, threads)
+            process = context.Process(target=work, args=arguments, daemon=True)
+            process.start()
+            there.close()  # so that the process's end is the pipe's
+            running[here] = part, process
         while running:
             receiver: Any
             for receiver in wait(list(running)):
@@ -67,9 +64,16 @@ def prepare_in_processes(
 
 
 def work(
-    cfg: PrepareConfig, vocabulary: Vocabulary, held_out: HeldOut, part: Part, identity: str, sender: Connection
+    cfg: PrepareConfig,
+    vocabulary: Vocabulary,
+    held_out: HeldOut,
+    part: Part,
+    identity: str,
+    sender: Connection,
+    threads: int,
 ) -> None:
     """Prepare a part in this process, which ends with the one that started it, as that breaks the pipe."""
+    os.environ.setdefault(TOKENIZER_THREADS, str(threads))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others
     logging.getLogger("train").setLevel(logging.ERROR)  # the first process has warned of the same
     try:
@@ -81,17 +85,9 @@ def work(
         raise SystemExit(1) from None
 
 
-@contextmanager
-def threads_of_each(num_processes: int) -> Iterator[None]:
-    """Processes that start now divide the cores, unless the environment sets the number of threads."""
-    before = os.environ.get(TOKENIZER_THREADS)
-    if before is None:
-        os.environ[TOKENIZER_THREADS] = str(max(1, num_cores() // num_processes))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[TOKENIZER_THREADS]
+def threads_of_each(num_processes: int) -> int:
+    """The cores divided among the processes."""
+    return max(1, num_cores() // num_processes)
 
 
 def num_cores() -> int:

@@ -1,7 +1,7 @@
 """A tokenizer trained on the corpus (unigram pieces, as ALBERT's) or one that exists, and what training needs of it.
 
-Trained with Google's sentencepiece library: the trainer of `tokenizers` gives another vocabulary every time, because
-it walks hash maps in random order; sentencepiece gives the same one for the same text and number of threads. Used
+Trained with Google's sentencepiece library: the trainer of `tokenizers` makes another vocabulary every time, because
+it walks hash maps in random order; sentencepiece makes the same one for the same text and number of threads. Used
 through `tokenizers`, so that `transformers` loads the folder as any other fast tokenizer.
 """
 
@@ -50,7 +50,7 @@ def train_tokenizer(
     """Learn a unigram vocabulary of `vocab_size` pieces from the first `train_bytes` of the texts.
 
     Raises:
-        InputError: the text is too small for so many pieces; the message says how many it gives.
+        InputError: the text is too small for so many pieces; the message says how many it allows.
     """
     rule = normalizer(lowercase=lowercase)
     model, lines = io.BytesIO(), Relay(short_lines(texts, rule, train_bytes))
