@@ -4,7 +4,7 @@ With backend.compile the same short run fills backend.compile_cache, without Neu
 
 Takes the settings of `python -m train`, on each machine of the run. Neuron's neuron_parallel_compile then runs a few
 steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
-side by side; the run finds them in the cache. Exit codes as in cli: 0 all compiled, 1 failed, 2 refused.
+side by side; the run finds them in the cache. Exit codes as in cli: 0 all compiled, 1 failed, 2 rejected.
 
 Not run on hardware. What is known of the tool is from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
@@ -95,7 +95,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "Compile every graph of a run on Trainium before it starts. Run it on each machine of the run, with the\n"
         "settings of the run; under Slurm: srun --ntasks-per-node=1 python -m train.precompile ...",
         examples=(f"{EXAMPLE} --dry-run", EXAMPLE, f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0"),
-        exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REFUSED: "arguments refused"},
+        exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REFUSED: "arguments rejected"},
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this machine [instance.devices]")

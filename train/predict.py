@@ -102,7 +102,7 @@ def precision_of(cfg: TrainConfig, folder: Folder) -> str:
 
 
 def read_rows(options: argparse.Namespace, trained: Trained, s3: S3Config) -> Iterator[Row]:
-    """Rows as read_texts gives them. InputError if they are not what the model reads."""
+    """Rows as read_texts returns them. InputError if they are not what the model reads."""
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
 
@@ -214,7 +214,7 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
     examples = ('RUN --text "hello"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
-    exits = {**EXITS, REFUSED: "arguments or input refused; then there is no output file"}
+    exits = {**EXITS, REFUSED: "arguments or input rejected; then there is no output file"}
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)

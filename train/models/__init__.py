@@ -1,1 +1,1 @@
-"""Hugging Face encoders behind one small door."""
+"""Encoders of Hugging Face's transformers with the heads of tasks."""

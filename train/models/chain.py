@@ -106,8 +106,8 @@ class Chain:
             layer.forward = self._layer(layer.forward)
 
     def run(self, part: range, received: Tensor | None, call: Callable[[], Tensor]) -> Tensor:
-        """What `call` gives, which runs the model, if `part` has the last layer; else the hidden states [B, S, H] after
-        it. `received`: those before its first layer, unless that is the network's first.
+        """What `call` returns, which runs the model, if `part` has the last layer; else the hidden states [B, S, H]
+        after it. `received`: those before its first layer, unless that is the network's first.
         """
         self.part, self.received, self.position = part, received, 0
         try:

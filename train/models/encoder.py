@@ -220,7 +220,7 @@ def rows_at(hidden: Tensor, positions: Tensor) -> Tensor:
 
 
 def products_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """The same numbers as rows_at gives, as products with rows of zeros and a one: 2 * S * H FLOPs a position."""
+    """The same numbers as rows_at returns, as products with rows of zeros and a one: 2 * S * H FLOPs a position."""
     tokens = torch.arange(hidden.size(1), device=positions.device)
     return (positions[..., None] == tokens).to(hidden.dtype) @ hidden
 

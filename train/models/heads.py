@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, C labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ class PaddedEncoder(Network):
     """An encoder with a head that reads padded sequences. A task whose head is another one extends it."""
 
     head = ""  # transformers loads an export as AutoModelFor<head>
+    scores: tuple[str, ...] = ()  # the names of its scores, if they are not the labels of the data
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Logits of sequences. The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding."""
@@ -52,24 +53,21 @@ class Classifier(PaddedEncoder):
 class SpanReader(PaddedEncoder):
     """The span of an answer: logits [B, S, 2] of its start and end."""
 
-    head, head_share = "QuestionAnswering", 1.0
+    head, head_share, scores = "QuestionAnswering", 1.0, ("start", "end")
 
     def logits(self, output: Any) -> Tensor:
         return torch.stack([output.start_logits, output.end_logits], dim=-1)
 
 
-AnyHead = TypeVar("AnyHead", bound=PaddedEncoder)
-
-
 def build_with_head(
-    kind: type[AnyHead],
+    kind: type[PaddedEncoder],
     cfg: ModelConfig,
     *,
     labels: Sequence[str],
     vocab_size: int,
     pad_id: int,
     seq_len: int,
-) -> AnyHead:
+) -> PaddedEncoder:
     """A model for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and sequences of at most
     `seq_len`. model.hidden_dropout is the head's dropout as well. InputError if they do not fit, or if the checkpoint
     has a head for other labels.
@@ -85,7 +83,7 @@ def build_with_head(
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = len(labels)  # a checkpoint may have labels of its own
+        config.num_labels = len(kind.scores)  # a checkpoint may have labels of its own
     if kind.head == "SequenceClassification":
         config.problem_type = "single_label_classification"
     auto = getattr(transformers, f"AutoModelFor{kind.head}")

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from train.config import OptimConfig, check, check_choice
 from train.optim import adamw, lamb
-from train.optim.groups import parameter_groups, set_learning_rate
 from train.optim.schedules import SCHEDULES, learning_rate
 from train.optim.spec import OptimizerSpec
-from train.optim.state import load_state, part_of
+from train.optim.state import load_state, parameter_groups, part_of, set_learning_rate
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from train.backend import guards
 from train.config import OptimConfig, check
 from train.models.chain import Chain
 from train.optim import load_state, part_of
-from train.optim.groups import parameter_groups
+from train.optim.state import parameter_groups
 
 if TYPE_CHECKING:
     from train.backend import Backend

@@ -24,7 +24,7 @@ from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
-from train.models.heads import PaddedEncoder
+from train.models.heads import PaddedEncoder, build_with_head, check_labels
 from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
 from train.tasks.predictor import Host, Trained
@@ -61,6 +61,8 @@ class Split:
 class FineTuning(ABC):
     """See `train.tasks.Task`. `eval_columns` and `train_columns` name the features of each input of a batch."""
 
+    model_kind: type[PaddedEncoder]
+
     def __init__(
         self,
         cfg: TrainConfig,
@@ -75,6 +77,9 @@ class FineTuning(ABC):
         self.cfg, self.data = cfg, cfg.data
         self.sizes, self.lengths, self.seq_len = sizes, sizes.lengths, sizes.seq_len
         self.tables = open_tables(cfg, featurizer)
+        self.labels: list[str] = self.tables.facts["labels"]
+        if self.labels:
+            check_labels(sizes.model, sizes.config, self.labels)
         self.splits: list[Split] = []
         self.eval_rows = 0
         for name in ("validation", *cfg.data.more_validation):
@@ -128,6 +133,9 @@ class FineTuning(ABC):
     def prefetcher(self, order: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         return Prefetcher()
 
+    def build_model(self) -> PaddedEncoder:
+        return build_with_head(self.model_kind, self.sizes.model, labels=self.labels, **self.sizes.fit)
+
     def train_data(self) -> TokenRows:
         return self.train_table
 
@@ -136,7 +144,7 @@ class FineTuning(ABC):
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, PaddedEncoder)
-        return model.train_flops(self.cfg.task.head_size(seq_len, len(self.tables.facts["labels"])), seq_len)
+        return model.train_flops(self.cfg.task.head_size(seq_len, len(self.labels)), seq_len)
 
     @abstractmethod
     def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:

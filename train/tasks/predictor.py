@@ -20,7 +20,7 @@ from train.config import ModelConfig, TaskConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
 from train.data.records.kinds import TOKENS, Featurizer
 from train.data.records.token_rows import TokenRows
-from train.models.heads import PaddedEncoder, logits_of
+from train.models.heads import PaddedEncoder, build_with_head, logits_of
 from train.run_folder.samples import Sample
 from train.tasks import TASKS, spec_of
 from train.tasks.spec import Origin, Prediction
@@ -103,17 +103,19 @@ class Predictor(ABC):
     """The answers of a task's models. See `train.tasks.spec.Prediction`."""
 
     columns: Mapping[str, str]  # see TokenRows
+    model_kind: type[PaddedEncoder]
     csv_columns: list[str]
     shortest = STEP  # the least tokens of a batch
 
     def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
         """Read the weights. `options`: the values of the flags in the task's Prediction."""
         self.trained, self.options = trained, options
-        model = self.build_model()
+        sizes = trained.sizes
+        model = build_with_head(self.model_kind, sizes.model, labels=trained.labels, **sizes.fit)
         source, new = trained.origin.source, ", ".join(sorted(model.new)[:3])
         check(not model.new, f"{source} holds no weights for {new}: its head was not trained")
         self.model = model.to(backend.device).eval()
-        seq_len = trained.sizes.seq_len
+        seq_len = sizes.seq_len
         step = max(STEP, -(-seq_len // MOST_LENGTHS))
         self.lengths = [*range(-(-min(self.shortest, seq_len) // step) * step, seq_len, step), seq_len]
 
@@ -174,9 +176,6 @@ class Predictor(ABC):
     @staticmethod
     @abstractmethod
     def build_featurizer(sizes: Sizes, task: Any) -> Featurizer: ...
-
-    @abstractmethod
-    def build_model(self) -> PaddedEncoder: ...
 
     @abstractmethod
     def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:

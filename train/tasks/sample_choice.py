@@ -20,7 +20,7 @@ def spread(num_rows: int, most: int) -> np.ndarray:
 
 
 def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the whole table, as `train.data.records.raw.read_texts` gives them, without those that are too long."""
+    """Rows of the whole table, as `train.data.records.raw.read_texts` returns them, without those that are too long."""
     num_chars = 0
     for row in examples.select(spread(len(examples), CANDIDATES * most)):
         chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
@@ -32,9 +32,9 @@ def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[st
             yield {**row, target: value}
 
 
-def mixed(judged: Sequence[Sample], most: int) -> list[Sample]:
+def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
     """The first so many, up to half of them wrong ones if there are, in their order."""
-    is_right = np.array([sample.answers[0].score == 1 for sample in judged], bool)
+    is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
     num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
     chosen = [*np.flatnonzero(~is_right)[:num_wrong], *np.flatnonzero(is_right)[: most - num_wrong]]
-    return [judged[number] for number in sorted(chosen)]
+    return [answered[number] for number in sorted(chosen)]

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from train.config import check
-from train.models.heads import Classifier, build_with_head
+from train.models.heads import Classifier
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import scores
 from train.tasks.classify.task import COLUMNS, ClassifyFeaturizer, predicted, probabilities, statistics
@@ -29,6 +29,7 @@ class LabelPredictor(Predictor):
     """{"id", "label" (if the row has one), "prediction", "probabilities": {label: p}}"""
 
     columns = COLUMNS
+    model_kind = Classifier
 
     def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
         super().__init__(trained, backend, options)
@@ -51,10 +52,6 @@ class LabelPredictor(Predictor):
     @staticmethod
     def build_featurizer(sizes: Sizes, task: Any) -> ClassifyFeaturizer:
         return ClassifyFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-
-    def build_model(self) -> Classifier:
-        sizes = self.trained.sizes
-        return build_with_head(Classifier, sizes.model, labels=self.trained.labels, **sizes.fit)
 
     def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return statistics(logits, inputs["labels"])  # rows have no label here, so the loss means nothing

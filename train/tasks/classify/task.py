@@ -19,7 +19,7 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
-from train.models.heads import Classifier, build_with_head, check_labels, logits_of
+from train.models.heads import Classifier, logits_of
 from train.tasks.classify import ClassifyConfig, scores
 from train.tasks.finetune import FineTuning, Split, json_lines, mean_loss
 from train.tasks.texts import Sizes, TextFeaturizer, second_at
@@ -111,21 +111,18 @@ class ClassifyFeaturizer(TextFeaturizer):
 class ClassifyTask(FineTuning):
     """See `train.tasks.Task`."""
 
+    model_kind = Classifier
+
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, ClassifyConfig)
         sizes = Sizes.of(cfg)
         featurizer = ClassifyFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
         super().__init__(cfg, sizes, featurizer, train_columns=COLUMNS, eval_columns=COLUMNS, metrics=METRICS)
-        self.labels: list[str] = self.tables.facts["labels"]
-        check_labels(sizes.model, sizes.config, self.labels)
         self.label_smoothing = cfg.task.label_smoothing
         counts = np.bincount(self.train_table.values["labels"], minlength=len(self.labels))
         weights = class_weights(cfg.task, self.labels, counts)
         self.train_table.weights = weights
         self.weights = None if weights is None else torch.from_numpy(weights)
-
-    def build_model(self) -> Classifier:
-        return build_with_head(Classifier, self.sizes.model, labels=self.labels, **self.sizes.fit)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """The loss summed over the texts. Divided by the sum of their weights ("count") it is torch's weighted mean."""

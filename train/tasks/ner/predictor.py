@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from train.config import check
-from train.models.heads import build_with_head
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.ner import scores
 from train.tasks.ner.task import COLUMNS, TAG, NERFeaturizer, TokenClassifier, statistics, tagged
@@ -30,6 +29,7 @@ class TagPredictor(Predictor):
     """
 
     columns = COLUMNS
+    model_kind = TokenClassifier
     csv_columns = ["id", "tokens", "prediction", "entities"]
 
     def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
@@ -51,10 +51,6 @@ class TagPredictor(Predictor):
     @staticmethod
     def build_featurizer(sizes: Sizes, task: Any) -> NERFeaturizer:
         return NERFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-
-    def build_model(self) -> TokenClassifier:
-        sizes = self.trained.sizes
-        return build_with_head(TokenClassifier, sizes.model, labels=self.trained.labels, **sizes.fit)
 
     def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return statistics(logits, inputs["labels"], self.trained.sizes.seq_len)  # without tags, the loss means nothing

@@ -21,7 +21,7 @@ from train.data.files.errors import BadRow
 from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
+from train.models.heads import PaddedEncoder, logits_of
 from train.tasks.finetune import FineTuning, Split, json_lines
 from train.tasks.ner import scores
 from train.tasks.texts import Sizes, TextFeaturizer, second_at
@@ -164,15 +164,12 @@ def tagged(
 class NERTask(FineTuning):
     """See `train.tasks.Task`."""
 
+    model_kind = TokenClassifier
+
     def __init__(self, cfg: TrainConfig) -> None:
         sizes = Sizes.of(cfg)
         featurizer = NERFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
         super().__init__(cfg, sizes, featurizer, train_columns=COLUMNS, eval_columns=COLUMNS, metrics=METRICS)
-        self.labels: list[str] = self.tables.facts["labels"]
-        check_labels(sizes.model, sizes.config, self.labels)
-
-    def build_model(self) -> TokenClassifier:
-        return build_with_head(TokenClassifier, self.sizes.model, labels=self.labels, **self.sizes.fit)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """The loss summed over the words."""

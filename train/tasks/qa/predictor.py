@@ -11,11 +11,11 @@ from datasets import Dataset
 from torch import Tensor
 
 from train.config import InputError
-from train.models.heads import SpanReader, build_with_head
+from train.models.heads import SpanReader
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.predictor import Predictor, Trained
 from train.tasks.qa import QAConfig, spans
-from train.tasks.qa.task import CONTEXT, SCORES, TARGETS, answered, statistics
+from train.tasks.qa.task import CONTEXT, TARGETS, answered, statistics
 from train.tasks.qa.windows import QAFeaturizer
 from train.tasks.spec import Origin
 from train.tasks.texts import Sizes
@@ -47,6 +47,7 @@ class AnswerPredictor(Predictor):
     """{"id", "answer", "score", "n_best"}"""
 
     columns = TARGETS | CONTEXT
+    model_kind = SpanReader
     csv_columns = ["id", "answer", "score"]
 
     def __init__(self, trained: Trained, backend: Computes, options: Mapping[str, Any]) -> None:
@@ -63,9 +64,6 @@ class AnswerPredictor(Predictor):
     def build_featurizer(sizes: Sizes, task: QAConfig) -> QAFeaturizer:
         return QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=task)
 
-    def build_model(self) -> SpanReader:
-        return build_with_head(SpanReader, self.trained.sizes.model, labels=SCORES, **self.trained.sizes.fit)
-
     def statistics_of(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         return statistics(logits, inputs, self.k)
 
@@ -75,11 +73,12 @@ class AnswerPredictor(Predictor):
         examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])
         for row, one in zip(rows, answered(statistics, features, examples, self.task), strict=True):
             answer, n_best = one.reading.answer(self.threshold), one.reading.n_best(v2=self.threshold is not None)
-            self.judge(answer, row.get("answers"))
+            self.count(answer, row.get("answers"))
             score = one.reading.spans[0].score if answer else one.reading.null_score
             yield {"id": row["id"], "answer": answer, "score": score, "n_best": n_best}
 
-    def judge(self, answer: str, wanted: dict[str, list] | None) -> None:
+    def count(self, answer: str, wanted: dict[str, list] | None) -> None:
+        """Add the scores of an answer to the metrics, if the right answers are known."""
         v2 = self.threshold is not None
         if wanted is not None and (wanted["text"] or v2):
             exact, f1 = spans.score(answer, wanted["text"], v2=v2)

@@ -18,7 +18,7 @@ from train.config import TrainConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import SpanReader, build_with_head, logits_of
+from train.models.heads import SpanReader, logits_of
 from train.storage.folders import canonical_json
 from train.tasks.finetune import FineTuning, Split, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
@@ -29,7 +29,6 @@ from train.tasks.topk import topk
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SCORES = ("start", "end")  # of each token
 TARGETS = {"start": "start", "end": "end"}
 CONTEXT = {"context_first": "context_first", "context_end": "context_end"}
 
@@ -99,6 +98,8 @@ def n_best_lines(questions: Iterable[Answered], *, v2: bool) -> bytes:
 class QATask(FineTuning):
     """See `train.tasks.Task`."""
 
+    model_kind = SpanReader
+
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, QAConfig)
         self.task, sizes = cfg.task, Sizes.of(cfg)
@@ -118,9 +119,6 @@ class QATask(FineTuning):
         """The number of rows up to the end of a question, at least the first question's."""
         owners = column(features, "row")
         return int(np.searchsorted(owners, owners[most])) or int(np.searchsorted(owners, owners[0], side="right"))
-
-    def build_model(self) -> SpanReader:
-        return build_with_head(SpanReader, self.sizes.model, labels=SCORES, **self.sizes.fit)
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         return losses_of(logits_of(model, inputs), inputs).sum()
