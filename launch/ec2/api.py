@@ -42,7 +42,7 @@ CURES = {
     "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
     **dict.fromkeys(
         NOT_ALLOWED,
-        "the policy of your user or role lacks it: python -m launch iam prints one that is enough",
+        "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/images.md)",
     ),
     "IdempotentParameterMismatch": "another request had the same token: python -m launch clean RUN, then launch again",
     "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",
