@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
@@ -13,13 +12,11 @@ import torch
 from torch import nn
 
 from train.attempt.attempt import ENDS, Attempt, begin, record_end, refusals
-from train.attempt.dry import DryRecorder, DrySaver
 from train.attempt.preempt import StopRequest
 from train.attempt.recovery import Recovery
 from train.attempt.resume import go_on
 from train.backend import Backend, open_backend
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Saver
 from train.checkpoints.store import open_store
 from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
@@ -35,7 +32,7 @@ from train.ranks import AGREED
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder, identity_of
 from train.tasks import build_task
-from train.telemetry.metrics import Recorder
+from train.telemetry.metrics import OnLine, Recorder
 from train.telemetry.monitor import open_monitor
 from train.votes import Votes
 
@@ -43,9 +40,11 @@ logger = logging.getLogger("train")
 MOST_NAMED = 3  # ranks that were asked to stop
 
 
-def run(cfg: TrainConfig, stop: StopRequest, *, dry: Callable[..., Recorder] | None = None) -> tuple[str, int]:
-    """Train as cfg says, from scratch or from the newest checkpoint of its run folder. With `dry`, which makes its
-    recorder, the run saves nothing, and each machine may have a run folder of its own.
+def run(cfg: TrainConfig, stop: StopRequest, *, saves: bool = True, on_line: OnLine | None = None) -> tuple[str, int]:
+    """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
+
+    Without `saves` each machine may have a run folder of its own. `on_line` takes the lines in place of metrics.jsonl:
+    the recorder, the kind and the fields of each, the first of kind "start". Both are for measurements.
 
     Everything that can be rejected is rejected before a device opens. Returns why it ended (done, early_stop or what
     asked for it) and the step.
@@ -61,8 +60,8 @@ def run(cfg: TrainConfig, stop: StopRequest, *, dry: Callable[..., Recorder] | N
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id)
     search_as_usual()  # all is imported
-    dry = DryRecorder if cfg.collect_graphs else dry
-    with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, dry)) as attempt:
+    saves = saves and not cfg.collect_graphs
+    with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
             backend = open_backend(cfg.backend, cfg.instance, cfg.s3, collects=cfg.collect_graphs)
@@ -70,7 +69,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, dry: Callable[..., Recorder] | N
         attempt.joined(backend.world)
         failure: Exception | None = None
         try:
-            reason, step = fit(attempt, backend)
+            reason, step = fit(attempt, backend, on_line)
         except AGREED as error:
             failure = error.with_traceback(None)  # which holds the model
         backend.close()  # whatever `fit` has built is freed by now
@@ -80,7 +79,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, dry: Callable[..., Recorder] | N
     return reason, step
 
 
-def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
+def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tuple[str, int]:
     """Build what the loop works with, resume from the newest checkpoint, train, export. Returns as `run` does."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch
@@ -107,16 +106,16 @@ def fit(attempt: Attempt, backend: Backend) -> tuple[str, int]:
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     flops = partial(task.flops_per_example, model)
-    make_recorder, make_saver = (attempt.dry, DrySaver) if attempt.dry else (Recorder, Saver)
     with data:  # until the samples of the export have been read
         with (
             monitor,
-            make_recorder(cfg, plan, folder, backend, engine, flops, loaded.progress, monitor) as metrics,
-            Recovery(attempt, backend, engine, store, metrics, loaded, make_saver) as checkpoints,
+            Recorder(cfg, plan, folder, backend, engine, flops, loaded.progress, monitor, on_line) as metrics,
+            Recovery(attempt, backend, engine, store, metrics, loaded) as checkpoints,
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
             checkpoints.finish()
-            if metrics.has_measured:  # a finished run that is started again has nothing to add
+            # A finished run that is started again has nothing to add.
+            if metrics.has_measured and not cfg.collect_graphs:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         watch.phase("export", is_start=True)  # the others wait for rank 0
         if cfg.export and reason in ENDS:
@@ -248,8 +247,10 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         logger.info(memory_of(cfg, shape, seq_len=task.seq_len, precision=backend.precision, **sizes))
     if not folder.is_remote:
         num_blind = world.sum([not folder.environment.is_file()])[0]
-        shares = num_blind == 0 or attempt.dry is not None  # which uses a temporary run folder on each machine
-        check(shares, f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder")
+        check(
+            num_blind == 0 or not attempt.saves,
+            f"{num_blind:g} ranks do not see run_dir={cfg.run_dir} of rank 0; it must be a shared folder",
+        )
 
 
 def export(attempt: Attempt, recovery: Recovery, model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,6 @@ from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_go_o
 from train.run_folder.ownership import LeaseLost, check_owner, find_identity
 from train.storage.folders import make_folder
 from train.tasks import Task
-from train.telemetry.metrics import Recorder
 
 logger = logging.getLogger("train")
 ENDS = ("done", "early_stop")
@@ -50,7 +49,7 @@ class Attempt:
     folder: RunFolder
     identity: dict[str, Any]
     stop: StopRequest
-    dry: Callable[..., Recorder] | None = None  # makes the recorder of a run that saves nothing
+    saves: bool = True  # if not, each machine may have a run folder of its own
     began_s: float = field(default_factory=lambda: time.monotonic() - started_ago_s())
     checkpoint: int | None = None  # the newest that is committed, on rank 0
     asked: str = ""  # the requests to stop, with their ranks

@@ -45,13 +45,12 @@ class Recovery:
         store: Store,
         recorder: Recorder,
         loaded: Loaded,
-        make_saver: type[Saver],
     ) -> None:
         """Continue the metrics where the checkpoint that was loaded left them, and report what a fault has cost."""
         self.attempt, self.backend, self.engine, self.recorder = attempt, backend, engine, recorder
         self.cfg, self.store, self.world = attempt.cfg, store, backend.world
         lease = attempt.lease
-        self.saver = make_saver(
+        self.saver = Saver(
             self.cfg.checkpoint,
             store,
             engine,
@@ -70,6 +69,7 @@ class Recovery:
             may_commit=self._before_commit,
             after_commit=attempt.folder.check_owner,  # older checkpoints are removed next
             newest=loaded.progress.step if loaded.ranks else None,
+            saves=attempt.saves,
         )
         attempt.checkpoint = self.saver.newest
         self.last_rollback: int | None = None  # the step that the run went back to

@@ -87,7 +87,7 @@ def measured(cfg: BenchConfig, folder: Path) -> dict[str, Any]:
     """The figures, on rank 0; empty on the others."""
     with StopRequest() as stop:
         meter = Meter(cfg, stop)
-        reason, step = loop.run(short_run(cfg, folder), stop, dry=lambda *parts: BenchRecorder(*parts, meter=meter))
+        reason, step = loop.run(short_run(cfg, folder), stop, saves=False, on_line=meter.on_line)
     if reason != MEASURED:
         raise Failure(f"stopped on {reason} at step {step}")
     return meter.result
@@ -121,7 +121,7 @@ def short_run(cfg: BenchConfig, folder: Path) -> TrainConfig:
 
 @dataclass
 class Meter:
-    """What the recorder of a measurement has seen."""
+    """Keeps the lines of a measurement as windows, stops the run after the last of them, and makes the figures."""
 
     cfg: BenchConfig
     stop: StopRequest
@@ -129,84 +129,78 @@ class Meter:
     line_s: float | None = None  # time of the last line
     result: dict[str, Any] = field(default_factory=dict)
 
+    def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
+        """See `train.loop.run`."""
+        if kind == "start":
+            limit_gib = self.cfg.max_memory_gib
+            if limit_gib is not None and recorder.backend.monitor_kind == "cpu":  # others map more than they use
+                limit_allocations(round(limit_gib * GIB))
+        elif kind == "train":
+            self.keep(recorder, values)
+        elif kind == "summary" and values["reason"] == MEASURED:
+            self.summarise(recorder)
 
-@dataclass
-class BenchRecorder(Recorder):
-    """A recorder that keeps its lines as windows, and stops the run after the last of them."""
-
-    meter: Meter = field(kw_only=True)
-
-    def __enter__(self) -> Recorder:
-        limit_gib = self.meter.cfg.max_memory_gib
-        if limit_gib is not None and self.backend.monitor_kind == "cpu":  # others map more of it than they use
-            limit_allocations(round(limit_gib * GIB))
-        return super().__enter__()
-
-    def write(self, kind: str, values: dict[str, Any]) -> None:
-        if kind != "train":
-            return
-        meter, window, now_s = self.meter, self.window, time.perf_counter()
-        before_s, meter.line_s = meter.line_s, now_s
-        end = meter.cfg.untimed + meter.cfg.steps
-        if before_s is not None and meter.cfg.untimed < values["step"] <= end:
+    def keep(self, recorder: Recorder, values: dict[str, Any]) -> None:
+        window, now_s = recorder.window, time.perf_counter()
+        before_s, self.line_s = self.line_s, now_s
+        end = self.cfg.untimed + self.cfg.steps
+        if before_s is not None and self.cfg.untimed < values["step"] <= end:
             wall_s = max(now_s - before_s - window.compile_s, 1e-9)
             wait_s, compile_s = values["data_wait_s"], window.compile_s
-            meter.windows.append(
+            self.windows.append(
                 TimedSteps(window.steps, wall_s, window.tokens, window.slots, window.flops, wait_s, compile_s)
             )
         if values["step"] >= end:
-            meter.stop.ask(MEASURED)
+            self.stop.ask(MEASURED)
 
-    def summary(self, reason: str, facts: dict[str, Any]) -> None:
-        if reason != MEASURED:
-            return
-        graphs, backend, world, plan = self.backend.graphs(), self.backend, self.world, self.plan
+    def summarise(self, recorder: Recorder) -> None:
+        backend, world, plan, instance = recorder.backend, recorder.world, recorder.plan, recorder.cfg.instance
+        graphs = backend.graphs()
         peaks = world.all_gather_object((own_peak_bytes(), peak_device_bytes()))
         of_devices = [device for _, device in peaks if device is not None]
-        result = speeds(self.meter.windows, global_batch_size=plan.global_batch_size, peak=self.peak())
+        result = speeds(self.windows, global_batch_size=plan.global_batch_size, peak=peak(recorder))
         sequences_per_s = result["sequences_per_s"]["median"]
-        self.meter.result = {
+        self.result = {
             "kind": "bench",
             **result,
             "compile_s": graphs.compile_s,
             "graphs": graphs.compiled,
             "peak_process_bytes": max(host for host, _ in peaks),
             "peak_device_bytes": max(of_devices) if of_devices else None,
-            **cost(self.cfg.instance, machines=world.num_machines, sequences_per_s=sequences_per_s),
+            **cost(instance, machines=world.num_machines, sequences_per_s=sequences_per_s),
             "global_batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "accumulation": plan.accumulation,
             "world_size": world.size,
             "replicas": plan.replicas,
             "machines": world.num_machines,
-            "timed_steps": sum(each.steps for each in self.meter.windows),
-            "untimed_steps": self.meter.cfg.untimed,
-            "windows": len(self.meter.windows),
-            "parameters": sum(weight.numel() for weight in self.engine.model.parameters() if weight.requires_grad),
+            "timed_steps": sum(each.steps for each in self.windows),
+            "untimed_steps": self.cfg.untimed,
+            "windows": len(self.windows),
+            "parameters": sum(weight.numel() for weight in recorder.engine.model.parameters() if weight.requires_grad),
             "backend": backend.name,
             "device": backend.device_name,
             "precision": backend.precision,
             "threads": torch.get_num_threads(),
             "memory_bytes": total_memory_bytes(),
-            "instance": self.cfg.instance.name,
+            "instance": instance.name,
             "instance_type": machine.instance_type() or None,
             **environment(),
         }
 
-    def peak(self) -> Peak:
-        """The instance's, or else what all ranks measure side by side."""
-        instance, precision, world = self.cfg.instance, self.backend.precision, self.world
-        known = instance.peak_flops_per_s(precision)
-        if known is not None:
-            return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
-        world.barrier()
-        own, size = matmul_flops_per_s(self.backend)
-        total = world.sum([own])[0]
-        device = self.backend.device_name
-        if self.backend.device.type == "cpu":
-            device = plural(torch.get_num_threads(), "thread")
-        ranks = f", {world.size} ranks side by side" if world.size > 1 else ""
-        return Peak(total, f"measured here: product of {size} x {size} matrices in {precision} on {device}{ranks}")
+
+def peak(recorder: Recorder) -> Peak:
+    """The instance's, or else what all ranks measure side by side."""
+    backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
+    known = instance.peak_flops_per_s(backend.precision)
+    if known is not None:
+        return Peak(known * world.size, f"conf/instance/{instance.name}.yaml: {instance.source}")
+    world.barrier()
+    own, size = matmul_flops_per_s(backend)
+    total = world.sum([own])[0]
+    device = plural(torch.get_num_threads(), "thread") if backend.device.type == "cpu" else backend.device_name
+    ranks = f", {world.size} ranks side by side" if world.size > 1 else ""
+    return Peak(total, f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}")
 
 
 # ---- the folder ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,9 @@ class Sums(NamedTuple):
     sample: HardwareSample
 
 
+OnLine = Callable[["Recorder", str, dict[str, Any]], None]
+
+
 @dataclass
 class Recorder:
     """Measures on all ranks and writes on rank 0. It is used as a context."""
@@ -77,6 +80,7 @@ class Recorder:
     flops_per_example: Callable[[int], float | None]  # by the example's number of tokens, padding included
     progress: Progress
     monitor: Monitor
+    on_line: OnLine | None = None  # takes the lines in place of the run folder; see `train.loop.run`
     window: Window = field(default_factory=Window)
     own_tokens: float = 0.0  # of this rank, in this attempt
     all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
@@ -117,6 +121,8 @@ class Recorder:
             self.journal = Journal(self.folder, first_step=step + 1, tensorboard=self.cfg.tensorboard)
         self.profiler = Profiler(self.cfg, self.folder, self.backend) if is_first_rank and self.cfg.profile else None
         self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
+        if self.on_line is not None:
+            self.on_line(self, "start", {})
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -221,11 +227,11 @@ class Recorder:
 
     def read_skips(self) -> tuple[int, int]:
         """Number of steps that this process has skipped, and of the last ones in a row; waits for the device."""
-        return self.backend.skips.counts()
+        return (0, 0) if self.cfg.collect_graphs else self.backend.skips.counts()  # then no number means anything
 
     def check_numbers(self, loss: float, grad_norm: float) -> None:
         """Raise FloatingPointError if loss or gradient are no longer finite."""
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not self.cfg.collect_graphs and not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {grad_norm} at step {self.progress.step}: a new run_dir with "
                 "a lower optim.lr, or fp32, may help"
@@ -345,6 +351,8 @@ class Recorder:
         return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
-        if self.journal is not None:
+        if self.on_line is not None:
+            self.on_line(self, kind, values)
+        elif self.journal is not None:
             cost_usd = self.cost_usd()
             self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd})
