@@ -23,8 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train import convert, loop, precompile, predict, prepare, records, shards
-from train import entry as attempt
+from train import convert, entry, loop, precompile, predict, prepare, records, shards
 from train import hub as hub_command
 from train.checkpoints import __main__ as checkpoints
 from train.cli import compose as cli
@@ -37,7 +36,7 @@ from train.report import __main__ as report_command
 from train.storage.folders import local_path
 
 MAINS = {
-    "train": attempt.attempt,
+    "train": entry.main,
     "prepare": prepare.main,
     "records": records.main,
     "report": report_command.main,

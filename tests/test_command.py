@@ -14,7 +14,6 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
-from train import entry as attempt
 from train import prepare
 from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, INTERRUPTED, REFUSED, UNREAD, guarded
@@ -230,14 +229,6 @@ def test_a_configuration_that_cannot_be_written_down_is_no_success():
     words = [sys.executable, "-m", "train", "--cfg", "job"]
     with Path("/dev/full").open("w") as full:
         assert subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.DEVNULL, check=False).returncode != 0
-
-
-def test_what_fails_before_a_run_begins_ends_torchrun(monkeypatch):
-    ended = []
-    monkeypatch.setattr(attempt, "end_launcher", lambda: ended.append(True))
-    monkeypatch.setattr(cli, "load_config", lambda *_: 1 / 0)  # a mistake of the program
-    assert MAINS["train"](["seed=1"]) == FAILED
-    assert ended == [True]
 
 
 SECRETS = [

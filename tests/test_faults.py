@@ -321,7 +321,7 @@ def test_a_run_without_a_checkpoint_has_nothing_to_go_back_to_and_leaves_with_1(
     with pytest.raises(FloatingPointError, match="no checkpoint to go back to"):
         toy.train()
     assert not toy.saved()
-    assert entry.train_once(toy.config("again")) == cli.FAILED
+    assert entry.attempt(toy.config("again")) == cli.FAILED
     assert "3 steps in a row had no finite gradient" in toy.outcome("again")["reason"]
 
 

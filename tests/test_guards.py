@@ -20,8 +20,7 @@ from running import ROOT, eventually, lines, run, train_config, train_overrides
 from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
-from train import entry as program
-from train import loop
+from train import entry, loop
 from train.attempt import refusal as announcing
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
@@ -80,7 +79,7 @@ def train(monkeypatch, capfd, tmp_path, prepared):
 
     def call(*overrides):
         monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)])
-        code = program.attempt()
+        code = entry.main()
         return code, capfd.readouterr().err.splitlines()
 
     return call
@@ -486,7 +485,7 @@ def bad_evaluation(*arguments):
 
     MaskedRows.draw = drawn
     sys.argv[1:] = arguments
-    sys.exit(program.attempt())
+    sys.exit(entry.main())
 
 
 PROGRAMS = {"ranks": rank_of_two, "evaluation": bad_evaluation}

@@ -20,8 +20,7 @@ from forks import TORCHRUN, free_port, launch, run_forked, start_forked
 from running import ROOT, command, eventually, lines, run, train_overrides
 
 import train
-from train import entry as attempt
-from train import loop
+from train import entry, loop
 from train.attempt.preempt import StoppedEarly, StopRequest
 from train.backend import rendezvous
 from train.backend.rendezvous import join
@@ -106,7 +105,7 @@ def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str
 def test_a_share_of_the_batch_is_not_trained_alone(monkeypatch, capsys, tmp_path, prepared):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert attempt.attempt() == cli.REFUSED
+    assert entry.main() == cli.REFUSED
     assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 without RANK: ")
     assert not (tmp_path / "run").exists()
 
@@ -323,7 +322,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert attempt.attempt() == cli.STOPPED
+    assert entry.main() == cli.STOPPED
     said = "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     assert capsys.readouterr().err == said
     assert not (tmp_path / "run").exists()
@@ -525,14 +524,14 @@ def test_a_run_goes_on_although_nobody_hears_it(tmp_path, prepared):
 def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, prepared):
     said: list[str] = []
 
-    def train(*_: object) -> int:
+    def run(*_: object) -> tuple[str, int]:
         eventually(lambda: said.append(capsys.readouterr().err) or "".join(said), HANG_S)
-        return cli.DONE
+        return "done", 6
 
-    monkeypatch.setattr(attempt, "QUIET_S", 0.05)
-    monkeypatch.setattr(attempt, "train", train)
+    monkeypatch.setattr(entry, "QUIET_S", 0.05)
+    monkeypatch.setattr(loop, "run", run)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert attempt.attempt() == cli.DONE
+    assert entry.main() == cli.DONE
     assert "".join(said) == f"starting {tmp_path / 'run'}: 1 rank\n"
 
 

@@ -15,8 +15,7 @@ from forks import start_forked
 from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
-from train import entry as attempt
-from train import loop
+from train import entry, loop
 from train.attempt.preempt import StopRequest
 from train.attempt.recovery import Recovery
 from train.checkpoints.saver import SavesFail
@@ -369,9 +368,9 @@ def test_an_s3_that_cannot_be_used_is_reported_in_one_line(bucket, prepared, mon
     bucket.proxy.set(fault)
     arguments = train_overrides(bucket.location("run"), prepared, *bucket.overrides())
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    monkeypatch.setattr(attempt.logger, "handlers", [])
-    monkeypatch.setattr(attempt.logger, "propagate", False)  # as in a process that has not begun
-    assert attempt.attempt() == code
+    monkeypatch.setattr(entry.logger, "handlers", [])
+    monkeypatch.setattr(entry.logger, "propagate", False)  # as in a process that has not begun
+    assert entry.main() == code
     err = capsys.readouterr().err
     assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", err), err
     assert bucket.keys() == []

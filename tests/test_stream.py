@@ -13,8 +13,7 @@ from running import SEQ_LEN, eventually, lines, prepare_config, run, train_confi
 from services.fault_proxy import Fault
 from streaming import alive, descendants, losses, num_shards, overrides, upload, windowed
 
-from train import entry as attempt
-from train import loop, prepare
+from train import entry, loop, prepare
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
@@ -113,7 +112,7 @@ def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatc
         bucket.location("data"): "holds no manifest.json",
     }.items():
         monkeypatch.setattr("sys.argv", ["train", *map(str, overrides(bucket, tmp_path / "run", location))])
-        code = attempt.attempt()
+        code = entry.main()
         *before, last = capsys.readouterr().err.strip().splitlines()
         assert code == 2 and last.startswith("error: ") and words in last
         assert not any("Traceback" in line for line in before)

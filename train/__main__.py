@@ -11,9 +11,9 @@ from train.host.launcher import die_with_launcher
 def main() -> int:
     die_with_launcher()
     use_console("stderr")
-    from train.entry import attempt  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
+    from train import entry  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
 
-    return attempt()
+    return entry.main()
 
 
 if __name__ == "__main__":

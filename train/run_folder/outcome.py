@@ -69,23 +69,11 @@ def read_outcome(folder: Folder) -> dict[str, Any]:
     return outcome if isinstance(outcome, dict) and outcome.keys() >= KEYS else {}
 
 
-class Over(RuntimeError):
-    """torchrun, for which every exit code but 0 is a failure, has restarted a run that a restart cannot help."""
-
-    def __init__(self, outcome: dict[str, Any]) -> None:
-        super().__init__(f"not started again: it {outcome['outcome']} ({outcome['reason']})")
-        self.outcome = str(outcome["outcome"])
-
-
-def is_restart() -> bool:
-    return launched().restart_count > 0
-
-
-def check_restart(outcome: dict[str, Any]) -> None:
-    """Raise Over if the last outcome (empty if there is none) is of this torchrun and final. A stop by SIGTERM is not
+def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:
+    """The last outcome (empty if there is none) if it is of this torchrun and final, so that a restart cannot help;
+    else empty. torchrun takes every exit code but 0 for a failure and starts the run again. A stop by SIGTERM is not
     final: torchrun itself ended a process that it then starts again, because of ranks elsewhere.
     """
     if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
-        return
-    if not (outcome["goes_on"] and outcome["outcome"] == "failed"):
-        raise Over(outcome)
+        return {}
+    return {} if outcome["goes_on"] and outcome["outcome"] == "failed" else outcome
