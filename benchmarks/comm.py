@@ -88,7 +88,7 @@ class Contestant:
     def __init__(self, backend: DDP, cfg: TrainConfig, name: str, settings: BackendConfig, task: Task):
         self.backend, self.world = copy.copy(backend), backend.world  # one process group for all
         self.backend.compresses = settings.grad_compression == "bf16"
-        self.backend.at_once = slow_links.reducer_for(settings, backend.precision)
+        self.backend.flat_sync = slow_links.flat_sync_for(settings, backend.precision)
         if name == ALONE:
             self.backend.world = backend.world.beside(None)
         torch.manual_seed(0)

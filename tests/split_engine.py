@@ -80,7 +80,7 @@ class Halves:
         numbers = {name: number for number, (name, _) in enumerate(numbered)}
         self.own, other = ("first", "second") if self.world.rank == 0 else ("second", "first")
         setattr(model, other, nn.Identity())  # the other layer is not held here
-        backend.move(model)
+        backend.setup_model(model)
         self.half = First(model.first) if self.world.rank == 0 else Second(model.second)
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw)
@@ -153,7 +153,7 @@ class Halves:
         self.model.load_state_dict({name: value for name, value in model.items() if name.startswith(self.own)})
         load_state(self.optimizer, {**optimizer, "param_groups": [{"params": list(self.numbers)}]})
 
-    def assemble(self):
+    def gather_full_model(self):
         whole = self.whole()
         if self.world.rank == 0:
             self.model.second = nn.Linear(WIDTH, 1)

@@ -455,7 +455,7 @@ def rank_of_two(folder):
 
     torch.manual_seed(0)
     model = Tied()
-    backend.move(model)
+    backend.setup_model(model)
     engine = Replica(backend, model, adamw_of(backend, model))
     result["same"] = failure(engine.check_replicas)
     if backend.world.rank == 1:
@@ -627,18 +627,18 @@ def test_names_of_one_weight_are_found_and_tied_again():
 
 def test_a_move_to_xla_unties_and_the_backend_ties_again(monkeypatch):
     backend, model = open_xla(), Tied()
-    backend.move(model)
+    backend.setup_model(model)
     assert model.head.weight is model.embedding.weight and model.head.weight.device.type == "xla"
     assert len(list(model.parameters())) == 4
     monkeypatch.setattr(guards, "tie", lambda model, tied: None)
     with pytest.raises(RuntimeError, match="were one weight and are no longer, after the move to the device"):
-        open_xla().move(Tied())
+        open_xla().setup_model(Tied())
 
 
 def test_weights_untied_after_the_move_are_found_before_the_first_step():
     """By a checkpoint that is put back, for instance."""
     backend, model = open_xla(), Tied()
-    backend.move(model)
+    backend.setup_model(model)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     parameters = list(model.parameters())
     with pytest.raises(RuntimeError, match="are no longer"):
@@ -648,7 +648,7 @@ def test_weights_untied_after_the_move_are_found_before_the_first_step():
 def test_an_optimizer_from_before_the_move_is_refused():
     backend, model = open_xla(), Tied()
     early = torch.optim.SGD(model.parameters())
-    backend.move(model)
+    backend.setup_model(model)
     parameters = list(model.parameters())
     with pytest.raises(RuntimeError, match="holds 0 of the model's 4 parameters and 4 that are not the model's"):
         backend.ready(early, parameters)
@@ -658,7 +658,7 @@ def test_an_optimizer_from_before_the_move_is_refused():
 @pytest.mark.parametrize("open_backend", [open_xla, open_ddp])
 def test_the_optimizer_holds_all_of_the_models_parameters_and_no_other(open_backend):
     backend, model = open_backend(), Tied()
-    backend.move(model)
+    backend.setup_model(model)
     parameters = list(model.parameters())
     for wrong, said in ((parameters[1:], "holds 3 of the model's 4"), (list(Tied().parameters()), "holds 0 of")):
         with pytest.raises(RuntimeError, match=said):
@@ -669,8 +669,7 @@ def test_the_optimizer_holds_all_of_the_models_parameters_and_no_other(open_back
 def begun(backend=None, model=None, *, lr=0.1):
     """A run before its first step."""
     backend, model = backend or open_xla(), model or Tied()
-    backend.move(model)
-    backend.reducer(model, accumulation=1)  # which sets how many graphs there may be
+    backend.setup_model(model)
     optimizer = adamw_of(backend, model, lr=lr)
     backend.ready(optimizer, list(model.parameters()))
     return backend, model, optimizer
@@ -764,7 +763,7 @@ def test_a_mask_is_looked_at_once_however_deep_the_model():
 
 def test_the_backend_of_xla_watches_the_masks_of_its_model():
     backend, model = open_xla(), encoder("albert", "sdpa")
-    backend.move(model)
+    backend.setup_model(model)
     ids = IDS.to(backend.device)
     with pytest.raises(InputError, match=r"AlbertModel was given an attention mask \[2, 5\]"):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -821,7 +820,7 @@ def test_an_exception_of_the_data_reaches_the_user_after_the_steps_before_it(tra
 def steps_of(scales, lengths):
     """Steps on sequences of lengths that no other test here compiles, in a backend that allows one graph."""
     backend, model, optimizer = begun(open_xla(max_graphs=1))
-    batches = backend.feed({"inputs": {"ids": torch.arange(length)[None] % 13}, "count": 1} for length in lengths)
+    batches = backend.to_device({"inputs": {"ids": torch.arange(length)[None] % 13}, "count": 1} for length in lengths)
     with contextlib.closing(batches):
         for batch, scale in zip(batches, scales, strict=True):
             step_of(backend, model, optimizer, batch["inputs"]["ids"], scale=scale)

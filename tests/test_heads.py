@@ -111,7 +111,7 @@ def test_a_batch_without_padding_needs_no_mask(architecture):
     for lengths in ((S, S, S), (S, 7, 3)):
         names = ("input_ids", "attention_mask", "token_type_ids")
         inputs = dict(zip(names, batch(lengths), strict=True))
-        (fed,) = DDP(BackendConfig(device="cpu")).feed([{"inputs": inputs, "count": 3, "tokens": sum(lengths)}])
+        (fed,) = DDP(BackendConfig(device="cpu")).to_device([{"inputs": inputs, "count": 3, "tokens": sum(lengths)}])
         assert torch.equal(logits_of(model, fed["inputs"]), logits_of(model, inputs))
         assert "attention_mask" in inputs
     assert [mask is None for mask in masks] == [True, False, False, False]

@@ -86,7 +86,7 @@ if rank == "0":
     graph.parent.mkdir(parents=True)
     graph.touch()
 from train.backend.xla import XLA
-update, is_compiling, steps, ends_s = XLA.update, XLA.is_compiling, [], 0.0
+step, is_compiling, steps, ends_s = XLA.optimizer_step, XLA.is_compiling, [], 0.0
 
 def compile(self, *arguments):
     global ends_s
@@ -94,9 +94,9 @@ def compile(self, *arguments):
     if rank == "1" and len(steps) == 4:
         ends_s = time.monotonic() + 9
         time.sleep(9)
-    return update(self, *arguments)
+    return step(self, *arguments)
 
-XLA.update, XLA.is_compiling = compile, lambda self: time.monotonic() < ends_s or is_compiling(self)
+XLA.optimizer_step, XLA.is_compiling = compile, lambda self: time.monotonic() < ends_s or is_compiling(self)
 from train.__main__ import main
 sys.exit(main())
 """

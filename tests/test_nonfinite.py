@@ -60,22 +60,22 @@ class Run:
             adamw = self.backend.adamw
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Embedding(13, 6), nn.LayerNorm(6), nn.Linear(6, 13))
-        self.backend.move(self.model)
-        self.reducer = self.backend.reducer(self.model, accumulation=2)
+        self.backend.setup_model(self.model)
+        self.sync = self.backend.grad_sync(self.model, accumulation=2)
         self.parameters = list(self.model.parameters())
         self.optimizer = build_optimizer(OptimConfig(name=name, lr=0.1), self.parameters, adamw=adamw)
         self.backend.ready(self.optimizer, self.parameters)
 
     def step(self, *scales):
         """One micro batch for each scale of the loss. Gives the norm."""
-        self.reducer.begin(1.0)
+        self.sync.begin(1.0)
         for number, scale in enumerate(scales, start=1):
-            with self.reducer.micro_batch(is_last=number == len(scales)):
+            with self.sync.micro_batch(is_last=number == len(scales)):
                 scale = torch.tensor([scale]).to(self.backend.device)  # as data: a number would be in the graph
-                loss = (self.reducer.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum()
+                loss = (self.sync.module(IDS.to(self.backend.device)).sum(-1).pow(2).sum() * scale).sum()
                 self.backend.scaler.scale(loss).backward()
                 del scale, loss
-        divisor = self.reducer.finish()
+        divisor = self.sync.finish()
         self.backend.unscale(self.optimizer, self.parameters)
         norm = divide_and_clip(self.parameters, divisor, 1.0)
         self.backend.optimizer_step(self.optimizer, self.parameters, norm)
@@ -85,11 +85,11 @@ class Run:
         """Weights, moments and step counts, on the host."""
         state = [value for parameter in self.parameters for value in self.optimizer.state[parameter].values()]
         assert len(state) >= 2 * len(self.parameters)
-        return [copy.clone() for copy in self.backend.read([*self.parameters, *state])]
+        return [copy.clone() for copy in self.backend.to_host([*self.parameters, *state])]
 
     def gradients_are_cleared(self):
         grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return not any(copy.any() for copy in self.backend.read(grads))
+        return not any(copy.any() for copy in self.backend.to_host(grads))
 
 
 def same(first, second):

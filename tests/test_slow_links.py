@@ -58,21 +58,21 @@ class Reducing:
     def __init__(self, backend, way, *, accumulation=1):
         backend = copy.copy(backend)
         cfg = BackendConfig(device="cpu", **WAYS[way])
-        backend.compresses, backend.at_once = cfg.grad_compression == "bf16", slow_links.reducer_for(cfg, "fp32")
+        backend.compresses, backend.flat_sync = cfg.grad_compression == "bf16", slow_links.flat_sync_for(cfg, "fp32")
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 1))
-        backend.move(self.model)
+        backend.setup_model(self.model)
         self.rank = backend.world.rank
-        self.reducer = backend.reducer(self.model, accumulation=accumulation)
+        self.sync = backend.grad_sync(self.model, accumulation=accumulation)
 
     def step(self, number, *scales):
         """One row a micro batch. Gives all gradients before the division, in one tensor, and the divisor."""
-        self.reducer.begin(1.0 + self.rank)
+        self.sync.begin(1.0 + self.rank)
         for micro, scale in enumerate(scales or (1.0,), start=1):
-            with self.reducer.micro_batch(is_last=micro == len(scales or (1,))):
+            with self.sync.micro_batch(is_last=micro == len(scales or (1,))):
                 rows = torch.randn(1, SIDE, generator=torch.Generator().manual_seed(100 * number + self.rank))
-                (self.reducer.module(rows).square().sum() * scale).backward()
-        divisor = self.reducer.finish()
+                (self.sync.module(rows).square().sum() * scale).backward()
+        divisor = self.sync.finish()
         gradient = torch.cat([weight.grad.flatten() for weight in self.model.parameters()]).clone()
         self.model.zero_grad(set_to_none=True)
         return gradient, divisor
@@ -117,9 +117,9 @@ def feed_back(backend, wanted):
     """What was reduced and what is kept for later are together the true sum; without the latter they differ."""
     made = Reducing(backend, "powersgd of rank 1")
     got = sum(made.step(number)[0] for number in range(STEPS))
-    kept = made.reducer.left_out.clone()
+    kept = made.sync.left_out.clone()
     dist.all_reduce(kept)
-    whole, stats = sum(wanted), made.reducer.memory.compression_stats()
+    whole, stats = sum(wanted), made.sync.memory.compression_stats()
     return {
         "fed back": furthest(got + kept / RANKS, whole),
         "left out": furthest(got, whole),
@@ -144,11 +144,11 @@ def forget(backend):
     made, resumed = Reducing(backend, "powersgd of rank 1"), Reducing(backend, "powersgd of rank 1")
     made.step(0), made.step(1), made.step(2)
     random = torch.get_rng_state()
-    resumed.reducer.load(made.reducer.state()["compression"])
+    resumed.sync.load(made.sync.state()["compression"])
     pairs = [(made.step(number)[0], resumed.step(number)[0]) for number in (3, 4)]
     return {
         "resumed": all(torch.equal(one, other) for one, other in pairs),
-        "compressed at once": bool(resumed.reducer.left_out.any()),
+        "compressed at once": bool(resumed.sync.left_out.any()),
         "random state": torch.equal(random, torch.get_rng_state()),
     }
 

@@ -243,7 +243,7 @@ def executions(prepared, tmp_path, *options):
 
     from train.backend.xla import XLA as Backend
 
-    counts, original = [], Backend.update
+    counts, original = [], Backend.optimizer_step
 
     def update(self, *args):
         norm = original(self, *args)
@@ -251,11 +251,11 @@ def executions(prepared, tmp_path, *options):
         counts.append(metrics.metric_data("ExecuteTime")[0])
         return norm
 
-    Backend.update = update
+    Backend.optimizer_step = update
     try:
         train(tmp_path, prepared, *XLA, "log_every=6", "eval_every=6", "checkpoint.every=6", "export=false", *options)
     finally:
-        Backend.update = original
+        Backend.optimizer_step = original
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
@@ -271,7 +271,7 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path):
 
     from train.backend.xla import XLA as Backend
 
-    reads, original = [], Backend.update
+    reads, original = [], Backend.optimizer_step
 
     def update(self, *args):
         norm = original(self, *args)
@@ -279,39 +279,15 @@ def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path):
         reads.append((0 if result is None else result[0], metrics.counter_value("aten::_local_scalar_dense") or 0))
         return norm
 
-    Backend.update = update
+    Backend.optimizer_step = update
     try:
         train(tmp_path / "run", prepared, *XLA, "log_every=3", "eval_every=6", "checkpoint.every=6", "export=false")
     finally:
-        Backend.update = original
+        Backend.optimizer_step = original
     assert reads[0] == reads[1] == reads[2]  # the first step's own look at the weights is over by then
     assert reads[2][0] < reads[3][0]  # the line of step 3
     assert reads[3] == reads[4] == reads[5]
     assert reads[5][1] == reads[0][1]
-
-
-def test_gradients_are_reduced_then_clipped_then_used_then_the_graph_is_cut(prepared, tmp_path, monkeypatch):
-    import torch_xla
-
-    from train.backend.xla import XLAReducer
-
-    order = []
-
-    def noting(name, function):
-        def call(*args, **kwargs):
-            order.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(XLAReducer, "finish", noting("reduce", XLAReducer.finish))
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", noting("clip", torch.nn.utils.get_total_norm))
-    monkeypatch.setattr(torch.optim.AdamW, "step", noting("step", torch.optim.AdamW.step))
-    monkeypatch.setattr(torch_xla, "sync", noting("cut", torch_xla.sync))
-    train(tmp_path / "run", prepared, *XLA, "max_steps=2", "optim.warmup_steps=1", "export=false")
-    first = order.index("reduce")
-    assert order[first : first + 4] == ["reduce", "clip", "step", "cut"]
-    assert order.count("reduce") == 2
 
 
 def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
@@ -373,9 +349,9 @@ def test_collecting_graphs_judges_nothing_and_saves_nothing(prepared, tmp_path, 
     from train.backend.xla import XLA as Backend
 
     for kind in (DDP, Backend):
-        original = kind.read
+        original = kind.to_host
         monkeypatch.setattr(
-            kind, "read", lambda self, tensors, read=original: [t * 0 + value for t in read(self, tensors)]
+            kind, "to_host", lambda self, tensors, read=original: [t * 0 + value for t in read(self, tensors)]
         )
     options = [f"backend={backend}", "collect_graphs=true", "export=false", "checkpoint.every=2"]
     reason, step = loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest())

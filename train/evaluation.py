@@ -96,7 +96,7 @@ def measure(
         engine.model.train()
     if num_done < len(order):  # all ranks have equally many
         return None
-    rows = torch.cat(backend.read(statistics)).numpy() if statistics else None
+    rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
     shares = backend.world.gather((engine.data_rank, rows))
     if cfg.collect_graphs:
         return None
@@ -120,7 +120,7 @@ def eval_batches(
         pin_memory=False,
         multi_batch=None if task.buckets is None else 1,  # those drawn together have one shape
     )
-    return backend.feed(batches)
+    return backend.to_device(batches)
 
 
 def agreed(batches: Iterator[Batch], votes: Votes) -> Iterator[Batch]:

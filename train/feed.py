@@ -51,7 +51,7 @@ class TrainData:
             pin_memory=backend.pin_memory,
             multi_batch=multi_batch if task.buckets is None else 1,  # those drawn together have one shape
         )
-        self.steps = iter(batched(backend.feed(micro_batches), plan.accumulation))
+        self.steps = iter(batched(backend.to_device(micro_batches), plan.accumulation))
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
         """The next step's micro batches, on the device, or why they cannot be drawn: the other ranks do not know, and

@@ -119,7 +119,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tu
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         watch.phase("export", is_start=True)  # the others wait for rank 0
         if cfg.export and reason in ENDS:
-            engine.assemble()
+            engine.gather_full_model()
             world.run_on_rank0(lambda: export(attempt, checkpoints, model), watch.beat)
     return reason, metrics.progress.step
 

@@ -25,8 +25,8 @@ LOADING_RANKS = 8  # of one machine that hold a checkpoint on the host at once; 
 AGREED = (InputError, Failure, FloatingPointError)  # failures that `agree` raises on all ranks alike
 
 
-def no_beat() -> None:
-    """For waits that no watchdog watches."""
+def no_wait() -> None:
+    """Do nothing while waiting, where no watchdog is told of it."""
 
 
 class World:
@@ -129,29 +129,29 @@ class World:
         """Raise the first failure of all ranks on all of them; at least one rank passes one."""
         raise next(error for error in self.all_gather_object(failure) if error is not None)
 
-    def run_on_rank0(self, action: Callable[[], Result], beat: Callable[[], None] = no_beat) -> Result:
+    def run_on_rank0(self, action: Callable[[], Result], on_wait: Callable[[], None] = no_wait) -> Result:
         """Take an action on rank 0, in a thread, so without collectives. Returns its result on all ranks, which wait
-        with `beat`, even past the timeout of a collective. A failure is raised as in `agree`.
+        with `on_wait` called, even past the timeout of a collective. A failure is raised as in `agree`.
         """
-        return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, beat)))
+        return self.broadcast(cast(Result, self._some_do(action, self.rank == 0, on_wait)))
 
-    def run_on_local_rank0(self, action: Callable[[], object], beat: Callable[[], None] = no_beat) -> None:
+    def run_on_local_rank0(self, action: Callable[[], object], on_wait: Callable[[], None] = no_wait) -> None:
         """The first rank of each machine takes the action, while the others wait as in `run_on_rank0`."""
-        self._some_do(action, self.local_rank == 0, beat)
+        self._some_do(action, self.local_rank == 0, on_wait)
 
-    def _some_do(self, action: Callable[[], Result], is_mine: bool, beat: Callable[[], None]) -> Result | None:
+    def _some_do(self, action: Callable[[], Result], is_mine: bool, on_wait: Callable[[], None]) -> Result | None:
         if not is_mine:
-            self.wait_until(lambda: True, beat)
+            self.wait_until(lambda: True, on_wait)
             return self.agree(lambda: None)
         with pool_beside_training("action") as pool:
             future = pool.submit(action)
-            self.wait_until(future.done, beat)
+            self.wait_until(future.done, on_wait)
             return self.agree(future.result)
 
-    def wait_until(self, is_done: Callable[[], bool], beat: Callable[[], None] = no_beat) -> None:
-        """Wait until something is done on all ranks; `beat` is called while it is not."""
+    def wait_until(self, is_done: Callable[[], bool], on_wait: Callable[[], None] = no_wait) -> None:
+        """Wait until something is done on all ranks; `on_wait` is called while it is not."""
         while self.sum([not is_done()])[0]:
-            beat()
+            on_wait()
             time.sleep(POLL_S)
 
     @contextmanager

@@ -162,7 +162,7 @@ class Recovery:
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
         own = {
-            "loss_sum": float(self.backend.read([self.engine.loss_sum])[0]),
+            "loss_sum": float(self.backend.to_host([self.engine.loss_sum])[0]),
             "wait_s": window.wait_s,
             "work_s": window.work_s,
         }
@@ -198,7 +198,7 @@ class Recovery:
         self.last_rollback = progress.step
         progress.examples, progress.rollbacks, progress.skipped = now.examples, now.rollbacks + 1, now.skipped
         self.backend.skips.reset_streak()
-        self.backend.cut()
+        self.backend.mark_step()
         self.recorder.go_back(progress)
         self._put_back_window(loaded)
         self.recorder.alarm(

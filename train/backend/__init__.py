@@ -1,6 +1,6 @@
 """The device that a run trains on: the door between the engines and the hardware, and the table of backends.
 
-Ranks exchange values in two ways: gradients by the device's own collectives (`Reducer`), and a few plain numbers
+Ranks exchange values in two ways: gradients by the device's own collectives (`GradSync`), and a few plain numbers
 between the hosts (`train.ranks.World`), so that no decision of the loop waits for a device.
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("train")
 State = dict[str, Any]  # tensors and plain containers
 
 
-class Reducer(Protocol):
+class GradSync(Protocol):
     """Adds the gradients of a replicated model over the ranks, once a step."""
 
     module: nn.Module  # the model as forward passes call it
@@ -76,13 +76,13 @@ class Backend(Protocol):
     skips: Skips  # steps that changed nothing; set once a model has moved
     scaler: torch.amp.GradScaler  # of losses before backward passes; it does nothing unless the precision is fp16
 
-    def move(self, model: nn.Module) -> None:
-        """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device."""
-
-    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
-        """The reducer of a model that has moved and is the same on all ranks. `accumulation`: micro batches of a step;
-        `lengths`: how many shapes batches have; `alone`: each rank keeps its own gradients and count.
+    def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
+        """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device.
+        `accumulation`: micro batches of a step; `lengths`: how many shapes batches have.
         """
+
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        """What sums the gradients of a model that is set up and is the same on all ranks."""
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
@@ -100,7 +100,7 @@ class Backend(Protocol):
         holds exactly these parameters.
         """
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches with their inputs on the device."""
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -114,10 +114,10 @@ class Backend(Protocol):
         or infinite, weights, moments and step counts stay as they are, on all ranks.
         """
 
-    def cut(self) -> None:
+    def mark_step(self) -> None:
         """Bring weights and optimizer to the device after a rollback, before the next step begins."""
 
-    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies on the host. Waits for the device."""
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

@@ -47,7 +47,7 @@ class Base:
     """See `train.backend.Backend`."""
 
     name: str
-    read: Callable[[Sequence[Tensor]], list[Tensor]]
+    to_host: Callable[[Sequence[Tensor]], list[Tensor]]
     may_compile = False
     skips: Skips  # made when the model moves: made later, it would give the first step another graph on XLA
 
@@ -56,7 +56,7 @@ class Base:
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        for buffer, copy in zip(buffers, self.read(tensors), strict=True):
+        for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
             buffer.copy_(copy)
 
     def mesh(self) -> DeviceMesh:
@@ -68,7 +68,7 @@ class Base:
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         raise InputError(f"parallel=pipeline runs with backend=ddp, not backend={self.name}; set parallel=data")
 
-    def cut(self) -> None: ...
+    def mark_step(self) -> None: ...
 
     def profile_text(self) -> str:
         return ""
@@ -86,6 +86,19 @@ class Base:
 def peak_device_bytes() -> int | None:
     """The most bytes that PyTorch's allocator had handed out on this process's device; None where there is none."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of one flat tensor in the shapes of others that were concatenated to it."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """The sums of tensors over the ranks of a group, in one message."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    return split_like(flat, tensors)
 
 
 def load(path: Path) -> State:

@@ -29,7 +29,7 @@ from train.config.backend import DEFAULT_TIMEOUT_S
 from train.host import cluster, machine
 
 if TYPE_CHECKING:
-    from train.backend import Reducer, State
+    from train.backend import GradSync, State
     from train.backend.compiled import TorchCompiler
     from train.data.batches.loader import Batch
 
@@ -43,7 +43,7 @@ class DDP(Base):
     name = "ddp"
     adamw = {"fused": True}
     drops_masks = True  # of batches without padding
-    at_once: Callable[..., Reducer] | None = None  # makes what reduces gradients in place of DDP's wrapper
+    flat_sync: Callable[..., GradSync] | None = None  # makes what reduces gradients in place of DDP's wrapper
     skips_on_device = False  # whether the device decides on skips: then no step waits for its norm
     compiler: TorchCompiler | None = None
 
@@ -60,7 +60,7 @@ class DDP(Base):
         self.precision = pick_precision(cfg.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compresses = cfg.grad_compression == "bf16"
-        self.at_once = slow_links.reducer_for(cfg, self.precision)
+        self.flat_sync = slow_links.flat_sync_for(cfg, self.precision)
         self.monitor_kind = "nvidia" if is_cuda else "cpu"
         self.recomputes = cfg.activation_checkpointing
         self.may_compile = cfg.compile == "none"
@@ -102,25 +102,24 @@ class DDP(Base):
         facts = {"device": f"{self.device} {self.device_name} {processor}", "precision": self.precision}
         return TorchCompiler(cfg, facts, cache)
 
-    def move(self, model: Any) -> None:
+    def setup_model(self, model: Any, *, accumulation: int = 1, lengths: int = 1) -> None:
         tied = guards.tied_names(model)
         model.to(self.device)
         guards.tie(model, tied)
         guards.check_tied(model, tied)
-        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.read)
+        self.skips = nonfinite.Skips(self.device if self.skips_on_device else torch.device("cpu"), self.to_host)
         if self.compiler is not None:
             self.compiler.compile(model)
+            self.compiler.expect(lengths)
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
-    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
-        if self.compiler is not None:
-            self.compiler.expect(lengths)
-        if alone or not self.world.is_distributed:
-            return NoReducer(model, self.device)
-        if self.at_once is not None:
-            return self.at_once(model, self.device, self.world)
-        return DDPReducer(model, self.device, self.world.size, accumulation, compresses=self.compresses)
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        if not self.world.is_distributed:
+            return NoSync(model, self.device)
+        if self.flat_sync is not None:
+            return self.flat_sync(model, self.device, self.world)
+        return DDPSync(model, self.device, self.world.size, accumulation, compresses=self.compresses)
 
     def all_reduce(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -134,7 +133,7 @@ class DDP(Base):
             group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s))
         return group
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches if self.compiler is None else self.compiler.watched(batches):
             inputs = {name: value.to(self.device, non_blocking=True) for name, value in batch["inputs"].items()}
             if self.drops_masks and "attention_mask" in inputs and inputs["attention_mask"].numel() == batch["tokens"]:
@@ -168,7 +167,7 @@ class DDP(Base):
         self.scaler.update()
         return (self.scaler.scale(one) < before) & (before > 1)
 
-    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
 
     def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -203,8 +202,8 @@ class DDP(Base):
         torch.save(state, file)
 
 
-class NoReducer:
-    """The reducer of a process whose gradients are those of all ranks, or are its own. See `train.backend.Reducer`."""
+class NoSync:
+    """For a process whose gradients are those of all ranks. See `train.backend.GradSync`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module: nn.Module = model
@@ -225,7 +224,7 @@ class NoReducer:
     def load(self, state: State) -> None: ...
 
 
-class DDPReducer(NoReducer):
+class DDPSync(NoSync):
     """Averages gradients during the last backward pass and adds up the count beside them."""
 
     def __init__(

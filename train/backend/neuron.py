@@ -60,8 +60,8 @@ class Neuron(DDP):
     mesh = Base.mesh  # nobody has seen torch's split of a model run on these devices
     subgroup = Base.subgroup  # whether its collectives send from rank to rank is not documented
 
-    def move(self, model: Any) -> None:
-        super().move(model)
+    def setup_model(self, model: Any, **sizes: int) -> None:
+        super().setup_model(model, **sizes)
         model.pick_by_products()
 
 

@@ -22,8 +22,8 @@ class Skips:
     host, which then knows of each skip at once.
     """
 
-    def __init__(self, device: torch.device, read: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
-        self.read = read
+    def __init__(self, device: torch.device, to_host: Callable[[Sequence[Tensor]], list[Tensor]]) -> None:
+        self.to_host = to_host
         self.total = torch.zeros(1, dtype=torch.int32).to(device)
         self.streak = torch.zeros(1, dtype=torch.int32).to(device)  # the last steps, in a row
 
@@ -38,7 +38,7 @@ class Skips:
 
     def counts(self) -> tuple[int, int]:
         """The number of skipped steps in this process, and in a row at the end. Waits for the device."""
-        total, streak = self.read([self.total, self.streak])
+        total, streak = self.to_host([self.total, self.streak])
         return int(total), int(streak)
 
     def known_streak(self) -> int:

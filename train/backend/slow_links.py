@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from train.backend.base import split_like
 from train.backend.nonfinite import is_finite
 from train.cli.console import without_stdout
 from train.config import BackendConfig, check
@@ -35,7 +36,7 @@ HOOKS: dict[str, Any] = {"none": allreduce_hook, "bf16": bf16_compress_hook, "po
 EPSILON = 1e-8  # of lengths: a gradient of zeros (a weight that took no part) is not divided by 0
 
 
-def reducer_for(cfg: BackendConfig, precision: str) -> Callable[..., ReducerAtOnce] | None:
+def flat_sync_for(cfg: BackendConfig, precision: str) -> Callable[..., FlatSync] | None:
     """What makes the reducer of these settings; None if DDP does. InputError for settings that do not go together."""
     if cfg.grad_compression != "powersgd" and not cfg.hierarchical_reduction:
         return None
@@ -44,7 +45,7 @@ def reducer_for(cfg: BackendConfig, precision: str) -> Callable[..., ReducerAtOn
         "backend.grad_compression=powersgd adds what a step left out to the next one, which backend.precision=fp16 may "
         "scale otherwise; set bf16 or fp32",
     )
-    return partial(ReducerAtOnce, cfg=cfg)
+    return partial(FlatSync, cfg=cfg)
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,14 @@ def machines_of(world: World, timeout_s: float) -> Machines:
     return Machines(inside, between if is_first else None, world.rank - world.local_rank)
 
 
-class ReducerAtOnce:
-    """See `train.backend.Reducer`."""
+class FlatSync:
+    """See `train.backend.GradSync`."""
 
     def __init__(self, model: nn.Module, device: torch.device, world: World, *, cfg: BackendConfig) -> None:
         self.module, self.device, self.world, self.cfg = model, device, world, cfg
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.flat = torch.zeros(sum(each.numel() for each in self.parameters), device=device)
-        parts = self.flat.split([each.numel() for each in self.parameters])
-        views = [part.view_as(each) for part, each in zip(parts, self.parameters, strict=True)]
-        self.bucket = Bucket(self.flat, views)
+        self.bucket = Bucket(self.flat, split_like(self.flat, self.parameters))
         self.machines = machines_of(world, cfg.timeout_s or DEFAULT_TIMEOUT_S) if cfg.hierarchical_reduction else None
         self.group = dist.group.WORLD if self.machines is None else self.machines.between
         self.hook = HOOKS[cfg.grad_compression]

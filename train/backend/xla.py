@@ -32,7 +32,7 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, rendezvous
-from train.backend.base import RANK_STRIDE, Base
+from train.backend.base import RANK_STRIDE, Base, all_reduce_flat
 from train.backend.graphs import Compilers, GraphBudget, Graphs, Watched
 from train.backend.rounding import round_to_bf16, widen
 from train.backend.shared_layer import scanned
@@ -41,7 +41,7 @@ from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
 from train.host import machine
 
 if TYPE_CHECKING:
-    from train.backend import Reducer, State
+    from train.backend import GradSync, State
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
@@ -144,15 +144,14 @@ class XLA(Base):
             xm.all_reduce_bucketized_gradients(tensors, 1.0, None, True, bucket_cap_mb=bucket_mb)
             return
         torch_xla.sync()
-        copies = [tensor.flatten() for tensor in self.read(tensors)]
-        together = torch.cat(copies)
-        dist.all_reduce(together)
-        for tensor, added in zip(tensors, together.split([copy.numel() for copy in copies]), strict=True):
-            tensor.copy_(added.view(tensor.shape))
+        for tensor, total in zip(tensors, all_reduce_flat(self.to_host(tensors)), strict=True):
+            tensor.copy_(total)
 
     # ---- the model -------------------------------------------------------------------------------------------------
 
-    def move(self, model: nn.Module) -> None:
+    def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
+        training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
+        self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
         self.model, self.tied = model, guards.tied_names(model)
         if self.precision == "bf16_stochastic":
             model.to(torch.bfloat16)
@@ -160,13 +159,11 @@ class XLA(Base):
         guards.tie(model, self.tied)
         guards.check_tied(model, self.tied)
         guards.watch_masks(model)
-        self.skips = nonfinite.Skips(self.device, self.read)
+        self.skips = nonfinite.Skips(self.device, self.to_host)
         self._arrange_layers(model)
 
-    def reducer(self, model: nn.Module, *, accumulation: int, lengths: int = 1, alone: bool = False) -> Reducer:
-        training = 2 if self.reduces_on_host or accumulation > self.cfg.batches_per_execution else 1
-        self.budget.limit = self.cfg.max_graphs or (training + 1) * lengths  # and one for evaluation
-        return XLAReducer(self, model)
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        return XLASync(self, model)
 
     def _arrange_layers(self, model: Any) -> None:
         if self.is_neuron:
@@ -191,11 +188,11 @@ class XLA(Base):
         smallest = guards.smallest(parameters)
         moments = [value for parameter in smallest for value in optimizer.state[parameter].values() if value.ndim]
         self._clear(parameters)
-        self.cut()
+        self.mark_step()
         # A resumed run may have a rate too small to show in bf16 weights: only a new run must change them at once.
-        self.first_step_of = [] if any(copy.any() for copy in self.read(moments)) else smallest
+        self.first_step_of = [] if any(copy.any() for copy in self.to_host(moments)) else smallest
 
-    def cut(self) -> None:
+    def mark_step(self) -> None:
         before, seed = self.budget.used, xm.get_rng_state()
         torch_xla.sync()
         xm.set_rng_state(seed)  # every cut advances it, and a resumed run continues from the saved one
@@ -203,7 +200,7 @@ class XLA(Base):
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 
-    def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         if self.budget.base is None:
             self.executed_before = metric("ExecuteTime")[0]
         self.budget.start()
@@ -238,7 +235,7 @@ class XLA(Base):
             yield
 
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-        self.first_weights = self.read(self.first_step_of)
+        self.first_weights = self.to_host(self.first_step_of)
         self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))  # in the type in which they are stored
         if self.precision == "bf16_stochastic":
             widen(parameters)
@@ -255,8 +252,8 @@ class XLA(Base):
         watched, self.first_step_of = self.first_step_of, []
         before, self.first_weights = self.first_weights, []
         if watched and not self.collects:
-            if nonfinite.is_finite(self.read([norm])[0]):
-                guards.check_changed(before, self.read(watched), step="the first step")
+            if nonfinite.is_finite(self.to_host([norm])[0]):
+                guards.check_changed(before, self.to_host(watched), step="the first step")
             else:  # the step was skipped, so the next one is the first
                 self.first_step_of = watched
         self.untimed = num_begun() - metric("CompileTime")[0]
@@ -270,7 +267,7 @@ class XLA(Base):
             else:
                 parameter.grad.zero_()
 
-    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         copies: list[Tensor] = xm._maybe_convert_to_cpu([tensor.detach() for tensor in tensors])
         return copies
 
@@ -306,8 +303,8 @@ class XLA(Base):
         super().close()
 
 
-class XLAReducer:
-    """Adds gradients and count together once the last backward pass is traced. See `train.backend.Reducer`."""
+class XLASync:
+    """Adds gradients and count together once the last backward pass is traced. See `train.backend.GradSync`."""
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
         self.backend, self.module = backend, model

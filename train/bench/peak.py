@@ -33,5 +33,5 @@ def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
 def product_s(backend: Backend, left: torch.Tensor, right: torch.Tensor) -> float:
     """Seconds of one product; reading its maximum waits for the device."""
     began_s = time.perf_counter()
-    backend.read([(left @ right).amax()])
+    backend.to_host([(left @ right).amax()])
     return time.perf_counter() - began_s

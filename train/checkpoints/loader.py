@@ -18,7 +18,7 @@ from train.checkpoints.progress import Progress
 from train.checkpoints.store import Store
 from train.config import Failure
 from train.parallel.pieces import Tensors
-from train.ranks import World, no_beat
+from train.ranks import World, no_wait
 from train.run_folder.folder import check_same_run, differences
 from train.storage.schema import BadContent, shown
 
@@ -71,7 +71,7 @@ def load(
     identity: dict[str, Any],
     settings: dict[str, Any],
     force: bool,
-    beat: Callable[[], None] = no_beat,
+    beat: Callable[[], None] = no_wait,
 ) -> Loaded:
     """Put back weights, optimizer and random numbers from the newest valid checkpoint; all ranks call it.
 

@@ -31,7 +31,7 @@ from train.checkpoints.staging import Staging, State, first_not_finite, num_byte
 from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
 from train.host.threads import pool_beside_training
-from train.ranks import no_beat
+from train.ranks import no_wait
 from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Saver:
         metric: float | None,
         must: bool = False,
         patience_s: float = 0.0,
-        beat: Callable[[], None] = no_beat,
+        beat: Callable[[], None] = no_wait,
     ) -> None:
         """Begin to save this step. `own` is this rank's own state: small, plain values or tensors on the host.
 
@@ -152,7 +152,7 @@ class Saver:
         if part:
             self.warming = self.pool.submit(self.staging.warm, part, self.backend)
 
-    def wait(self, beat: Callable[[], None] = no_beat) -> None:
+    def wait(self, beat: Callable[[], None] = no_wait) -> None:
         """Wait until the last save is committed or has failed."""
         self.world.wait_until(lambda: self.pending is None or self.pending.done(), beat)
 

@@ -76,8 +76,8 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
 
     def add_up_on_device(tensors: list[Tensor]) -> None:
         backend.all_reduce(tensors)
-        backend.cut()
-        backend.read(tensors[-1:])  # waits for the device
+        backend.mark_step()
+        backend.to_host(tensors[-1:])  # waits for the device
 
     def add_up_on_hosts(tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -140,7 +140,7 @@ def all_reduce(
     large = torch.full((num_bytes // 4,), world.rank + 1.0).to(device)
     small = torch.ones(1).to(device)
     add_up([large, small])  # connects the ranks, and compiles where that is needed
-    is_right = bool((backend.read([large])[0] == world.size * (world.size + 1) / 2).all())
+    is_right = bool((backend.to_host([large])[0] == world.size * (world.size + 1) / 2).all())
     latency_s = median_s(world, lambda: add_up([small]))
     took_s = median_s(world, lambda: add_up([large, small]))
     wrong = [rank for rank, each in enumerate(world.all_gather_object(is_right)) if not each]

@@ -75,7 +75,7 @@ class Engine(Stateful, Protocol):
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
         """The statistics [batch, n] of a batch of this data rank, on the device; None on ranks without them."""
 
-    def assemble(self) -> None:
+    def gather_full_model(self) -> None:
         """Put the trained weights of all ranks into the model of rank 0, to be exported."""
 
 

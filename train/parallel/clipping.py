@@ -21,11 +21,11 @@ def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_nor
 
 @torch.no_grad()
 def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
-    """The same for gradients whose norm [] is known, as over all ranks that hold a part of them."""
+    """The same for gradients whose norm [] is known, as over all ranks that hold a part of them, maybe in float64."""
     divisor = divisor.reshape(())
     factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
     norm = norm * factor
     if max_norm is not None:
         factor = factor * (max_norm / (norm + EPSILON)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    torch._foreach_mul_(gradients, factor.float())
     return norm

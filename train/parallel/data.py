@@ -1,4 +1,10 @@
-"""Data parallelism: every rank holds the model and sees its share of each batch."""
+"""Data parallelism: every rank holds the model and sees its share of each batch.
+
+With `shard_optimizer` each rank keeps the moments of its share of the weights, updates them, and sends them to the
+others: stage 1 of ZeRO, https://arxiv.org/abs/1910.02054. Weights are shared out whole, so that every optimizer of the
+table computes what it would alone, the trust ratios of LAMB as well. torch's ZeroRedundancyOptimizer does the same by a
+wrapper, behind which a fused optimizer no longer sees that a step is to be skipped.
+"""
 
 from __future__ import annotations
 
@@ -6,69 +12,30 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.backend import guards
-from train.config import DataParallelConfig, OptimConfig, ParallelConfig
+from train.backend.base import split_like
+from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
-from train.optim import build_optimizer, load_state, set_learning_rate
+from train.optim import build_optimizer, load_state, parameter_groups, part_of, set_learning_rate
 from train.parallel.clipping import divide_and_clip
 
 if TYPE_CHECKING:
-    from train.backend import Backend, Reducer
+    from train.backend import Backend, GradSync
     from train.data.batches.loader import Batch
     from train.parallel import LossFunction, State, Statistics
 
 
 def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
     if isinstance(cfg, DataParallelConfig) and cfg.shard_optimizer and backend.world.size > 1:
-        from train.parallel.sharded_optimizer import ShardedOptimizer  # late: it is made of this engine
-
         check_shards("parallel.shard_optimizer=true", backend=backend.name, precision=backend.precision)
         return ShardedOptimizer(optim, backend, *args, **options)
     return DataParallel(optim, backend, *args, **options)
 
 
-class Replica:
-    """A model that every rank holds whole, and its optimizer, as checkpoints see them."""
-
-    def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.backend, self.model, self.optimizer = backend, model, optimizer
-
-    def check_replicas(self) -> None:
-        """Compare a few small weights, on the hosts."""
-        weights = guards.smallest(self.model.parameters())
-        guards.check_same(
-            self.backend.world.gather([float(copy.double().sum()) for copy in self.backend.read(weights)])
-        )
-
-    def state(self) -> dict[str, State]:
-        held = self.held()
-        return held if self.backend.world.rank == 0 else {}
-
-    def held(self) -> dict[str, State]:
-        """The state, as far as this rank holds it."""
-        moments = self.optimizer.state_dict()
-        groups = [{"params": group["params"]} for group in moments["param_groups"]]
-        scaler = self.backend.scaler
-        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
-        # With keep_vars these are the parameters themselves: tied names share one.
-        return {
-            "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups, **scale},
-        }
-
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
-        self.model.load_state_dict(model)
-        load_state(self.optimizer, optimizer)
-        if "loss_scale" in optimizer:
-            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
-
-    def assemble(self) -> None:
-        """Do nothing: the model of every rank is whole."""
-
-
-class DataParallel(Replica):
+class DataParallel:
     """See `train.parallel.Engine`."""
 
     def __init__(
@@ -81,21 +48,20 @@ class DataParallel(Replica):
         accumulation: int,
         lengths: int = 1,
     ) -> None:
+        self.backend, self.model, self.loss = backend, model, loss
         self.data_rank, self.data_size = backend.world.rank, backend.world.size
         self.max_grad_norm = optim.max_grad_norm
-        backend.move(model)
-        self.reducer = self.build_reducer(backend, model, accumulation=accumulation, lengths=lengths)
+        backend.setup_model(model, accumulation=accumulation, lengths=lengths)
+        self.sync = self.build_sync(accumulation)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = self.build_optimizer(optim, backend, model.head_parameters())
-        super().__init__(backend, model, optimizer)
-        self.loss = loss
+        self.optimizer = self.build_optimizer(optim, model.head_parameters())
         self.loss_sum = torch.zeros(1).to(backend.device)
 
-    def build_reducer(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int) -> Reducer:
-        return backend.reducer(model, accumulation=accumulation, lengths=lengths)
+    def build_sync(self, accumulation: int) -> GradSync:
+        return self.backend.grad_sync(self.model, accumulation=accumulation)
 
-    def build_optimizer(self, optim: OptimConfig, backend: Backend, head: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
+    def build_optimizer(self, optim: OptimConfig, head: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, head=head)
 
     def ready(self) -> None:
         self.backend.ready(self.optimizer, self.parameters)
@@ -104,21 +70,21 @@ class DataParallel(Replica):
 
     def begin_step(self, count: float, lr: float) -> None:
         set_learning_rate(self.optimizer, lr)
-        self.reducer.begin(count)
+        self.sync.begin(count)
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
-        with self.reducer.micro_batch(is_last=is_last):  # XLA may end a graph here
+        with self.sync.micro_batch(is_last=is_last):  # XLA may end a graph here
             self._add_gradients(batch)
 
     def _add_gradients(self, batch: Batch) -> None:
         # This is a function so that none of its tensors is alive when XLA ends a graph: all graphs are alike.
         with self.backend.work.timed(), self.backend.autocast():
-            loss_sum = self.loss(self.reducer.module, batch["inputs"])
+            loss_sum = self.loss(self.sync.module, batch["inputs"])
         self.backend.scaler.scale(loss_sum).backward()
         self.loss_sum += loss_sum.detach()
 
     def reduce_and_clip(self) -> Tensor:
-        divisor = self.reducer.finish()
+        divisor = self.sync.finish()
         self.backend.unscale(self.optimizer, self.parameters)
         return self.clip(divisor)
 
@@ -130,7 +96,7 @@ class DataParallel(Replica):
         self.backend.optimizer_step(self.optimizer, self.parameters, norm)
 
     def take_loss(self) -> float:
-        taken = float(self.backend.read([self.loss_sum])[0])
+        taken = float(self.backend.to_host([self.loss_sum])[0])
         # The tensor stays and is filled from the host: a new one, or zeros made on the device, would change the graph.
         self.loss_sum.copy_(torch.zeros(1))
         return taken
@@ -141,10 +107,97 @@ class DataParallel(Replica):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def held(self) -> dict[str, State]:
-        held = super().held()
-        return {**held, "optimizer": {**held["optimizer"], **self.reducer.state()}}
+    def check_replicas(self) -> None:
+        """Compare a few small weights, on the hosts."""
+        weights = guards.smallest(self.model.parameters())
+        sums = [float(copy.double().sum()) for copy in self.backend.to_host(weights)]
+        guards.check_same(self.backend.world.gather(sums))
+
+    def state(self) -> dict[str, State]:
+        state = self.local_state_dict()
+        return state if self.backend.world.rank == 0 else {}
+
+    def local_state_dict(self) -> dict[str, State]:
+        """The state, as far as this rank holds it."""
+        moments = self.optimizer.state_dict()
+        groups = [{"params": group["params"]} for group in moments["param_groups"]]
+        scaler = self.backend.scaler
+        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
+        # With keep_vars these are the parameters themselves: tied names share one.
+        return {
+            "model": self.model.state_dict(keep_vars=True),
+            "optimizer": {**moments, "param_groups": groups, **scale, **self.sync.state()},
+        }
 
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
-        super().load(model, optimizer)
-        self.reducer.load(optimizer.get("compression", {}))
+        self.model.load_state_dict(model)
+        load_state(self.optimizer, optimizer)
+        if "loss_scale" in optimizer:
+            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
+        self.sync.load(optimizer.get("compression", {}))
+
+    def gather_full_model(self) -> None:
+        """Do nothing: the model of every rank is whole."""
+
+
+class ShardedOptimizer(DataParallel):
+    """See `train.parallel.Engine`."""
+
+    def build_optimizer(self, optim: OptimConfig, head: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [group["params"] for group in parameter_groups(optim, self.parameters, head)]
+        self.numbered = [weight for group in groups for weight in group]  # as the optimizer of all weights numbers them
+        self.owners = shared_out([weight.numel() for weight in self.numbered], self.data_size)
+        self.own = [number for number, owner in enumerate(self.owners) if owner == self.data_rank]
+        check(
+            len(self.numbered) >= self.data_size,
+            f"parallel.shard_optimizer=true: this model trains {len(self.numbered)} tensors, too few for "
+            f"{self.data_size} ranks; leave it out",
+        )
+        # The order of the model decides the order of the groups, here as there.
+        own = [self.numbered[number] for number in self.own]
+        return build_optimizer(optim, own, adamw=self.backend.adamw, head=head)
+
+    def ready(self) -> None:
+        self.backend.ready(self.optimizer, [self.numbered[number] for number in self.own])
+
+    def optimizer_step(self, norm: Tensor) -> None:
+        super().optimizer_step(norm)
+        for weight in self.numbered:
+            weight.grad = None
+        self._send_updated()
+
+    @torch.no_grad()
+    def _send_updated(self) -> None:
+        """Send each rank's share of the weights to the others, one message for each rank and type."""
+        shares: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        for weight, owner in zip(self.numbered, self.owners, strict=True):
+            shares.setdefault((owner, weight.dtype), []).append(weight)
+        messages = {share: torch.cat([weight.reshape(-1) for weight in weights]) for share, weights in shares.items()}
+        sending = {share: dist.broadcast(message, share[0], async_op=True) for share, message in messages.items()}
+        for share, weights in shares.items():
+            sending[share].wait()
+            if share[0] != self.data_rank:
+                for weight, updated in zip(weights, split_like(messages[share], weights), strict=True):
+                    weight.copy_(updated)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, State]:
+        local = self.local_state_dict()
+        own: State = {"state": {number: self.optimizer.state[self.numbered[number]] for number in self.own}}
+        if self.data_rank != 0:
+            return {"optimizer": own}
+        groups = [{"params": list(range(len(self.numbered)))}]
+        return {**local, "optimizer": {**local["optimizer"], **own, "param_groups": groups}}
+
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+        super().load(model, part_of(optimizer, self.own, total=len(self.numbered)))
+
+
+def shared_out(sizes: list[int], num_ranks: int) -> list[int]:
+    """The rank of each size: the largest first, each to the rank that has least."""
+    loads, owners = [0] * num_ranks, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += sizes[number]
+    return owners

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from train.backend import guards
-from train.backend.ddp import NoReducer
+from train.backend.ddp import NoSync
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
 from train.parallel.clipping import scale
@@ -26,7 +26,7 @@ from train.parallel.data import DataParallel
 from train.parallel.pieces import piece
 
 if TYPE_CHECKING:
-    from train.backend import Backend, Reducer
+    from train.backend import Backend, GradSync
     from train.parallel import State
 
 EMPTY = torch.empty(0)
@@ -56,8 +56,8 @@ class FSDP(DataParallel):
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
         super().__init__(optim, backend, model, *args, **options)
 
-    def build_reducer(self, backend: Backend, model: nn.Module, *, accumulation: int, lengths: int) -> Reducer:
-        return ShardReducer(model, backend.device, reduce_once=self.cfg.reduce_once)
+    def build_sync(self, accumulation: int) -> GradSync:
+        return ShardSync(self.model, self.backend.device, reduce_once=self.cfg.reduce_once)
 
     @torch.no_grad()
     def clip(self, divisor: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ class FSDP(DataParallel):
         """Do nothing: no weight is on two ranks."""
 
     def state(self) -> dict[str, State]:
-        held = self.held()
-        moments = {index: self._pieces(own) for index, own in held["optimizer"]["state"].items()}
-        rest = held["optimizer"] if self.data_rank == 0 else {}
-        return {"model": self._pieces(held["model"]), "optimizer": {**rest, "state": moments}}
+        local = self.local_state_dict()
+        moments = {index: self._pieces(own) for index, own in local["optimizer"]["state"].items()}
+        rest = local["optimizer"] if self.data_rank == 0 else {}
+        return {"model": self._pieces(local["model"]), "optimizer": {**rest, "state": moments}}
 
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
         own = self.model.state_dict()
@@ -88,7 +88,7 @@ class FSDP(DataParallel):
         }
         super().load(weights, {**optimizer, "state": moments})
 
-    def assemble(self) -> None:
+    def gather_full_model(self) -> None:
         for name, weight in self._whole(self.model.state_dict(keep_vars=True)).items():  # on rank 0 alone
             owner, _, attribute = name.rpartition(".")
             setattr(self.model.get_submodule(owner), attribute, nn.Parameter(weight))
@@ -101,7 +101,7 @@ class FSDP(DataParallel):
         for part in parts.values():
             if id(part) not in copies:
                 whole = part.full_tensor() if isinstance(part, DTensor) else part
-                copies[id(part)] = self.backend.read([whole])[0] if self.data_rank == 0 else EMPTY
+                copies[id(part)] = self.backend.to_host([whole])[0] if self.data_rank == 0 else EMPTY
         return {name: copies[id(part)] for name, part in parts.items()} if self.data_rank == 0 else {}
 
     def _pieces(self, parts: Mapping[str, Tensor]) -> State:
@@ -129,8 +129,8 @@ class FSDP(DataParallel):
         return DTensor.from_local(rows, self.mesh, [Shard(0)], shape=value.shape, stride=value.stride())
 
 
-class ShardReducer(NoReducer):
-    """Adds each part of the gradients up on the rank that holds it, and the count. See `train.backend.Reducer`."""
+class ShardSync(NoSync):
+    """Adds each part of the gradients up on the rank that holds it, and the count. See `train.backend.GradSync`."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:
         super().__init__(model, device)

@@ -42,7 +42,7 @@ class Part(nn.Module):
         return output.float().contiguous()
 
 
-def hold(backend: Backend, model: nn.Module, names: set[str]) -> None:
+def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -> None:
     """Move a model whose other parameters need not be held: they are left without memory, on the device "meta"."""
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
     absent = {
@@ -50,7 +50,7 @@ def hold(backend: Backend, model: nn.Module, names: set[str]) -> None:
     }
     no_numbers = nn.Parameter(torch.empty(0))  # a model with parts on "meta" cannot be moved
     replace(model, dict.fromkeys(absent, no_numbers))
-    backend.move(model)
+    backend.setup_model(model, lengths=lengths)
     metas = {
         parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad) for parameter in absent.values()
     }
@@ -149,7 +149,7 @@ class WholeState:
         mine = [self.numbers[name] for name in self.names(optimizer, model)]
         load_state(optimizer, part_of(saved, mine, total=len(self.numbers)))
 
-    def assemble(self, model: nn.Module) -> None:
+    def gather_full_model(self, model: nn.Module) -> None:
         """Give the model of rank 0 the weights of all stages, on the host those that it does not hold."""
         state = self.gather_weights(model)
         if self.world.rank == 0:

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from train.backend.base import all_reduce_flat
 from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
 from train.models.chain import Chain
 from train.models.encoder import Network
 from train.optim import build_optimizer, set_learning_rate
-from train.parallel.clipping import EPSILON
+from train.parallel.clipping import scale
 from train.parallel.parts import Part, WholeState, hold
 
 if TYPE_CHECKING:
@@ -89,9 +90,8 @@ class Pipeline:
         }
         head = model.head_parameters()
         self.whole = WholeState(backend.world, optim, model, holders, head, num_stages=cfg.stages)
-        hold(backend, model, {name for name, stages in holders.items() if self.stage in stages})
+        hold(backend, model, {name for name, stages in holders.items() if self.stage in stages}, lengths=lengths)
         self.chain.divide()
-        backend.reducer(model, accumulation=accumulation, lengths=lengths, alone=True)  # which counts on `lengths`
         own = self.whole.own(model, self.stage)
         self.parameters = list(own.values())
         self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
@@ -181,19 +181,13 @@ class Pipeline:
         if self.stage == 0:
             sums[-1] = self.count
         dist.all_reduce(sums)
-        divisor = sums[-1]
-        factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
-        norm = sums[:-1].sum().sqrt() * factor
-        if self.max_grad_norm is not None:
-            factor = factor * (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor.float())
-        return norm.float()
+        return scale(gradients, sums[:-1].sum().sqrt(), sums[-1], self.max_grad_norm).float()
 
     def optimizer_step(self, norm: Tensor) -> None:
         self.backend.optimizer_step(self.optimizer, self.parameters, norm)
 
     def take_loss(self) -> float:
-        taken = float(self.backend.read([self.loss_sum])[0])
+        taken = float(self.backend.to_host([self.loss_sum])[0])
         self.loss_sum.zero_()
         return taken
 
@@ -230,9 +224,9 @@ class Pipeline:
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
         self.whole.load(self.model, self.optimizer, model, optimizer)
 
-    def assemble(self) -> None:
+    def gather_full_model(self) -> None:
         if self.data_rank == 0:
-            self.whole.assemble(self.model)
+            self.whole.gather_full_model(self.model)
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
@@ -252,7 +246,5 @@ def all_reduce(weights: list[nn.Parameter], group: dist.ProcessGroup, *, is_shar
     if not weights:
         return
     gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    for weight, piece in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
-        weight.grad = piece.view_as(weight)
+    for weight, total in zip(weights, all_reduce_flat(gradients, group), strict=True):
+        weight.grad = total

@@ -41,7 +41,7 @@ class Computes(Protocol):
 
     def autocast(self) -> AbstractContextManager[Any]: ...
 
-    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 class Host:
@@ -52,7 +52,7 @@ class Host:
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
 
@@ -161,7 +161,7 @@ class Predictor(ABC):
             drawn = table.draw((rows + (bucket << BUCKET_SHIFT))[None])["inputs"]
             inputs = {name: tensor[0].to(backend.device) for name, tensor in drawn.items()}
             with backend.autocast():
-                batches += backend.read([self.statistics_of(logits_of(self.model, inputs), inputs)])
+                batches += backend.to_host([self.statistics_of(logits_of(self.model, inputs), inputs)])
             on_batch(len(rows))
         gathered = torch.cat(batches).numpy()
         result = np.empty_like(gathered)

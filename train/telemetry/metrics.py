@@ -169,7 +169,7 @@ class Recorder:
         must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
         if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             sums = self._add_up()
-            norm = float(self.backend.read([grad_norm])[0])
+            norm = float(self.backend.to_host([grad_norm])[0])
             skipped, self.skips_in_a_row = self.read_skips()
         self.console.bar.update()
         self._time_step()
