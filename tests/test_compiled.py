@@ -18,9 +18,9 @@ from test_equality import assert_same_run, losses
 
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.backend.kernel_cache import MOST_FILES, KernelCache
+from train.backend.kernel_cache import KernelCache
 from train.cli.command import DONE, FAILED, REFUSED
-from train.config import InputError, ModelConfig, S3Config
+from train.config import InputError, ModelConfig
 from train.models.encoder import build_masked_lm
 
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: apt-get install g++")
@@ -131,7 +131,7 @@ def test_precompile_fills_the_cache_of_a_run_and_writes_nothing_else(prepared, t
         done = run([*words, *more], module="train.precompile")
         assert done.returncode == code, done.stderr
         assert code == DONE or done.stderr.startswith("error: give backend.compile_cache, the folder or s3://")
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".bin"] * 2  # training, evaluation
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".bin"]
     assert not (tmp_path / "run").exists()
     done = run([*words, "backend.compile_cache=/proc/no"], module="train.precompile")
     assert done.returncode == FAILED and "error: cannot write /proc/no/torch_compile_" in done.stderr
@@ -151,16 +151,14 @@ def test_precompile_fills_the_cache_of_a_run_and_writes_nothing_else(prepared, t
     ],
 )
 def test_settings_that_cannot_work_are_one_line(prepared, tmp_path, settings, message):
-    if "backend=xla" in settings:
-        pytest.importorskip("torch_xla")
-    result = run(train_overrides(tmp_path / "run", prepared, *settings))
-    assert result.returncode == REFUSED and message in result.stderr and "Traceback" not in result.stderr
+    with pytest.raises(InputError, match=message):
+        loop.run(train_config(tmp_path / "run", prepared, *settings), StopRequest())
 
 
 @compiles
 def test_graphs_are_kept_for_other_machines_and_a_damaged_file_is_no_obstacle(bucket, tmp_path):
-    """What one process compiled, another one that has no cache of its own loads from S3: training and evaluation, which
-    were kept one after the other, also where a process of other shapes came between.
+    """What one process compiled, training and evaluation, another one that has no cache of its own loads from S3, also
+    where a process of other shapes came between.
     """
     code = """if True:
         import json, sys, torch
@@ -177,7 +175,6 @@ def test_graphs_are_kept_for_other_machines_and_a_damaged_file_is_no_obstacle(bu
         compiler.compile(model)
         for _ in range(2):
             model(values).sum().backward()
-            compiler.after_step()
         with torch.no_grad():
             model.eval()(values)
         compiler.close()
@@ -188,32 +185,16 @@ def test_graphs_are_kept_for_other_machines_and_a_damaged_file_is_no_obstacle(bu
         env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / machine)}
         words = ["-c", code, bucket.location("kernels"), json.dumps(asdict(bucket.config())), str(size)]
         if machine == "third":
-            damaged = min(set(keys[1]) - set(keys[0]))  # one of the second's, of which this one has no need
+            (damaged,) = set(keys[1]) - set(keys[0])  # the second's, of which this one has no need
             bucket.put(damaged, bucket.get(damaged)[:-1] + b"?")
         done = run_forked(words, env)
         assert "HITS" in done.stdout, done.stderr
         hits.append(done.stdout.split("HITS ")[1].strip())
         keys.append(bucket.keys())
-    assert hits == ["0 2", "0 2", "2 2"] and [len(some) for some in keys] == [2, 4, 4]
+    assert hits == ["0 2", "0 2", "2 2"] and [len(some) for some in keys] == [1, 2, 2]
     assert "is damaged; its graphs are compiled again" in done.stderr
 
 
 def test_a_cache_that_one_rank_cannot_read_stops_nobody(bucket, log):
     KernelCache("s3://there-is-no-such-bucket/kernels", bucket.config(), may_write=False).load({})
     assert "kept graphs cannot be read and are compiled again" in log.text
-
-
-def test_a_cache_that_is_full_takes_no_more_files(tmp_path, log):
-    cache = KernelCache(str(tmp_path), S3Config(), may_write=True)
-    for number in range(MOST_FILES + 1):
-        cache.write(f"{number}.bin", b"")
-    assert len(list(tmp_path.iterdir())) == MOST_FILES
-    assert f"compiled graphs are not kept for others: {tmp_path} has {MOST_FILES} files" in log.text
-
-    cache.load({"model": "another"})  # the limit is one model's
-    for number in range(MOST_FILES):
-        (tmp_path / f"{cache.prefix}{number}.bin").write_bytes(b"damaged")
-    later = KernelCache(str(tmp_path), S3Config(), may_write=True, must_write=True)
-    later.load({"model": "another"})  # what other processes wrote counts
-    with pytest.raises(InputError, match=rf"has {MOST_FILES} files {later.prefix}\*.bin; delete those of no use"):
-        later.write("one_more.bin", b"")

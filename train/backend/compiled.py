@@ -34,9 +34,9 @@ class TorchCompiler:
     def __init__(self, cfg: BackendConfig, facts: dict[str, Any], cache: KernelCache | None) -> None:
         """`facts`: what makes compiled code of the same model another one."""
         self.what, self.cuda_graphs, self.max_graphs = cfg.compile, cfg.cuda_graphs, cfg.max_graphs
-        self.facts, self.cache, self.saved = {**facts, "compile": cfg.compile, "cuda_graphs": cfg.cuda_graphs}, cache, 0
+        self.facts, self.cache = {**facts, "compile": cfg.compile, "cuda_graphs": cfg.cuda_graphs}, cache
         self.graphs_per_length = 0  # known with the model
-        self.compiled, self.compiled_before, self.compile_s = 0, 0, 0.0
+        self.compiled, self.compile_s = 0, 0.0
         self.began_s: float | None = None
         self.budget = GraphBudget(lambda: self.compiled, is_fatal=False, hint="TORCH_LOGS=recompiles prints why")
         callback_handler.register_start_callback(self.begin)
@@ -68,14 +68,6 @@ class TorchCompiler:
         source = Watched(batches, self.budget)
         yield from source
         source.raise_failure()
-
-    def after_step(self) -> None:
-        """Check the number of graphs, and keep them for others once a step compiles nothing more."""
-        self.budget.check()
-        is_steady, self.compiled_before = self.compiled == self.compiled_before, self.compiled
-        if self.cache is not None and is_steady and self.saved < self.compiled:
-            self.saved = self.compiled
-            self.cache.save()
 
     def optimised(self, function: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(function, **self.options())
@@ -114,4 +106,4 @@ class TorchCompiler:
         callback_handler.remove_start_callback(self.begin)
         callback_handler.remove_end_callback(self.end)
         if self.cache is not None:
-            self.cache.close()
+            self.cache.save()

@@ -154,7 +154,7 @@ class DDP(Base):
         self.skips.see(norm, overflowed=self._rescale())
         optimizer.zero_grad(set_to_none=True)
         if self.compiler is not None:
-            self.compiler.after_step()
+            self.compiler.budget.check()
 
     def _rescale(self) -> Tensor | None:
         """Adjust the scale of the loss after a step. Gives whether the scale may have made the step overflow: it was

@@ -11,19 +11,16 @@ from __future__ import annotations
 
 import logging
 import platform
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from train.config import InputError, S3Config, Unreachable, check
-from train.host.threads import pool_beside_training
+from train.config import InputError, S3Config, Unreachable
 from train.storage.folders import open_folder, sha256_bytes, sha256_json
 
 logger = logging.getLogger("train")
 DIGEST_BYTES = 64  # of the sha256 before the content, in hexadecimal digits
 KEY_DIGITS = 20
-MOST_FILES = 64  # of one model and device: every rank reads all of them when it starts
 FAULTS = (InputError, Unreachable, OSError)  # of the folder, without which a run can do
 
 
@@ -32,10 +29,7 @@ class KernelCache:
         """`may_write`: on one of the ranks that compile the same; `must_write`: an error if graphs cannot be kept."""
         self.folder, self.may_write, self.must_write = open_folder(location, s3), may_write, must_write
         self.prefix = ""  # of the files' names; known with the model
-        self.num_files = 0
-        self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file, or on its way there
-        self.pool, self.writing = pool_beside_training("kernel cache"), Future[None]()
-        self.writing.set_result(None)
+        self.kept: set[tuple[str, str]] = set()  # kind and key of each entry that is in a file
 
     def load(self, key: dict[str, Any]) -> None:
         """Load the graphs of a model, if there are any. `key`: all that makes compiled code another one. Raises nothing
@@ -44,56 +38,31 @@ class KernelCache:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         self.prefix = f"torch_compile_{sha256_json({**versions, **key})[:KEY_DIGITS]}_"
         try:
-            names = self.folder.names(self.prefix)
-            self.num_files = len(names)
-            for name in names:
-                self.load_file(name)
+            for name in self.folder.names(self.prefix):
+                content = self.folder.read(name)
+                digest, entries = content[:DIGEST_BYTES].decode(errors="replace"), content[DIGEST_BYTES:]
+                if digest != sha256_bytes(entries):
+                    logger.warning("%s/%s is damaged; its graphs are compiled again", self.folder.location, name)
+                elif info := torch.compiler.load_cache_artifacts(entries):
+                    self.kept |= entries_of(info)
         except FAULTS as error:
             logger.warning("kept graphs cannot be read and are compiled again: %s", error)
 
-    def load_file(self, name: str) -> None:
-        content = self.folder.read(name)
-        digest, entries = content[:DIGEST_BYTES].decode(errors="replace"), content[DIGEST_BYTES:]
-        if digest != sha256_bytes(entries):
-            logger.warning("%s/%s is damaged; its graphs are compiled again", self.folder.location, name)
-            return
-        info = torch.compiler.load_cache_artifacts(entries)
-        if info is not None:
-            self.kept |= entries_of(info)
-
     def save(self) -> None:
-        """Write what this process has compiled and no file holds, in the background. The training thread calls it,
-        which compiles nothing meanwhile: torch changes the same lists.
+        """Write what this process has compiled and no file holds. Call it once, at the end: of several contents that
+        torch makes in one process, it loads what came last only.
         """
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
-        if artifacts is None:
+        new = entries_of(artifacts[1]) - self.kept if artifacts is not None else set()
+        if artifacts is None or not new:
             return
-        content, info = artifacts
-        # What torch saved before is in the content as well, but loading gives what came last only: hence several files.
-        new = entries_of(info) - self.kept
-        if new:
-            self.kept |= new
-            self.writing.result()  # raises what `write` does not expect
-            name = f"{self.prefix}{sha256_json(sorted(new))[:KEY_DIGITS]}.bin"
-            self.writing = self.pool.submit(self.write, name, content)
-
-    def write(self, name: str, content: bytes) -> None:
         try:
-            check(
-                self.num_files < MOST_FILES,
-                f"{self.folder.location} has {self.num_files} files {self.prefix}*.bin; delete those of no use",
-            )
-            self.folder.write(name, sha256_bytes(content).encode() + content)
-            self.num_files += 1
+            name = f"{self.prefix}{sha256_json(sorted(new))[:KEY_DIGITS]}.bin"
+            self.folder.write(name, sha256_bytes(artifacts[0]).encode() + artifacts[0])
         except FAULTS as error:
             if self.must_write:
                 raise
             logger.warning("compiled graphs are not kept for others: %s", error)  # the run has what it needs
-
-    def close(self) -> None:
-        self.save()
-        self.writing.result()
-        self.pool.shutdown()
 
 
 def entries_of(info: Any) -> set[tuple[str, str]]:
