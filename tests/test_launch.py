@@ -143,7 +143,8 @@ def test_ranks_are_named_once_by_rank_0(monkeypatch, log):
 
     def attend(rank: int) -> None:
         with pytest.raises(rendezvous.Absent) as absent:
-            rendezvous.Meeting(Launched(rank, 3, master_addr="127.0.0.1", master_port=port), 1.0).attend()
+            here = rendezvous.Rendezvous(Launched(rank, 3, master_addr="127.0.0.1", master_port=port), 1.0)
+            here.poll(here.arrive)
         errors.append(str(absent.value))
 
     ranks = [threading.Thread(target=attend, args=(rank,)) for rank in (0, 1)]
@@ -159,14 +160,14 @@ def test_a_process_never_joins_those_that_its_predecessor_met():
     """torchrun keeps the store over restarts, and rank 0 may be the last to be started again."""
     store = dist.HashStore()
 
-    def started(rank: int) -> rendezvous.Meeting:
-        meeting = rendezvous.Meeting(Launched(rank, 2), HANG_S)
-        meeting.store = store
-        return meeting
+    def started(rank: int) -> rendezvous.Rendezvous:
+        here = rendezvous.Rendezvous(Launched(rank, 2), HANG_S)
+        here.store = store
+        return here
 
-    def arrives(meeting: rendezvous.Meeting) -> dist.Store | None:
+    def arrives(here: rendezvous.Rendezvous) -> dist.Store | None:
         try:
-            return meeting.arrive()
+            return here.arrive()
         except rendezvous.Absent:
             return None
 
@@ -189,8 +190,8 @@ def test_a_rank_that_dies_once_it_has_met_the_others_is_not_waited_for_longer_th
     os.environ["WORLD_SIZE"] = "2"
     port = int(os.environ["MASTER_PORT"])
     device = f"ddp on cpu, torch {torch.__version__}, baretrain {train.__version__}"
-    other = rendezvous.Meeting(Launched(1, 2, master_addr="127.0.0.1", master_port=port), HANG_S, device)
-    meets = threading.Thread(target=other.attend)
+    other = rendezvous.Rendezvous(Launched(1, 2, master_addr="127.0.0.1", master_port=port), HANG_S, device)
+    meets = threading.Thread(target=other.poll, args=[other.arrive])
     meets.start()
     with pytest.raises(RuntimeError, match="timeout after 1500ms"):
         join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=1.5)
@@ -219,12 +220,12 @@ def test_ranks_that_train_by_something_else_than_rank_0_are_refused_before_they_
     """One machine of four whose driver has failed, or whose torch is another one."""
     store = dist.HashStore()
     devices = ["ddp on cuda, bf16, torch 2.9.1", "ddp on cuda, bf16, torch 2.9.1", "ddp on cpu, fp32, torch 2.9.1"]
-    ranks = [rendezvous.Meeting(Launched(rank, 3), HANG_S, device) for rank, device in enumerate(devices)]
-    for meeting in ranks:
-        meeting.store = store
-    for meeting in ranks:
+    ranks = [rendezvous.Rendezvous(Launched(rank, 3), HANG_S, device) for rank, device in enumerate(devices)]
+    for here in ranks:
+        here.store = store
+    for here in ranks:
         with pytest.raises(rendezvous.Absent):
-            meeting.arrive()
+            here.arrive()
     with pytest.raises(InputError, match=f"^rank 2 on .* trains by {devices[2]}, but rank 0 by {devices[0]}; run"):
         ranks[0].arrive()
 
@@ -234,16 +235,16 @@ def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_refusal
 
     def refuses(rank: int, local_rank: int) -> bool:
         """Whether the rank may leave."""
-        meeting = rendezvous.Meeting(Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True), HANG_S)
-        meeting.store = store
+        here = rendezvous.Rendezvous(Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True), HANG_S)
+        here.store = store
         for _ in range(3):  # as often as it waits, its machine counts once
             try:
-                meeting.refuse("rank 1 on h was refused: no data")
+                here.reject("rank 1 on h was refused: no data")
             except rendezvous.Absent:
                 continue
             return True
         with pytest.raises(InputError, match="^rank 1 on h was refused: no data$"):
-            meeting.arrive()
+            here.arrive()
         return False
 
     assert [refuses(1, 1), refuses(0, 0), refuses(3, 1), refuses(2, 0), refuses(0, 0)] == [

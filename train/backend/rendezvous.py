@@ -1,17 +1,18 @@
-"""How ranks meet: in a store, where they wait for each other in Python. While torch itself waits, no signal handler
-runs and nobody learns which rank is missing.
+"""How ranks find one another: in a store, which they poll in Python. While torch itself waits, no signal handler runs
+and nobody learns which rank is missing.
 
 The store may be older than this attempt, as torchrun keeps one over its restarts, and each machine counts those by
-itself. So rank 0 calls all ranks, under a new number, and a rank answers the newest call with the sign of its process.
-When all have answered, rank 0 writes down whose answers it has read: those processes join, in a part of the store that
-is theirs. A process that finds its predecessor in that roster waits for the next call. An answer also says on what the
-rank trains: a job whose ranks differ in that is refused before it begins.
+itself. So rank 0 begins a round, under a new number, and every process registers in the newest one. When all ranks
+have, rank 0 writes the roster of the processes that it has read: those join, in a part of the store that is theirs. A
+process that finds its predecessor in that roster waits for the next round. A registration also says on what the rank
+trains: a job whose ranks differ in that is rejected before it begins.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +22,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 import train
 from train.cli.console import without_stdout
@@ -34,17 +34,18 @@ REPORT_EVERY_S = 10.0
 POLL_S, CONNECT_S = 0.1, 2.0
 MOST_NAMED = 8  # ranks that are missing
 MOST_TEXT = 100_000  # characters of a value
-CALLS = "calls"  # the number of the newest call
+ROUNDS = "rounds"  # the number of the newest round
+ROSTER = "roster"
 REFUSAL = "refusal"  # of a rank; it holds for all later attempts too, since a refusal ends torchrun for good
 NUM_INFORMED = "num_informed"  # ranks of the machines that know of the refusal
 Result = TypeVar("Result")
 
 
 def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) -> dist.Store:
-    """Meet the other ranks and make the default process group, of which `timeout_s` is the timeout. See `meet` for
-    `device`, for what is raised and for the store.
+    """Wait for the other ranks and make the default process group, of which `timeout_s` is the timeout. See
+    `wait_for_ranks` for `device`, for what is raised and for the store.
     """
-    launch, store = launched(), meet(device, join_timeout_s)
+    launch, store = launched(), wait_for_ranks(device, join_timeout_s)
     make = partial(dist.init_process_group, names, store=store, rank=launch.rank, world_size=launch.world_size)
     # PyTorch can change the timeout of gloo and NCCL afterwards, but not that of Neuron's collectives.
     connect(make, timeout_s=timeout_s, connect_timeout_s=timeout_s if "neuron" in names else join_timeout_s)
@@ -55,8 +56,8 @@ def join(names: str, device: str, *, timeout_s: float, join_timeout_s: float) ->
 def connect(
     make: Callable[..., dist.ProcessGroup | None], *, timeout_s: float, connect_timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make a process group, of which `timeout_s` will be the timeout. A rank that dies after it met the others is
-    waited for until `connect_timeout_s`, as one that never came.
+    """Make a process group, of which `timeout_s` will be the timeout. A rank that dies once all have arrived is waited
+    for until `connect_timeout_s`, as one that never came.
     """
     with without_stdout():  # gloo prints how many ranks each has connected
         group = make(timeout=timedelta(seconds=min(timeout_s, connect_timeout_s)))
@@ -65,167 +66,140 @@ def connect(
     return group
 
 
-def meet(device: str, timeout_s: float) -> dist.Store:
-    """Meet the other ranks. Gives a store that only the processes that have met use. Raises Failure if some do not
-    arrive in time, InputError if one is refused on its machine, or trains on something else than the others: `device`
+def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
+    """Wait until all ranks have arrived. Returns a store that only these processes use. Raises Failure if some do not
+    arrive in time, InputError if one is rejected on its machine, or trains on something else than the others: `device`
     names backend, device and precision.
     """
-    meeting = Meeting(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
+    here = Rendezvous(launched(), timeout_s, f"{device}, torch {torch.__version__}, baretrain {train.__version__}")
     try:
-        return meeting.attend()
+        return here.poll(here.arrive)
     except Absent as absent:
-        raise Failure(
-            f"{absent} did not reach {meeting.where} within {timeout_s:g} s (backend.join_timeout_s)"
-        ) from None
+        raise Failure(f"{absent} did not reach {here.where} within {timeout_s:g} s (backend.join_timeout_s)") from None
     except dist.DistError as error:
-        raise Failure(f"the ranks cannot meet at {meeting.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+        raise Failure(f"the ranks cannot meet at {here.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
 
 
 def announce(refusal: str, timeout_s: float) -> None:
-    """Let the other machines know that this rank is refused, so that none waits for it. The machine of rank 0 stays
+    """Let the other machines know that this rank is rejected, so that none waits for it. The machine of rank 0 stays
     until all know, as the store in which they read it ends with it.
     """
-    meeting = Meeting(launched(), timeout_s)
-    # Where the store is out of reach nobody is left who waits.
-    with suppress(Absent, dist.DistError):
-        meeting.retry(partial(meeting.refuse, refusal))
+    here = Rendezvous(launched(), timeout_s)
+    with suppress(Absent, dist.DistError):  # where the store is out of reach nobody is left who waits
+        here.poll(partial(here.reject, refusal))
 
 
 class Absent(Exception):
     """Ranks that have not arrived."""
 
 
-class FirstAbsent(Absent):
-    """Rank 0 has not arrived."""
-
-
-class Meeting:
-    """The store in which ranks meet. torchrun keeps it, or else rank 0."""
+class Rendezvous:
+    """The store in which ranks wait for one another. torchrun keeps it, or else rank 0."""
 
     def __init__(self, launch: Launched, timeout_s: float, device: str = "") -> None:
         self.launch, self.timeout_s, self.device = launch, timeout_s, device
         self.where = f"{launch.master_addr}:{launch.master_port}"
-        self.sign = uuid.uuid4().hex  # of this process
-        self.call = 0  # the number of the call that this rank has answered
+        self.process_id = uuid.uuid4().hex
+        self.round = 0  # that this rank has registered in
         self.store: dist.Store | None = None
-        self.next_report_s = REPORT_EVERY_S
 
-    def attend(self) -> dist.Store:
-        """Arrive, and wait until every rank has. Raises Absent for those that have not."""
-        return self.retry(self.arrive)
-
-    def retry(self, action: Callable[[], Result]) -> Result:
-        """What an action gives as soon as it does not raise Absent."""
-        retry = Retrying(
-            retry=retry_if_exception_type(Absent),
-            wait=wait_fixed(POLL_S),
-            stop=stop_after_delay(self.timeout_s),
-            before_sleep=self.report_absent,
-            reraise=True,
-        )
-        return retry(action)
+    def poll(self, action: Callable[[], Result]) -> Result:
+        """Returns what an action does once it raises no Absent, which it may do until the timeout. Rank 0 logs
+        who is absent, or the first rank of each machine if that is rank 0.
+        """
+        began_s, next_report_s = time.monotonic(), REPORT_EVERY_S
+        while True:
+            try:
+                return action()
+            except Absent as absent:
+                waited_s = time.monotonic() - began_s
+                if waited_s >= self.timeout_s:
+                    raise
+                if waited_s >= next_report_s:
+                    next_report_s += REPORT_EVERY_S
+                    text = f"waiting for {absent} at {self.where}, {waited_s:.0f} s of {self.timeout_s:g} s"
+                    if self.launch.rank == 0:
+                        logger.warning(text)
+                    elif self.launch.local_rank == 0 and str(absent).startswith("rank 0 "):
+                        logger.error(text)  # the terminal shows errors of every rank
+            time.sleep(POLL_S)
 
     def arrive(self) -> dist.Store:
-        if self.store is None:
-            self.store = self.connect()
-        if self.store.check([REFUSAL]):
-            raise InputError(text_of(self.store, REFUSAL))
-        call = self.newest_call(self.store)
-        ours = dist.PrefixStore(f"call_{call}", self.store)
-        if call != self.call:
-            ours.set(sign_of(self.launch.rank), "\n".join((self.sign, socket.gethostname(), self.device)))
-            self.call = call
-        if self.launch.rank == 0:
-            self.check_all(ours)
-        self.check_roster(ours)
+        """Register in the newest round. Raises Absent until all have, InputError if a rank was rejected."""
+        self.store = store = self.store or self.open_store()
+        is_first, size = self.launch.rank == 0, self.launch.world_size
+        if store.check([REFUSAL]):
+            raise InputError(text_of(store, REFUSAL))
+        newest = self.round if is_first and self.round else store.add(ROUNDS, int(is_first))
+        if newest == 0:
+            raise Absent(f"rank 0 of {size}")
+        ours = dist.PrefixStore(f"round_{newest}", store)
+        if newest != self.round:
+            ours.set(f"rank_{self.launch.rank}", "\n".join((self.process_id, socket.gethostname(), self.device)))
+            self.round = newest
+        if is_first:
+            self.write_roster(ours)
+        if not ours.check([ROSTER]):  # if all 512 ranks looked for each other, the store would be too busy
+            raise Absent("another rank")
+        if self.process_id not in text_of(ours, ROSTER).split():
+            raise Absent(f"rank 0 of {size}")
         return ours
 
-    def refuse(self, refusal: str) -> None:
-        """Write down that this rank is refused, and that its machine knows. Rank 0's machine raises Absent while others
-        do not; torchrun may end the other ranks of a machine before they know.
-        """
-        launch = self.launch
-        if self.store is None:
-            try:
-                self.store = self.connect()
-            except Absent:
-                if launch.uses_agent_store:  # it was there before any rank
-                    return
-                raise
-        self.store.compare_set(REFUSAL, "", refusal)
-        first_rank = launch.rank - launch.local_rank
-        if self.store.add(f"informed_{first_rank}", 1) == 1:  # each machine counts once
-            self.store.add(NUM_INFORMED, launch.local_world_size)
-        informed = self.store.add(NUM_INFORMED, 0)
-        if first_rank == 0 and informed < launch.world_size:
-            raise Absent(f"{launch.world_size - informed} ranks that do not know of the refusal")
-
-    def newest_call(self, store: dist.Store) -> int:
-        if self.launch.rank == 0:
-            return self.call or store.add(CALLS, 1)
-        call = store.add(CALLS, 0)
-        if call == 0:
-            raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
-        return call
-
-    def check_all(self, ours: dist.Store) -> None:
-        """Rank 0: write the roster if all ranks have answered, else raise Absent. InputError if they differ."""
-        signs = [sign_of(rank) for rank in range(self.launch.world_size)]
-        absent = [str(rank) for rank, sign in enumerate(signs) if not ours.check([sign])]
+    def write_roster(self, ours: dist.Store) -> None:
+        """Rank 0: write whose processes have registered. Raises Absent unless all have, InputError if they differ."""
+        keys = [f"rank_{rank}" for rank in range(self.launch.world_size)]
+        absent = [key.removeprefix("rank_") for key in keys if not ours.check([key])]
         if absent:
             more = f" and {len(absent) - MOST_NAMED} more" if len(absent) > MOST_NAMED else ""
             raise Absent(f"rank {', '.join(absent[:MOST_NAMED])}{more} of {self.launch.world_size}")
-        answers = [text_of(ours, sign).partition("\n") for sign in signs]
-        for rank, (_, _, rest) in enumerate(answers):
+        roster = []
+        for rank, key in enumerate(keys):
+            process_id, _, rest = text_of(ours, key).partition("\n")
             host, _, device = rest.partition("\n")
             fault = f"rank {rank} on {host} trains by {device}, but rank 0 by {self.device}"
             check(device == self.device, f"{fault}; run python -m train.doctor there")
-        ours.set("roster", " ".join(sign for sign, _, _ in answers))
+            roster.append(process_id)
+        ours.set(ROSTER, " ".join(roster))
 
-    def check_roster(self, ours: dist.Store) -> None:
-        if not ours.check(["roster"]):  # if all 512 ranks looked for each other, the store would be too busy
-            raise Absent("another rank")
-        if self.sign not in text_of(ours, "roster").split():
-            raise FirstAbsent(f"rank 0 of {self.launch.world_size}")
+    def reject(self, refusal: str) -> None:
+        """Write down that this rank is rejected, and that its machine knows. On rank 0's machine, raises Absent while
+        others do not; torchrun may end the other ranks of a machine before they know.
+        """
+        launch = self.launch
+        try:
+            self.store = store = self.store or self.open_store()
+        except Absent:
+            if launch.uses_agent_store:  # it was there before any rank
+                return
+            raise
+        store.compare_set(REFUSAL, "", refusal)
+        first_rank = launch.rank - launch.local_rank
+        if store.add(f"informed_{first_rank}", 1) == 1:  # each machine counts once
+            store.add(NUM_INFORMED, launch.local_world_size)
+        uninformed = launch.world_size - store.add(NUM_INFORMED, 0)
+        if first_rank == 0 and uninformed > 0:
+            raise Absent(f"{uninformed} ranks that do not know of the refusal")
 
-    def connect(self) -> dist.Store:
+    def open_store(self) -> dist.Store:
         launch = self.launch
         keeps_store = launch.rank == 0 and not launch.uses_agent_store
         if not keeps_store:  # torch itself would try until the timeout
             try:
                 socket.create_connection((launch.master_addr, launch.master_port), CONNECT_S).close()
             except OSError as error:
-                raise FirstAbsent(f"rank 0 of {launch.world_size} ({error.strerror or error})") from None
+                raise Absent(f"rank 0 of {launch.world_size} ({error.strerror or error})") from None
         store: dist.Store = dist.TCPStore(
             launch.master_addr,
             launch.master_port,
             launch.world_size,
             is_master=keeps_store,
-            multi_tenant=True,  # a rank that is refused later connects once more
+            multi_tenant=True,  # a rank that is rejected later connects once more
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
         )
-        return dist.PrefixStore("meeting", store)
-
-    def report_absent(self, state: RetryCallState) -> None:
-        """Log which ranks are absent. Rank 0 does so, or the first rank of each machine if rank 0 is absent."""
-        assert state.outcome is not None
-        waited_s, absent = state.seconds_since_start or 0.0, state.outcome.exception()
-        if waited_s < self.next_report_s:
-            return
-        self.next_report_s += REPORT_EVERY_S
-        text = "waiting for %s at %s, %.0f s of %g s"
-        values = (absent, self.where, waited_s, self.timeout_s)
-        if self.launch.rank == 0:
-            logger.warning(text, *values)
-        elif self.launch.local_rank == 0 and isinstance(absent, FirstAbsent):
-            logger.error(text, *values)  # the terminal shows errors of every rank
+        return dist.PrefixStore("rendezvous", store)
 
 
 def text_of(store: dist.Store, key: str) -> str:
     """A value that another process wrote, which may be any process."""
     return store.get(key).decode(errors="replace")[:MOST_TEXT]
-
-
-def sign_of(rank: int) -> str:
-    return f"rank_{rank}"

@@ -92,7 +92,7 @@ class XLA(Base):
             self.compilers = Compilers(self.is_compiling, store)
         elif self.world.is_distributed:
             # PyTorch/XLA's own store is named by this machine's count of restarts, and each machine has its own count.
-            store = xla_rendezvous._store = rendezvous.meet(device, join_timeout_s)
+            store = xla_rendezvous._store = rendezvous.wait_for_ranks(device, join_timeout_s)
             self.compilers = Compilers(self.is_compiling, store)
             dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=join_timeout_s))
             self.world.group = rendezvous.connect(

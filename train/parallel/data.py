@@ -35,7 +35,45 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
     return DataParallel(optim, backend, *args, **options)
 
 
-class DataParallel:
+class Replica:
+    """A model that every rank holds whole, and its optimizer, as checkpoints see them."""
+
+    def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.backend, self.model, self.optimizer = backend, model, optimizer
+
+    def check_replicas(self) -> None:
+        """Compare a few small weights, on the hosts."""
+        weights = guards.smallest(self.model.parameters())
+        sums = [float(copy.double().sum()) for copy in self.backend.to_host(weights)]
+        guards.check_same(self.backend.world.gather(sums))
+
+    def state(self) -> dict[str, State]:
+        state = self.local_state_dict()
+        return state if self.backend.world.rank == 0 else {}
+
+    def local_state_dict(self) -> dict[str, State]:
+        """The state, as far as this rank holds it."""
+        moments = self.optimizer.state_dict()
+        groups = [{"params": group["params"]} for group in moments["param_groups"]]
+        scaler = self.backend.scaler
+        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
+        # With keep_vars these are the parameters themselves: tied names share one.
+        return {
+            "model": self.model.state_dict(keep_vars=True),
+            "optimizer": {**moments, "param_groups": groups, **scale},
+        }
+
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
+        self.model.load_state_dict(model)
+        load_state(self.optimizer, optimizer)
+        if "loss_scale" in optimizer:
+            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
+
+    def gather_full_model(self) -> None:
+        """Do nothing: the model of every rank is whole."""
+
+
+class DataParallel(Replica):
     """See `train.parallel.Engine`."""
 
     def __init__(
@@ -107,37 +145,13 @@ class DataParallel:
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def check_replicas(self) -> None:
-        """Compare a few small weights, on the hosts."""
-        weights = guards.smallest(self.model.parameters())
-        sums = [float(copy.double().sum()) for copy in self.backend.to_host(weights)]
-        guards.check_same(self.backend.world.gather(sums))
-
-    def state(self) -> dict[str, State]:
-        state = self.local_state_dict()
-        return state if self.backend.world.rank == 0 else {}
-
     def local_state_dict(self) -> dict[str, State]:
-        """The state, as far as this rank holds it."""
-        moments = self.optimizer.state_dict()
-        groups = [{"params": group["params"]} for group in moments["param_groups"]]
-        scaler = self.backend.scaler
-        scale = {"loss_scale": scaler.state_dict()} if scaler.is_enabled() else {}
-        # With keep_vars these are the parameters themselves: tied names share one.
-        return {
-            "model": self.model.state_dict(keep_vars=True),
-            "optimizer": {**moments, "param_groups": groups, **scale, **self.sync.state()},
-        }
+        local = super().local_state_dict()
+        return {**local, "optimizer": {**local["optimizer"], **self.sync.state()}}
 
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
-        self.model.load_state_dict(model)
-        load_state(self.optimizer, optimizer)
-        if "loss_scale" in optimizer:
-            self.backend.scaler.load_state_dict(optimizer["loss_scale"])
+        super().load(model, optimizer)
         self.sync.load(optimizer.get("compression", {}))
-
-    def gather_full_model(self) -> None:
-        """Do nothing: the model of every rank is whole."""
 
 
 class ShardedOptimizer(DataParallel):
