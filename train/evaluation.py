@@ -12,10 +12,8 @@ import torch
 
 from train.attempt.attempt import Attempt
 from train.config import InputError, Unreachable, lower_is_better
-from train.data.batches.buckets import BucketEvalOrder
-from train.data.batches.loader import Batch, Batches, failure_of
-from train.data.shards.order import EvalOrder
-from train.feed import eval_order
+from train.data.batches.loader import Batch, Batches, batched
+from train.feed import draw, eval_order
 from train.run_folder import samples
 from train.telemetry.metrics import Recorder
 from train.votes import Votes
@@ -28,7 +26,7 @@ logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Run an evaluation and record it. Gives its score, lower being better: see config.BestConfig. If a rank is asked
+    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig. If a rank is asked
     to stop meanwhile, the evaluation ends after a batch or two; None is returned, and the run owes it.
     """
     began_s = time.perf_counter()
@@ -49,8 +47,8 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
 
 
 def write(attempt: Attempt, rows: np.ndarray, step: int) -> str | None:
-    """Write predictions and tables of an evaluation. Gives why that failed, if it did: a full disk is no reason to stop
-    training.
+    """Write predictions and tables of an evaluation. Returns why that failed, if it did: a full disk is no reason to
+    stop training.
     """
     try:
         attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
@@ -81,11 +79,20 @@ def measure(
     cfg, plan, task = attempt.cfg, attempt.plan, attempt.task
     batch_size = plan.eval_batch_size
     order = eval_order(task, engine, batch_size=batch_size, collects=cfg.collect_graphs)
+    batches = Batches(
+        task.eval_data(),
+        order,
+        batch_size=batch_size,
+        num_workers=0,
+        prefetch=1,
+        pin_memory=False,
+        multi_batch=None if task.buckets is None else 1,  # those drawn together have one shape
+    )
     statistics = []  # left on the device until the end, so that it never waits for the host
     num_done = 0
     engine.model.eval()
     try:
-        for batch in agreed(eval_batches(attempt, backend, order, batch_size), votes):
+        for batch in agreed(iter(batched(backend.to_device(batches), 1)), votes):
             attempt.watch.phase("evaluate", is_start=is_first)  # the first one compiles
             with torch.no_grad():
                 own = engine.evaluate(task.eval_statistics, batch["inputs"])
@@ -106,44 +113,18 @@ def measure(
     return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.beat), merged
 
 
-def eval_batches(
-    attempt: Attempt, backend: Backend, order: EvalOrder | BucketEvalOrder, batch_size: int
-) -> Iterator[Batch]:
-    """The validation batches of this rank, on the device; equally many on each."""
-    task = attempt.task
-    batches = Batches(
-        task.eval_data(),
-        order,
-        batch_size=batch_size,
-        num_workers=0,
-        prefetch=1,
-        pin_memory=False,
-        multi_batch=None if task.buckets is None else 1,  # those drawn together have one shape
-    )
-    return backend.to_device(batches)
-
-
-def agreed(batches: Iterator[Batch], votes: Votes) -> Iterator[Batch]:
-    """The batches, until a rank is asked to stop. Each is drawn while the ranks vote on the one before it: no rank
-    computes alone while another has failed to draw, which all ranks raise.
+def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:
+    """The single batches, until a rank is asked to stop. Each is drawn while the ranks vote on the one before it: no
+    rank computes alone while another has failed to draw, which all ranks raise.
     """
     batch, failure = draw(batches)
     votes.cast(failure)
     votes.count()
     votes.raise_failure()
-    while batch is not None and not votes.counted.stops:
+    while batch and not votes.counted.stops:
         following, failure = draw(batches)
         votes.cast(failure)
-        yield batch
+        yield batch[0]
         votes.count()
         votes.raise_failure()
         batch = following
-
-
-def draw(batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
-    """The next batch, if there is one, or why it cannot be drawn."""
-    try:
-        batch = next(batches, None)
-    except InputError as error:
-        return None, error
-    return batch, None if batch is None else failure_of([batch])

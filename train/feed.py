@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.progress import Progress
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from train.parallel import Engine
     from train.ranks import World
 
-HELD_BACK = 8  # micro batches that a backend may gather before it gives the first (XLA's device_prefetch is 4)
+HELD_BACK = 8  # micro batches that a backend may gather before it returns the first (XLA's device_prefetch is 4)
 
 
 def check_same_data(ids: list[str]) -> None:
@@ -54,14 +55,8 @@ class TrainData:
         self.steps = iter(batched(backend.to_device(micro_batches), plan.accumulation))
 
     def draw(self) -> tuple[list[Batch], Exception | None]:
-        """The next step's micro batches, on the device, or why they cannot be drawn: the other ranks do not know, and
-        would wait.
-        """
-        try:
-            batches = next(self.steps)
-        except InputError as error:
-            return [], error
-        return batches, failure_of(batches)
+        """The next step's micro batches, on the device; see `draw`."""
+        return draw(self.steps)
 
     def __enter__(self) -> TrainData:
         self.prefetcher.__enter__()
@@ -105,6 +100,15 @@ def train_order(
         world_size=engine.data_size,
         consumed_rows=progress.examples,
     )
+
+
+def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
+    """The next batches, none at the end, or why they cannot be drawn: the other ranks do not know, and would wait."""
+    try:
+        batches = next(steps, [])
+    except InputError as error:
+        return [], error
+    return batches, failure_of(batches)
 
 
 def eval_order(task: Task, engine: Engine, *, batch_size: int, collects: bool) -> EvalOrder | BucketEvalOrder:
