@@ -119,27 +119,6 @@ class WholeState:
         moments: State = {"state": {number: optimizer.state[own[number]] for number in sorted(own)}}
         return {"model": weights, "optimizer": {**moments, **({"param_groups": self.groups} if stage == 0 else {})}}
 
-    def gather_weights(self, model: nn.Module) -> State:
-        """The whole model's state on rank 0, under all names of each weight."""
-        named = dict(model.named_parameters())
-        absent = self.absent()
-        if self.world.rank == 0:
-            there = {named[n]: torch.empty(named[n].shape, dtype=named[n].dtype) for ns in absent.values() for n in ns}
-        else:
-            there = dict(zip(named.values(), named.values(), strict=True))
-        for stage, names in absent.items():
-            self.world.recv_from([there[named[name]] for name in names], stage)
-        state = model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
-        return {name: there.get(value, value) for name, value in state.items()}
-
-    def absent(self) -> dict[int, list[str]]:
-        """The parameters that rank 0 does not hold, by the first stage that does: on this rank those to send."""
-        by_stage: dict[int, list[str]] = {}
-        for name, stages in self.holders.items():
-            if 0 not in stages and self.world.rank in (0, stages[0]):
-                by_stage.setdefault(stages[0], []).append(name)
-        return by_stage
-
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], saved: State
     ) -> None:
@@ -151,11 +130,16 @@ class WholeState:
 
     def gather_full_model(self, model: nn.Module) -> None:
         """Give the model of rank 0 the weights of all stages, on the host those that it does not hold."""
-        state = self.gather_weights(model)
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        for name, weight in model.named_parameters():
+            source = self.holders[name][0]  # the rank of this stage in the first pipeline
+            if source and self.world.rank in (0, source):
+                tensor = torch.empty(weight.shape, dtype=weight.dtype) if self.world.rank == 0 else weight
+                self.world.recv_from([tensor], source)
+                full[weight] = nn.Parameter(tensor, weight.requires_grad)
         if self.world.rank == 0:
-            absent = {name: value for name, value in model.named_parameters(remove_duplicate=False) if value.is_meta}
-            whole = {value: nn.Parameter(state[name], value.requires_grad) for name, value in absent.items()}
-            replace(model, {name: whole[value] for name, value in absent.items()})
+            named = list(model.named_parameters(remove_duplicate=False))
+            replace(model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self, model: nn.Module) -> None:
         """Compare a few small weights of each stage, and the smallest that several stages hold, over all ranks that
