@@ -104,12 +104,12 @@ def measure(
     if num_done < len(order):  # all ranks have equally many
         return None
     rows = torch.cat(backend.to_host(statistics)).numpy() if statistics else None
-    shares = backend.world.gather((engine.data_rank, rows))
+    gathered = backend.world.gather((engine.data_rank, rows))
     if cfg.collect_graphs:
         return None
-    by_data_rank = {data_rank: share for data_rank, share in shares if share is not None}
+    by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
     # On the host, in the order of the data: the same numbers on any number of ranks.
-    merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if shares else np.empty(0)
+    merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
     return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.beat), merged
 
 

@@ -31,7 +31,7 @@ class Votes:
         self.counted = Counted(0, 0, 0)
 
     def cast(self, failure: Exception | None) -> None:
-        """Post this rank's vote; `failure`: why the run cannot go on after the step that begins now."""
+        """Post this rank's vote; `failure`: why the run cannot continue after the step that begins now."""
         self.failure = failure
         self.counting = self.world.begin_sum(
             [self.stop.reason is not None, self.stop.saves_soon is not None, failure is not None]

@@ -1,4 +1,4 @@
-"""The device that a run trains on: the door between the engines and the hardware, and the table of backends.
+"""The device that a run trains on: the interface between the engines and the hardware, and how a backend is chosen.
 
 Ranks exchange values in two ways: gradients by the device's own collectives (`GradSync`), and a few plain numbers
 between the hosts (`train.ranks.World`), so that no decision of the loop waits for a device.
@@ -51,15 +51,15 @@ class GradSync(Protocol):
 
     def state(self) -> State:
         """Entries for the optimizer's state in a checkpoint, the same on all ranks. What a rank remembers beside it is
-        dropped here, so that the run that goes on and one that resumes do the same.
+        dropped here, so that the run that continues and one that resumes do the same.
         """
 
     def load(self, state: State) -> None:
-        """Put back the entry "compression" of what `state` returned; empty if the checkpoint has none."""
+        """Restore the entry "compression" of what `state` returned; empty if the checkpoint has none."""
 
 
 class Backend(Protocol):
-    """The verbs of a device. All ranks call those that are collectives, in the same order."""
+    """What engines and loop need of a device. All ranks call the methods that are collectives, in the same order."""
 
     name: str
     device: torch.device
@@ -92,7 +92,7 @@ class Backend(Protocol):
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         """A group of some of the ranks, in which tensors of the device are sent and added up. All ranks make the same
-        groups, in the same order. InputError for a device whose ranks meet only all together.
+        groups, in the same order. InputError for a device whose collectives join all ranks only.
         """
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What all backends share."""
+"""Parts of all backends: the timer of work, seeds, flat collectives, files of tensors."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class DDP(Base):
             self.compiler.budget.check()
 
     def _rescale(self) -> Tensor | None:
-        """Adjust the scale of the loss after a step. Gives whether the scale may have made the step overflow: it was
+        """Adjust the scale of the loss after a step. Returns whether the scale may have made the step overflow: it was
         above 1 and is halved; [1] on the device. None if losses are not scaled.
         """
         if not self.scaler.is_enabled():

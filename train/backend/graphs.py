@@ -50,7 +50,7 @@ class GraphBudget:
             self.base += number
 
     def check(self) -> None:
-        """Raise RuntimeError (or warn, once a graph) and give the likely cause if too many graphs were compiled."""
+        """Raise RuntimeError (or warn, once a graph) and name the likely cause if too many graphs were compiled."""
         used = self.used
         if used <= max(self.limit, self.reported):
             return
@@ -65,7 +65,7 @@ class GraphBudget:
 
 class Compilers:
     """Whether some rank of the run is compiling. The watchdog asks for a rank that makes no progress: other machines
-    wait in a collective for one that compiles, and learn of it through the store in which they met.
+    wait in a collective for one that compiles, and learn of it through the store by which they joined.
     """
 
     def __init__(self, is_compiling: Callable[[], bool] = lambda: False, store: dist.Store | None = None) -> None:

@@ -100,16 +100,16 @@ def check_changed(before: Sequence[Tensor], after: Iterable[Tensor], *, step: st
 
 
 def watch_masks(model: nn.Module) -> None:
-    """Have the outermost modules that take an attention mask refuse any but a float one [batch, 1, 1 or S, S].
+    """Have the outermost modules that take an attention mask reject any but a float one [batch, 1, 1 or S, S].
 
     transformers reads a [batch, S] mask at every forward pass, which stops the device and makes one more graph for each
     kind of batch. Eager attention adds a 4-D mask of booleans to the scores as 0 and 1, which hides nothing.
     """
     for module in outermost(model, "attention_mask"):
-        module.register_forward_pre_hook(refuse_other_masks, with_kwargs=True)
+        module.register_forward_pre_hook(reject_other_masks, with_kwargs=True)
 
 
-def refuse_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+def reject_other_masks(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     mask = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("attention_mask")
     if mask is not None and not (mask.ndim == 4 and mask.is_floating_point()):
         raise InputError(
@@ -128,7 +128,7 @@ def outermost(model: nn.Module, argument: str) -> Iterator[nn.Module]:
 
 
 class Shapes:
-    """The shapes of a stream of batches. Each distinct one is a graph to compile; a ragged last batch is refused."""
+    """The shapes of a stream of batches. Each distinct one is a graph to compile; a ragged last batch is rejected."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, tuple[int, ...]]] = []

@@ -43,7 +43,7 @@ class Neuron(DDP):
         cluster.pin(cluster.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
-        if self.world.is_distributed:  # the ranks meet before anything touches the device
+        if self.world.is_distributed:  # the ranks join before anything touches the device
             device = f"{self.name} on {DEVICE}, {self.precision}"
             join(COLLECTIVES, device, timeout_s=cfg.timeout_s or NEURON_TIMEOUT_S, join_timeout_s=cfg.join_timeout_s)
         self.device = torch.device(DEVICE)

@@ -36,8 +36,8 @@ MOST_NAMED = 8  # ranks that are missing
 MOST_TEXT = 100_000  # characters of a value
 ROUNDS = "rounds"  # the number of the newest round
 ROSTER = "roster"
-REFUSAL = "refusal"  # of a rank; it holds for all later attempts too, since a refusal ends torchrun for good
-NUM_INFORMED = "num_informed"  # ranks of the machines that know of the refusal
+REJECTION = "rejection"  # of a rank; it holds for all later attempts too, since it ends torchrun for good
+NUM_INFORMED = "num_informed"  # ranks of the machines that know of the rejection
 Result = TypeVar("Result")
 
 
@@ -77,16 +77,16 @@ def wait_for_ranks(device: str, timeout_s: float) -> dist.Store:
     except Absent as absent:
         raise Failure(f"{absent} did not reach {here.where} within {timeout_s:g} s (backend.join_timeout_s)") from None
     except dist.DistError as error:
-        raise Failure(f"the ranks cannot meet at {here.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
+        raise Failure(f"the ranks cannot join at {here.where} (MASTER_ADDR, MASTER_PORT): {error}") from error
 
 
-def announce(refusal: str, timeout_s: float) -> None:
+def announce(reason: str, timeout_s: float) -> None:
     """Let the other machines know that this rank is rejected, so that none waits for it. The machine of rank 0 stays
     until all know, as the store in which they read it ends with it.
     """
     here = Rendezvous(launched(), timeout_s)
     with suppress(Absent, dist.DistError):  # where the store is out of reach nobody is left who waits
-        here.poll(partial(here.reject, refusal))
+        here.poll(partial(here.reject, reason))
 
 
 class Absent(Exception):
@@ -128,8 +128,8 @@ class Rendezvous:
         """Register in the newest round. Raises Absent until all have, InputError if a rank was rejected."""
         self.store = store = self.store or self.open_store()
         is_first, size = self.launch.rank == 0, self.launch.world_size
-        if store.check([REFUSAL]):
-            raise InputError(text_of(store, REFUSAL))
+        if store.check([REJECTION]):
+            raise InputError(text_of(store, REJECTION))
         newest = self.round if is_first and self.round else store.add(ROUNDS, int(is_first))
         if newest == 0:
             raise Absent(f"rank 0 of {size}")
@@ -161,7 +161,7 @@ class Rendezvous:
             roster.append(process_id)
         ours.set(ROSTER, " ".join(roster))
 
-    def reject(self, refusal: str) -> None:
+    def reject(self, reason: str) -> None:
         """Write down that this rank is rejected, and that its machine knows. On rank 0's machine, raises Absent while
         others do not; torchrun may end the other ranks of a machine before they know.
         """
@@ -172,13 +172,13 @@ class Rendezvous:
             if launch.uses_agent_store:  # it was there before any rank
                 return
             raise
-        store.compare_set(REFUSAL, "", refusal)
+        store.compare_set(REJECTION, "", reason)
         first_rank = launch.rank - launch.local_rank
         if store.add(f"informed_{first_rank}", 1) == 1:  # each machine counts once
             store.add(NUM_INFORMED, launch.local_world_size)
         uninformed = launch.world_size - store.add(NUM_INFORMED, 0)
         if first_rank == 0 and uninformed > 0:
-            raise Absent(f"{uninformed} ranks that do not know of the refusal")
+            raise Absent(f"{uninformed} ranks that do not know of the rejection")
 
     def open_store(self) -> dist.Store:
         launch = self.launch

@@ -83,7 +83,7 @@ class XLA(Base):
         self.budget = GraphBudget(lambda: metric("CompileTime")[0], is_fatal=not self.is_neuron, hint=HINT)
 
     def _join(self) -> None:
-        """Meet the other ranks, before anything asks the device runtime for their number: its first answer stays."""
+        """Join the other ranks, before anything asks the device runtime for their number: its first answer stays."""
         timeout_s = self.cfg.timeout_s or (NEURON_TIMEOUT_S if self.is_neuron else DEFAULT_TIMEOUT_S)
         join_timeout_s = self.cfg.join_timeout_s
         device = f"{self.name} on {xr.device_type()}, {self.precision}"

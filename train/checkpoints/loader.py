@@ -24,7 +24,7 @@ from train.storage.schema import BadContent, shown
 
 if TYPE_CHECKING:
     from train.backend import Backend, State
-    from train.parallel import Stateful
+    from train.parallel import Checkpointed
 
 logger = logging.getLogger("train")
 
@@ -65,7 +65,7 @@ def newest_valid(store: Store) -> tuple[Manifest | None, list[str]]:
 
 def load(
     store: Store,
-    engine: Stateful,
+    engine: Checkpointed,
     backend: Backend,
     *,
     identity: dict[str, Any],

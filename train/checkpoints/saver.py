@@ -36,7 +36,7 @@ from train.storage.schema import FileEntry, FileName, Sha256
 
 if TYPE_CHECKING:
     from train.backend import Backend
-    from train.parallel import Stateful
+    from train.parallel import Checkpointed
     from train.ranks import World
 
 logger = logging.getLogger("train")
@@ -67,7 +67,7 @@ class Saver:
         self,
         cfg: CheckpointConfig,
         store: Store,
-        engine: Stateful,
+        engine: Checkpointed,
         backend: Backend,
         draft: Manifest,
         *,

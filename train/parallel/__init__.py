@@ -1,4 +1,4 @@
-"""How a model and a step are split over ranks: the door between the loop and the engines, and the table of engines."""
+"""How a model and a step are split over ranks: the interface of engines, and the table of them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 Statistics = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 
-class Stateful(Protocol):
-    """What checkpoints see of an engine. All ranks call each verb, in the same order."""
+class Checkpointed(Protocol):
+    """What checkpoints see of an engine. All ranks call each method, in the same order."""
 
     def check_replicas(self) -> None:
         """Raise RuntimeError if ranks that should hold the same weights do not."""
 
     def state(self) -> dict[str, State]:
         """This rank's part of the state for a checkpoint, empty if other ranks have all of it: "model" by parameter
-        names, "optimizer" without settings. No tensor is in two parts, unless as a `piece` in each; all that is no
-        tensor of "model" or of the optimizer's "state" is in the part of rank 0.
+        names, "optimizer" without settings. No tensor is in two parts, unless as a `piece` in each. The part of rank 0
+        has all that belongs neither to "model" nor to the optimizer's "state".
         """
 
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
-        """Put back the whole of what the ranks' `state` returned, on any device and number of ranks. A mapping may read
+        """Restore the whole of what the ranks' `state` returned, on any device and number of ranks. A mapping may read
         a tensor only when it is asked for. InputError if the optimizer's state is for another number of parameters.
         """
 
 
-class Engine(Stateful, Protocol):
+class Engine(Checkpointed, Protocol):
     """The owner of the model on its devices, the optimizer, a step, and the state that a checkpoint holds. All ranks
-    call each verb, in the same order.
+    call each method, in the same order.
     """
 
     model: nn.Module  # as the task has built it: its head, its sizes

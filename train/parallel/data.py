@@ -183,15 +183,15 @@ class ShardedOptimizer(DataParallel):
     @torch.no_grad()
     def _send_updated(self) -> None:
         """Send each rank's share of the weights to the others, one message for each rank and type."""
-        shares: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        parts: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for weight, owner in zip(self.numbered, self.owners, strict=True):
-            shares.setdefault((owner, weight.dtype), []).append(weight)
-        messages = {share: torch.cat([weight.reshape(-1) for weight in weights]) for share, weights in shares.items()}
-        sending = {share: dist.broadcast(message, share[0], async_op=True) for share, message in messages.items()}
-        for share, weights in shares.items():
-            sending[share].wait()
-            if share[0] != self.data_rank:
-                for weight, updated in zip(weights, split_like(messages[share], weights), strict=True):
+            parts.setdefault((owner, weight.dtype), []).append(weight)
+        messages = {part: torch.cat([weight.reshape(-1) for weight in weights]) for part, weights in parts.items()}
+        sending = {part: dist.broadcast(message, part[0], async_op=True) for part, message in messages.items()}
+        for part, weights in parts.items():
+            sending[part].wait()
+            if part[0] != self.data_rank:
+                for weight, updated in zip(weights, split_like(messages[part], weights), strict=True):
                     weight.copy_(updated)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class Part(nn.Module):
         return torch.stack([output]) if output.ndim == 0 else output
 
     def run(self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]) -> Tensor:
-        """What `function` gives, in the last part; in the others hidden states [B, S, H] in float32."""
+        """What `function` returns, in the last part; in the others hidden states [B, S, H] in float32."""
         with self.backend.autocast():
             output = self.chain.run(self.layers, received, lambda: function(self.model, inputs))
         return output.float().contiguous()
@@ -122,7 +122,7 @@ class WholeState:
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], saved: State
     ) -> None:
-        """Put back what this rank holds of a whole state."""
+        """Restore what this rank holds of a whole state."""
         own = {name: weights[name] for name, value in model.state_dict().items() if value.device.type != "meta"}
         model.load_state_dict(own, strict=False)
         mine = [self.numbers[name] for name in self.names(optimizer, model)]

@@ -1,6 +1,6 @@
 """Tensors of which each rank saves its rows, and whole tensors put together from such pieces again.
 
-An engine gives `piece(...)` in place of a tensor in its part of the state. A file of a checkpoint may come from
+An engine puts `piece(...)` in place of a tensor into its part of the state. A file of a checkpoint may come from
 elsewhere: pieces are compared with one another before any is read.
 """
 
