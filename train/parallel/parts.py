@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,6 @@ from train.optim.state import parameter_groups
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.parallel import LossFunction, State, Statistics
-    from train.ranks import World
 
 
 class Part(nn.Module):
@@ -64,33 +62,27 @@ def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         setattr(model.get_submodule(owner), attribute, parameter)
 
 
-class WholeState:
-    """The state of a whole model and its optimizer, in the form of `train.parallel.data`, of which each rank of a
-    pipeline holds a part.
+class PipelineState:
+    """The state of a whole model and its optimizer, of which each rank of a pipeline holds a part, as checkpoints see
+    it: in the form of `train.parallel.data`.
     """
 
-    def __init__(
-        self,
-        world: World,
-        optim: OptimConfig,
-        model: nn.Module,
-        holders: dict[str, tuple[int, ...]],
-        head: list[nn.Parameter],
-        *,
-        num_stages: int,
-    ) -> None:
-        """Of a model that is whole yet. `holders`: the stages that hold each parameter, by its first name. InputError
-        for a stage without a parameter to train.
+    backend: Backend
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_rank: int
+    stage: int
+
+    def number(self, optim: OptimConfig, head: list[nn.Parameter], holders: dict[str, tuple[int, ...]]) -> None:
+        """Number the parameters as the optimizer of a whole model does, while the model is whole. `holders`: the stages
+        that hold each parameter, by its first name. InputError for a stage without a parameter to train.
         """
-        self.world, self.holders, self.num_stages = world, holders, num_stages
-        trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.holders = holders
+        trained = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         groups = parameter_groups(optim, trained, head)
         order = [trained[parameter] for group in groups for parameter in group["params"]]
-        self.numbers = {name: number for number, name in enumerate(order)}  # of the optimizer of a whole model
-        ends = [0]
-        for group in groups:
-            ends.append(ends[-1] + len(group["params"]))
-        self.groups = [{"params": list(range(*bounds))} for bounds in pairwise(ends)]
+        self.numbers = {name: number for number, name in enumerate(order)}
+        num_stages = 1 + max(max(stages) for stages in holders.values())
         for stage in range(num_stages):
             check(
                 any(stage in holders[name] for name in self.numbers),
@@ -98,58 +90,57 @@ class WholeState:
                 "parallel.stages",
             )
 
-    def own(self, model: nn.Module, stage: int) -> dict[str, nn.Parameter]:
-        """The parameters that a stage trains, by name, in the same order on all ranks."""
-        named = model.named_parameters()
-        return {name: weight for name, weight in named if name in self.numbers and stage in self.holders[name]}
+    def own(self) -> dict[str, nn.Parameter]:
+        """The parameters that this stage trains, by name, in the same order on all ranks."""
+        named = self.model.named_parameters()
+        return {name: weight for name, weight in named if name in self.numbers and self.stage in self.holders[name]}
 
-    def names(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-        """The names of the parameters of this rank's optimizer, in its order."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-
-    # ---- to and from checkpoints -----------------------------------------------------------------------------------
-
-    def part(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> dict[str, State]:
+    def state(self) -> dict[str, State]:
         """The state of the weights that this stage is the first to hold; all that is no weight is of the first one."""
-        first = {weight: self.holders[name][0] for name, weight in model.named_parameters()}
-        state = model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
-        weights = {name: value for name, value in state.items() if first.get(value, 0) == stage}
-        own = {self.numbers[name]: weight for name, weight in self.own(model, stage).items() if first[weight] == stage}
-        moments: State = {"state": {number: optimizer.state[own[number]] for number in sorted(own)}}
-        return {"model": weights, "optimizer": {**moments, **({"param_groups": self.groups} if stage == 0 else {})}}
+        if self.data_rank != 0:
+            return {}
+        first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
+        state = self.model.state_dict(keep_vars=True)  # with keep_vars the parameters themselves: tied names share one
+        weights = {name: value for name, value in state.items() if first.get(value, 0) == self.stage}
+        own = {self.numbers[name]: weight for name, weight in self.own().items() if first[weight] == self.stage}
+        moments: State = {"state": {number: self.optimizer.state[own[number]] for number in sorted(own)}}
+        groups = {"param_groups": [{"params": list(range(len(self.numbers)))}]} if self.stage == 0 else {}
+        return {"model": weights, "optimizer": {**moments, **groups}}
 
-    def load(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], saved: State
-    ) -> None:
+    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
         """Restore what this rank holds of a whole state."""
-        own = {name: weights[name] for name, value in model.state_dict().items() if value.device.type != "meta"}
-        model.load_state_dict(own, strict=False)
-        mine = [self.numbers[name] for name in self.names(optimizer, model)]
-        load_state(optimizer, part_of(saved, mine, total=len(self.numbers)))
+        own = {name: model[name] for name, value in self.model.state_dict().items() if value.device.type != "meta"}
+        self.model.load_state_dict(own, strict=False)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        held = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        mine = [self.numbers[names[weight]] for weight in held]
+        load_state(self.optimizer, part_of(optimizer, mine, total=len(self.numbers)))
 
-    def gather_full_model(self, model: nn.Module) -> None:
-        """Give the model of rank 0 the weights of all stages, on the host those that it does not hold."""
+    def gather_full_model(self) -> None:
+        """Put the weights of all stages into the model of rank 0, on the host those that it does not hold."""
+        if self.data_rank != 0:
+            return
+        world = self.backend.world
         full: dict[nn.Parameter, nn.Parameter] = {}
-        for name, weight in model.named_parameters():
+        for name, weight in self.model.named_parameters():
             source = self.holders[name][0]  # the rank of this stage in the first pipeline
-            if source and self.world.rank in (0, source):
-                tensor = torch.empty(weight.shape, dtype=weight.dtype) if self.world.rank == 0 else weight
-                self.world.recv_from([tensor], source)
+            if source and world.rank in (0, source):
+                tensor = torch.empty(weight.shape, dtype=weight.dtype) if world.rank == 0 else weight
+                world.recv_from([tensor], source)
                 full[weight] = nn.Parameter(tensor, weight.requires_grad)
-        if self.world.rank == 0:
-            named = list(model.named_parameters(remove_duplicate=False))
-            replace(model, {name: full[weight] for name, weight in named if weight in full})
+        if world.rank == 0:
+            named = list(self.model.named_parameters(remove_duplicate=False))
+            replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
-    def check_replicas(self, model: nn.Module) -> None:
+    def check_replicas(self) -> None:
         """Compare a few small weights of each stage, and the smallest that several stages hold, over all ranks that
         hold them.
         """
-        held = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
+        held = {name: weight for name, weight in self.model.named_parameters() if not weight.is_meta}
         few = guards.smallest(held.values())
         few += guards.smallest(weight for name, weight in held.items() if len(self.holders[name]) > 1)
         names = {weight: name for name, weight in held.items()}
-        sums = self.world.gather({names[weight]: float(weight.detach().double().sum()) for weight in few})
+        sums = self.backend.world.gather({names[weight]: float(weight.detach().double().sum()) for weight in few})
         for name in {name for own in sums for name in own}:
             ranks = [rank for rank, own in enumerate(sums) if name in own]
             others = [rank for rank in ranks if sums[rank][name] != sums[ranks[0]][name]]

@@ -11,7 +11,7 @@ its gradient is the sum over all these ranks, of all replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +25,12 @@ from train.models.chain import Chain
 from train.models.encoder import Network
 from train.optim import build_optimizer, set_learning_rate
 from train.parallel.clipping import scale
-from train.parallel.parts import Part, WholeState, hold
+from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
     from train.backend import Backend
     from train.data.batches.loader import Batch
-    from train.parallel import LossFunction, State, Statistics
+    from train.parallel import LossFunction, Statistics
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -60,7 +60,7 @@ class Stage(PipelineStage):
         return []
 
 
-class Pipeline:
+class Pipeline(PipelineState):
     """See `train.parallel.Engine`."""
 
     def __init__(
@@ -89,13 +89,13 @@ class Pipeline:
             for name, parameter in model.named_parameters()
         }
         head = model.head_parameters()
-        self.whole = WholeState(backend.world, optim, model, holders, head, num_stages=cfg.stages)
+        self.number(optim, head, holders)
         hold(backend, model, {name for name, stages in holders.items() if self.stage in stages}, lengths=lengths)
         self.chain.divide()
-        own = self.whole.own(model, self.stage)
+        own = self.own()
         self.parameters = list(own.values())
         self.optimizer = build_optimizer(optim, self.parameters, adamw=backend.adamw, head=head)
-        self.pipeline, self.sums = self._groups(own, holders)
+        self.pipeline, self.sums = self._groups(own)
         self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]  # once in the norm
         self.parts = {
             number: Part(backend, self.chain, self.layers[number], model, loss)
@@ -104,15 +104,15 @@ class Pipeline:
         self.schedules: dict[torch.Size, Any] = {}
         self.loss_sum = torch.zeros(1).to(backend.device)
 
-    def _groups(self, own: dict[str, Any], holders: dict[str, tuple[int, ...]]) -> tuple[Any, list[Any]]:
+    def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
         """The group of this rank's pipeline; and each group over which gradients are added up, with their weights."""
         stages, replicas = self.cfg.stages, range(self.data_size)
         pipelines = [self.backend.subgroup([stages * replica + s for s in range(stages)]) for replica in replicas]
         sums = []
-        for held_by in sorted({holders[name] for name in self.whole.numbers}):
+        for held_by in sorted({self.holders[name] for name in self.numbers}):
             ranks = [stages * replica + stage for replica in replicas for stage in held_by]
             group = self.backend.subgroup(ranks) if len(ranks) > 1 else None
-            weights = [weight for name, weight in own.items() if holders[name] == held_by]
+            weights = [weight for name, weight in own.items() if self.holders[name] == held_by]
             if group is not None and weights:
                 sums.append((group, weights, len(held_by) > 1))
         pipeline = pipelines[self.data_rank]
@@ -210,23 +210,6 @@ class Pipeline:
         """Send or receive hidden states as the schedules do, by the communicator that they have made over NCCL."""
         for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
             sending.wait()
-
-    # ---- checkpoints -----------------------------------------------------------------------------------------------
-
-    def check_replicas(self) -> None:
-        self.whole.check_replicas(self.model)
-
-    def state(self) -> dict[str, State]:
-        if self.data_rank != 0:
-            return {}
-        return self.whole.part(self.model, self.optimizer, self.stage)
-
-    def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
-        self.whole.load(self.model, self.optimizer, model, optimizer)
-
-    def gather_full_model(self) -> None:
-        if self.data_rank == 0:
-            self.whole.gather_full_model(self.model)
 
 
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
