@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +34,12 @@ from train.ranks import AGREED
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder, identity_of
 from train.tasks import build_task
-from train.telemetry.metrics import OnLine, Recorder
+from train.telemetry.metrics import Recorder
 from train.telemetry.monitor import open_monitor
 from train.votes import Votes
 
 logger = logging.getLogger("train")
+OnLine = Callable[[Recorder, str, dict[str, Any]], None]
 MOST_NAMED = 3  # ranks that were asked to stop
 
 
@@ -114,8 +117,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tu
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
             checkpoints.finish()
-            # A finished run that is started again has nothing to add.
-            if metrics.has_measured and not cfg.collect_graphs:
+            has_measured = metrics.steps_done > 0 or not metrics.is_first_evaluation  # not a finished run once more
+            if has_measured and not cfg.collect_graphs:
                 metrics.summary(reason, {**task.facts, **checkpoints.facts()})
         watch.phase("export", is_start=True)  # the others wait for rank 0
         if cfg.export and reason in ENDS:

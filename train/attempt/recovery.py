@@ -69,7 +69,6 @@ class Recovery:
             may_commit=self._before_commit,
             after_commit=attempt.folder.check_owner,  # older checkpoints are removed next
             newest=loaded.progress.step if loaded.ranks else None,
-            saves=attempt.saves,
         )
         attempt.checkpoint = self.saver.newest
         self.last_rollback: int | None = None  # the step that the run went back to
@@ -87,7 +86,8 @@ class Recovery:
                 attempt=recorder.journal.attempt,
                 step=recorder.progress.step,
             )
-        self.saver.warm()
+        if attempt.saves:
+            self.saver.warm()
 
     def _put_back_window(self, loaded: Loaded) -> None:
         """Give each rank its own sums; if the number of ranks has changed, rank 0 takes all of them. Labels and tokens
@@ -168,7 +168,8 @@ class Recovery:
         }
         beat, must = self.attempt.watch.beat, is_last or (self.cfg.best.export and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
-        self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=beat)
+        if self.attempt.saves:
+            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=beat)
 
     def roll_back(self) -> Progress:
         """Put back weights, optimizer and step of the newest checkpoint. The data continues from its present position,

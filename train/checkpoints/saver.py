@@ -74,15 +74,13 @@ class Saver:
         may_commit: Callable[[], None],
         after_commit: Callable[[], None],
         newest: int | None = None,
-        saves: bool = True,
     ) -> None:
         """`draft` has what the manifests of this attempt have in common. `may_commit` raises if the run folder belongs
         to another job by now; `after_commit` is called in the thread. `newest` is the step that the run resumes from.
-        Without `saves` nothing is written.
         """
         self.cfg, self.store, self.draft = cfg, store, draft
         self.engine, self.backend, self.world = engine, backend, backend.world
-        self.may_commit, self.after_commit, self.saves = may_commit, after_commit, saves
+        self.may_commit, self.after_commit = may_commit, after_commit
         self.staging, self.retention = Staging(), Retention(store, cfg.keep)
         self.writers: World | None = None  # the ranks whose threads write, known from the first call of `join` on
         self.pool = pool_beside_training("save")
@@ -113,8 +111,6 @@ class Saver:
         While the last save is pending, the next one waits for checkpoint.max_wait_s and is then left out; with `must`
         it waits as long as it takes. A request to S3 that fails is retried for `patience_s`.
         """
-        if not self.saves:
-            return
         began_s = time.monotonic()
         if must:
             self.wait(beat)
@@ -145,8 +141,6 @@ class Saver:
 
     def warm(self) -> None:
         """Allocate the host memory of the first save in the thread, while the first steps run."""
-        if not self.saves:
-            return
         part = self.engine.state()
         self.join(part)
         if part:

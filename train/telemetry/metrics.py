@@ -65,9 +65,6 @@ class Sums(NamedTuple):
     sample: HardwareSample
 
 
-OnLine = Callable[["Recorder", str, dict[str, Any]], None]
-
-
 @dataclass
 class Recorder:
     """Measures on all ranks and writes on rank 0. It is used as a context."""
@@ -80,7 +77,7 @@ class Recorder:
     flops_per_example: Callable[[int], float | None]  # by the example's number of tokens, padding included
     progress: Progress
     monitor: Monitor
-    on_line: OnLine | None = None  # takes the lines in place of the run folder; see `train.loop.run`
+    on_line: Callable[[Recorder, str, dict[str, Any]], None] | None = None  # takes the lines; see `train.loop.run`
     window: Window = field(default_factory=Window)
     own_tokens: float = 0.0  # of this rank, in this attempt
     all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
@@ -100,11 +97,6 @@ class Recorder:
         self.bubble = Bubble(split.bubble)
         stages = [rank % split.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
-
-    @property
-    def has_measured(self) -> bool:
-        """Whether this attempt has taken a step or evaluated."""
-        return self.steps_done > 0 or not self.is_first_evaluation
 
     @property
     def is_first(self) -> bool:
@@ -170,7 +162,7 @@ class Recorder:
         if is_due := must or step % self.cfg.log_every == 0 or step == self.plan.total_steps:
             sums = self._add_up()
             norm = float(self.backend.to_host([grad_norm])[0])
-            skipped, self.skips_in_a_row = self.read_skips()
+            skipped, self.skips_in_a_row = (0, 0) if self.cfg.collect_graphs else self.backend.skips.counts()
         self.console.bar.update()
         self._time_step()
         if self.profiler is not None:
@@ -185,7 +177,7 @@ class Recorder:
             self.progress.skipped += new
             if new:
                 self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
-            elif not self.skips_in_a_row:
+            elif not self.skips_in_a_row and not self.cfg.collect_graphs:  # when no number means anything
                 self.check_numbers(sums.loss, norm)
 
     def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
@@ -225,13 +217,9 @@ class Recorder:
         self.train_s += busy_s
         self.progress.productive_s += busy_s
 
-    def read_skips(self) -> tuple[int, int]:
-        """Number of steps that this process has skipped, and of the last ones in a row; waits for the device."""
-        return (0, 0) if self.cfg.collect_graphs else self.backend.skips.counts()  # then no number means anything
-
     def check_numbers(self, loss: float, grad_norm: float) -> None:
         """Raise FloatingPointError if loss or gradient are no longer finite."""
-        if not self.cfg.collect_graphs and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"the loss is {loss}, the gradient's norm {grad_norm} at step {self.progress.step}: a new run_dir with "
                 "a lower optim.lr, or fp32, may help"
