@@ -139,8 +139,7 @@ def measure(name: str, path: dict[str, Any]) -> Result:
 def s3_server(folder: Path) -> Iterator[tuple[Any, FaultProxy]]:
     """boto3's client of a server on this machine, and the proxy before it, which counts requests."""
     with ExitStack() as stack:
-        server = S3Server(folder / "server")
-        stack.callback(server.stop)
+        server = S3Server(folder / "server", ends_with_pid=os.getpid())
         os.environ |= {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
         os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         proxy = FaultProxy(urlsplit(server.endpoint).port or 80, log=folder / "proxy.log")
