@@ -7,7 +7,7 @@ import json
 from contextlib import nullcontext, suppress
 
 import pytest
-from botocore.exceptions import ClientError, NoCredentialsError
+from botocore.exceptions import ClientError
 from ec2_launching import KillAt, Killed, Trial, done, trial
 from services.fake_ec2 import fake_ec2
 from test_launch_golden import check_golden
@@ -18,7 +18,6 @@ from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG, run_id
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import Failure, InputError, Unreachable
-from train.storage.aws_errors import BadCredentials
 
 
 @pytest.fixture
@@ -119,13 +118,6 @@ def test_an_error_of_ec2_is_one_line_with_the_cure(ec2, monkeypatch, tmp_path, b
         [ended] = run.events_of("ended")
         assert code in ended["reason"] and cure in ended["reason"]
         assert ec2.anything() == [] or asks == 99, code  # of a call without an answer nobody knows
-
-
-def test_without_credentials_the_error_says_how_to_get_some(ec2, begin, monkeypatch):
-    run = begin()
-    monkeypatch.setattr(Api, "client", lambda *_, **__: (_ for _ in ()).throw(NoCredentialsError()))
-    with pytest.raises(BadCredentials, match="aws configure sso.*AWS_PROFILE"):
-        run.launcher().run()
 
 
 def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, begin):
