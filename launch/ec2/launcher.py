@@ -12,10 +12,10 @@ from launch.ec2 import calls, clean
 from launch.ec2.account import Resolved, Site
 from launch.ec2.api import LATER, REGION, Api, NoCapacity, explained, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
+from launch.ec2.clean import Machine, look
 from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
-from launch.ec2.machines import Machine, look
-from launch.ec2.request import name_of, placement_name, run_id, run_instances, tags
+from launch.ec2.request import name_of, placement_name, run_instances, tags
 from launch.ec2.sweep import CLOCK, Clock
 from launch.history import read_history
 from launch.job import Job
@@ -237,7 +237,7 @@ class Launcher:
     def look(self, call: Call) -> str | None:
         """Empty if the run has ended, the reason of an interruption, None while it trains."""
         now_s = self.clock.now()
-        seen = {each.id: each for each in look(self.api, [call.region], run_id(self.record))}
+        seen = {each.id: each for each in look(self.api, [call.region], self.record)}
         since = self.events_since_machines()  # after EC2's answer: machines end once they have written down why
         if "ended" in since:
             return ""
@@ -296,7 +296,7 @@ class Launcher:
 
     def let_machines_leave(self, regions: list[str]) -> None:
         until_s = self.clock.now() + LEAVE_S
-        while any(each.is_alive for each in look(self.api, regions, run_id(self.record))):
+        while any(each.is_alive for each in look(self.api, regions, self.record)):
             if self.clock.now() > until_s:
                 return
             self.clock.sleep(POLL_S)

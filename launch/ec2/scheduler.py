@@ -11,10 +11,9 @@ from launch.config import LaunchConfig
 from launch.ec2 import calls, clean, preview, sweep
 from launch.ec2.account import read_resolved, resolve
 from launch.ec2.api import Api
+from launch.ec2.clean import Machine, look
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
-from launch.ec2.machines import Machine, look
-from launch.ec2.request import run_id
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -74,7 +73,7 @@ class Scheduler:
 
     def state(self, handle: Handle) -> State:
         record, regions = of_handle(handle)
-        seen = look(open_api(record), regions, run_id(record))
+        seen = look(open_api(record), regions, record)
         alive = [each for each in seen if each.is_alive]
         may_be = clean.unlisted(record, {each.id for each in seen}, time.time())
         asks = asks_text(record, handle)
