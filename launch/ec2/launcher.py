@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from launch.ec2 import calls, clean
+from launch.ec2 import calls, clean, sweep
 from launch.ec2.account import Resolved, Site
 from launch.ec2.api import LATER, REGION, Api, NoCapacity, explained, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
@@ -16,7 +16,7 @@ from launch.ec2.clean import Machine, look
 from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
 from launch.ec2.request import name_of, placement_name, run_instances, tags
-from launch.ec2.sweep import CLOCK, Clock
+from launch.ec2.sweep import Clock
 from launch.history import read_history
 from launch.job import Job
 from launch.record import CONFIG, Event, Record
@@ -49,7 +49,7 @@ class Launcher:
         say: Callable[[str], None] = lambda line: print(printable(line), flush=True),
     ) -> None:
         self.record, self.job, self.cluster, self.resolved, self.api = record, job, cluster, resolved, api
-        self.clock = clock = clock or CLOCK
+        self.clock = clock = clock or sweep.CLOCK
         self.say = say
         api.before_create = lambda: calls.check(record, resolved.id)
         submitted = [each.time_unix_s for each in record.events() if each.kind == "submitting"]
