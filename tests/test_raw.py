@@ -166,8 +166,6 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
         ("text,sentiment\na,1\n", {}, r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent"),
         ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote stays open"),
         ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote stays open"),
-        ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: not CSV: .*: the field's quote stays open"),
-        ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: not CSV: .*: the field's quote stays open"),
         ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
         (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
         ("text,label\n", {}, r"train: no row is left: none is in .*/a\.csv$"),

@@ -44,7 +44,6 @@ def csv_dialect(delimiter: str = ",", quote: str | None = '"', escape: str | Non
 
 COMMAS = csv_dialect()
 QUOTES = "quote fields with commas, quotes or line ends in them, and double the quotes"
-QUOTES = "quote fields with commas, quotes or line ends in them, and double the quotes"
 
 
 def csv_rows(
