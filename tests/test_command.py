@@ -69,7 +69,7 @@ def test_comments_of_settings_are_read_from_the_source():
 
 def test_groups_are_those_of_the_configuration_and_have_no_schemas():
     result = groups("train")
-    assert result["experiment"][0] is None and result["task"] == ("mlm", ["classify", "mlm", "qa"])
+    assert result["experiment"][0] is None and result["task"] == ("mlm", ["classify", "mlm", "ner", "qa"])
     assert list(groups("prepare")) == ["corpus"]
 
 

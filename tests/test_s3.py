@@ -568,5 +568,5 @@ def test_what_s3_refuses_is_not_taken_for_damage(tmp_path, read, error):
 def test_a_file_in_place_of_prepared_data_is_named(tmp_path):
     path = tmp_path / "passwd"
     path.touch()
-    with pytest.raises(InputError, match=f"^data.path={path} is a file, not a folder; give the folder that"):
+    with pytest.raises(InputError, match=f"^data.path={path} is a file, not a folder; name the folder that"):
         read_manifest(path)

@@ -22,6 +22,7 @@ PURPOSE = """Train a run in several variants, one after the other, and write a r
 With run folders instead of settings: the report on these, as of python -m train.report."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare 'compare.run=[none,layers]'",
+    "experiment=demo run_dir=runs/sizes 'compare.run=[none,wide]' 'compare.variants={wide: model.hidden_size=512}'",
     "runs/native s3://bucket/runs/compiled --tolerance 0.02 --output reports/compiled",
 )
 USED: tuple[str, ...] = ("run_dir", "data.path", "compare.run", "compare.variants", "compare.largest_batch")
