@@ -152,7 +152,7 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
 
 
 def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
-    """Overrides that turn a run into a dry run, which meets every graph once and leaves nothing behind.
+    """Overrides that turn a run into a dry run, which compiles every graph once and leaves nothing behind.
 
     Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
     """

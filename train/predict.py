@@ -108,7 +108,7 @@ def read_rows(options: argparse.Namespace, trained: Trained, s3: S3Config) -> It
 
     origin, prediction, given = trained.origin, trained.prediction, inputs_given(options)
     ok = options.input is not None or fits(prediction, given)
-    check(ok, f"{options.model} {prediction.verb}: give {flags(required(prediction))}, or --input")
+    check(ok, f"{options.model} {prediction.does}: give {flags(required(prediction))}, or --input")
     if origin.run is not None:
         trained_on = origin.run[0].data
         assert isinstance(trained_on, RecordsConfig)

@@ -126,7 +126,7 @@ class Lease:
             except LeaseLost as lost:
                 logger.error(str(lost))
                 return
-            except Exception as error:  # training continues; the next commit meets the same fault and raises it
+            except Exception as error:  # training continues; the next commit has the same fault and raises it
                 if not failing:
                     risk = f"without a heartbeat for {self.ttl_s:g} s another job may take the folder"
                     logger.warning(f"the lease is not renewed: {type(error).__name__}: {error}; {risk}")

@@ -37,7 +37,7 @@ class CardText:
 class Prediction:
     """How `python -m train.predict` asks a model of this task. A run and a row of input hold the same columns."""
 
-    verb: str  # as in "labels texts": it follows the name of the model in a message
+    does: str  # as in "labels texts": it follows the name of the model in a message
     inputs: Mapping[str, str]  # columns of ColumnsConfig that the model reads, each with the help text of its flag
     predictor: Callable[[], type[Predictor]]  # imports torch
     optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it learnt with them

@@ -59,7 +59,7 @@ SPEC = TaskSpec(
     ),
     headline=("f1_macro",),
     prediction=Prediction(
-        verb="labels texts",
+        does="labels texts",
         inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
         optional=("text_pair",),
         predictor=predictor,

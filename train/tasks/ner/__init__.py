@@ -53,7 +53,7 @@ SPEC = TaskSpec(
     ),
     headline=("f1",),
     prediction=Prediction(
-        verb="tags words",
+        does="tags words",
         inputs={"tokens": "words to tag, separated by spaces"},
         predictor=predictor,
     ),

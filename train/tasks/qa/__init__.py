@@ -58,7 +58,7 @@ SPEC = TaskSpec(
     ),
     headline=("f1",),
     prediction=Prediction(
-        verb="answers questions",
+        does="answers questions",
         inputs={"question": "to answer from --context", "context": "in which the answer is"},
         options={"null_threshold": "odds above which there is no answer"},
         predictor=predictor,

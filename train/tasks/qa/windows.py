@@ -80,12 +80,12 @@ class QAFeaturizer(TextFeaturizer):
             "questions; choose a model like bert, albert, roberta, distilbert",
         )
         special = tokenizer.num_special_tokens_to_add(pair=True)
-        room = seq_len - special - task.max_question_tokens
+        left = seq_len - special - task.max_question_tokens
         check(
-            task.stride < room,
+            task.stride < left,
             f"task.stride={task.stride} leaves no room: a question may take task.max_question_tokens="
             f"{task.max_question_tokens} of seq_len={seq_len} and special tokens take {special}, which leaves "
-            f"{max(room, 0)} for the context; raise seq_len or lower one of the others",
+            f"{max(left, 0)} for the context; raise seq_len or lower one of the others",
         )
 
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
