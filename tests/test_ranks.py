@@ -41,17 +41,17 @@ def test_a_long_action_is_waited_for_with_a_heartbeat():
 def test_a_machine_full_of_ranks_loads_eight_at_a_time():
     class Rank(World):
         def __init__(self, local_rank):
-            self.local_rank, self.local_size, self.meetings = local_rank, 20, 0
+            self.local_rank, self.local_size, self.barriers = local_rank, 20, 0
 
-        def meet(self):
-            self.meetings += 1
+        def barrier(self):
+            self.barriers += 1
 
     entered = {}
     for local_rank in range(20):
         rank = Rank(local_rank)
         with rank.stagger_local_ranks():
-            entered.setdefault(rank.meetings, []).append(local_rank)
-        assert rank.meetings == 3  # the same on all: they meet
+            entered.setdefault(rank.barriers, []).append(local_rank)
+        assert rank.barriers == 3  # the same number on all ranks
     assert [len(ranks) for _, ranks in sorted(entered.items())] == [8, 8, 4]
 
 
