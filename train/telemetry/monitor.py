@@ -1,8 +1,8 @@
 """Readings of one machine's hardware while a run trains: utilisation, memory, FLOP/s and errors.
 
     neuron   neuron-monitor, see `train.telemetry.monitor_neuron`; not run on hardware
-    nvidia   NVML; not run on hardware
-    cpu      psutil, over the processes of the run
+    nvidia   NVML
+    cpu      no device; of the host, as with the others, psutil
 
 A thread of one process per machine reads about once a second, which costs the training nothing. Values without a source
 are left out. If a source is missing or breaks, this is reported once, the host is still read, and training continues.
@@ -11,10 +11,8 @@ are left out. If a source is missing or breaks, this is reported once, the host 
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +74,7 @@ class Monitor:
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.spans: dict[str, list[float]] = {}  # sum * time, number * time, time
+        self.sums: dict[str, list[float]] = {}  # of OVER_TIME: sum, number of devices, number of readings
         self.latest: Totals = {}
         self.num_errors, self.counts_errors = 0, False
         self.waiting: Counter[str] = Counter()  # alarms
@@ -97,22 +95,21 @@ class Monitor:
         try:
             for reading in self.source(self.stop) if self.source is not None else ():
                 self.add(reading)
-                self.add(host_reading(reading.period_s))
+                self.add(host_reading())
         except Exception as error:  # a run must not fail for a reading
             logger.warning(f"monitor: {type(error).__name__}: {error}; no more readings of the devices")
         with self.lock:  # the devices are no longer read
             self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
             self.counts_errors = False
         while not self.stop.wait(self.period_s):
-            self.add(host_reading(self.period_s))
+            self.add(host_reading())
 
     def add(self, reading: Reading) -> None:
         with self.lock:
             for name, (total, num) in reading.totals.items():
                 if name in OVER_TIME:
-                    span = self.spans.get(name, [0.0, 0.0, 0.0])
-                    added = (total * reading.period_s, num * reading.period_s, reading.period_s)
-                    self.spans[name] = [a + b for a, b in zip(span, added, strict=True)]
+                    before = self.sums.get(name, [0.0, 0.0, 0.0])
+                    self.sums[name] = [before[0] + total, before[1] + num, before[2] + 1]
                 else:
                     self.latest[name] = (total, num)
             if reading.errors is not None:
@@ -124,11 +121,11 @@ class Monitor:
     def read(self) -> HardwareSample:
         """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
         with self.lock:
-            totals = {name: (total / time_s, num / time_s) for name, (total, num, time_s) in self.spans.items()}
+            totals = {name: (total / readings, num / readings) for name, (total, num, readings) in self.sums.items()}
             totals |= self.latest
             if self.counts_errors or self.num_errors:
                 totals["device_errors"] = (self.num_errors, 1.0)
-            self.spans, self.num_errors = {}, 0
+            self.sums, self.num_errors = {}, 0
             return HardwareSample(totals, float(len(self.waiting)))
 
     def alarms(self) -> list[str]:
@@ -148,8 +145,8 @@ def open_monitor(
     """
     sources: dict[str, Source] = {
         "neuron": partial(monitor_neuron.readings, num_devices=num_devices, run_tag=run_tag, period_s=period_s),
-        "nvidia": Nvidia(num_devices, period_s).readings,
-        "cpu": Cpu(num_devices, period_s).readings,
+        "nvidia": partial(nvidia_readings, num_devices=num_devices, period_s=period_s),
+        "cpu": lambda _stop: iter(()),
     }
     return Monitor(sources[kind] if is_first_on_machine else None, period_s=period_s)
 
@@ -157,124 +154,59 @@ def open_monitor(
 # ---- sources -------------------------------------------------------------------------------------------------------
 
 
-def host_reading(period_s: float) -> Reading:
+def host_reading() -> Reading:
     memory = psutil.virtual_memory()
     used = {"cpu_utilisation": psutil.cpu_percent() / 100, "host_memory_bytes": float(memory.total - memory.available)}
-    return Reading({name: (value, 1.0) for name, value in used.items()}, period_s)
+    return Reading({name: (value, 1.0) for name, value in used.items()})
 
 
-@dataclass
-class Cpu:
-    """The processors and memory that the run uses. The device of a rank is its share of the machine's processors."""
+def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
+    """Yield readings of the first GPUs that CUDA shows, by NVML, which counts no FLOPs."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        logger.warning(f"NVML: {error}: no readings of the GPUs; training continues")
+        return
+    note = Notes()
+    errors_before: dict[int, int] = {}  # uncorrected memory errors, by GPU
+    hot: set[int] = set()
 
-    num_devices: int
-    period_s: float
-    used_s: dict[int, float] = field(default_factory=dict)  # processor seconds of each process so far
-
-    def readings(self, stop: threading.Event) -> Iterator[Reading]:
-        self.look()
-        before_s = time.monotonic()
-        while not stop.wait(self.period_s):
-            busy_s, rss = self.look()
-            now_s = time.monotonic()
-            share = min(1.0, busy_s / (now_s - before_s) / (os.cpu_count() or 1))
-            totals = {"device_utilisation": share * self.num_devices, "device_memory_bytes": rss}
-            yield Reading({name: (each, self.num_devices) for name, each in totals.items()}, now_s - before_s)
-            before_s = now_s
-
-    def look(self) -> tuple[float, float]:
-        """Processor seconds since the last look, and bytes in use. A page that processes share counts in each."""
-        used_now_s: dict[int, float] = {}
-        rss = 0.0
-        for process in self.processes():
-            try:
-                with process.oneshot():
-                    times = process.cpu_times()
-                    rss += process.memory_info().rss
-                used_now_s[process.pid] = times.user + times.system
-            except psutil.Error:  # the process has ended meanwhile
-                continue
-        busy_s = sum(used_s - self.used_s.get(pid, 0.0) for pid, used_s in used_now_s.items())
-        self.used_s = used_now_s
-        return max(0.0, busy_s), rss
-
-    def processes(self) -> list[psutil.Process]:
-        """The processes of all ranks on this machine, with their children: those of the launcher, or this one."""
-        own = psutil.Process()
-        launcher = own.parent() if self.num_devices > 1 else None
-        return [own, *own.children(recursive=True)] if launcher is None else launcher.children(recursive=True)
-
-
-class Nvidia:
-    """The devices that CUDA shows the run, by NVML, which counts no FLOPs. Not run on hardware."""
-
-    def __init__(self, num_devices: int, period_s: float) -> None:
-        self.num_devices, self.period_s = num_devices, period_s
-        self.note = Notes()
-        self.ecc: dict[int, int] = {}
-        self.hot: set[int] = set()
-
-    def readings(self, stop: threading.Event) -> Iterator[Reading]:
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
-            logger.warning(f"NVML: {error}: no readings of the GPUs; training continues")
-            return
-        try:
-            handles = visible(os.environ.get("CUDA_VISIBLE_DEVICES"))[: self.num_devices]
-            if len(handles) < self.num_devices:
-                self.note("count", f"NVML finds {len(handles)} of {self.num_devices} GPUs; the others are left out")
-            while not stop.wait(self.period_s):
-                yield self.look(handles)
-        finally:
-            pynvml.nvmlShutdown()
-
-    def look(self, handles: list[Any]) -> Reading:
-        reading, shares, held = Reading(period_s=self.period_s), [], []
-        for index, handle in enumerate(handles):
-            rates = self.ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-            shares += [] if rates is None else [rates.gpu / 100]
-            memory = self.ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-            held += [] if memory is None else [float(memory.used)]
-            which = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
-            count = self.ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, *which)
-            if count is not None:
-                reading.add({f"GPU {index}: uncorrected memory errors": count - self.ecc.get(index, count)})
-                self.ecc[index] = count
-            heat = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
-            reasons = self.ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-            if reasons & heat and index not in self.hot:  # reported once, since it may come and go
-                self.hot.add(index)
-                reading.warnings += (f"GPU {index}: slowed down by its temperature",)
-        for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
-            if values:
-                reading.totals[name] = (sum(values), len(values))
-        return reading
-
-    def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def ask(call: Callable[..., Any], *arguments: Any) -> Any:
         """NVML's answer; None if the device or the driver has none, which is reported once."""
         try:
             return call(*arguments)
         except pynvml.NVMLError as error:
-            self.note(call.__name__, f"NVML: {call.__name__}: {error}; left out")
+            note(call.__name__, f"NVML: {call.__name__}: {error}; left out")
             return None
 
+    heat = pynvml.nvmlClocksThrottleReasonHwThermalSlowdown | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    try:
+        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in cuda_uuids()[:num_devices]]
+        while not stop.wait(period_s):
+            reading, shares, held = Reading(), [], []
+            for index, gpu in enumerate(gpus):
+                if (rates := ask(pynvml.nvmlDeviceGetUtilizationRates, gpu)) is not None:
+                    shares.append(rates.gpu / 100)
+                if (memory := ask(pynvml.nvmlDeviceGetMemoryInfo, gpu)) is not None:
+                    held.append(float(memory.used))
+                if (count := ask(pynvml.nvmlDeviceGetTotalEccErrors, gpu, *uncorrected)) is not None:
+                    reading.add({f"GPU {index}: uncorrected memory errors": count - errors_before.get(index, count)})
+                    errors_before[index] = count
+                reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu) or 0
+                if reasons & heat and index not in hot:  # reported once, since it may come and go
+                    hot.add(index)
+                    reading.warnings += (f"GPU {index}: slowed down by its temperature",)
+            for name, values in (("device_utilisation", shares), ("device_memory_bytes", held)):
+                if values:
+                    reading.totals[name] = (sum(values), len(values))
+            yield reading
+    finally:
+        pynvml.nvmlShutdown()
 
-def visible(names: str | None) -> list[Any]:
-    """NVML's handles of the devices that CUDA_VISIBLE_DEVICES names, by number or by the start of a UUID; None: all.
 
-    As in CUDA, names after one that does not exist are ignored. Numbers are those of CUDA only if it counts in the
-    order of the bus (CUDA_DEVICE_ORDER=PCI_BUS_ID) or all devices are alike.
-    """
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    if names is None:
-        return handles
-    uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    shown: list[Any] = []
-    for name in (part.strip() for part in names.split(",")):
-        numbered = name.isdecimal() and int(name) < len(handles)
-        named = [index for index, uuid in enumerate(uuids) if name.startswith("GPU-") and uuid.startswith(name)]
-        if not numbered and len(named) != 1:
-            break
-        shown.append(handles[int(name) if numbered else named[0]])
-    return shown
+def cuda_uuids() -> list[str]:
+    """NVML's names of the devices that CUDA shows this process, in CUDA's order."""
+    import torch  # late: most kinds of monitor need none
+
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]

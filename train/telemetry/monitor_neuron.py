@@ -10,7 +10,6 @@ import atexit
 import json
 import logging
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,6 @@ logger = logging.getLogger("train")
 TOOL, FOLDER = "neuron-monitor", "/opt/aws/neuron/bin"
 RUNTIME_GROUPS = ("neuroncore_counters", "memory_used", "execution_stats")
 ECC_COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
-POLL_S = 0.2  # how soon a request to stop is seen
 STOP_S = 3.0  # between SIGTERM and SIGKILL for the tool
 # Two types are not read: `generic`, which counts tens of thousands a second in recordings of healthy executions, and
 # `transient`, which counts corrected errors.
@@ -46,7 +44,6 @@ class Reading:
     """One look at the devices of a machine, by any source. Unknown values are left out."""
 
     totals: Totals = field(default_factory=dict)
-    period_s: float = 1.0  # utilisation and FLOP/s are means over it
     errors: Counter[str] | None = None  # new ones, by device and kind; None: this source does not count them
     warnings: tuple[str, ...] = ()  # alarms that are no errors
 
@@ -66,21 +63,13 @@ class Notes:
             logger.warning(text)
 
 
-def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
-    """The readings of this machine's Neuron devices, `num_devices` of which are the run's. `run_tag` is the
-    NEURON_PROCESS_TAG of its processes.
-    """
-    note = Notes()
-    parsed = map(LineParser(num_devices, run_tag, note).parse, lines(stop, period_s=period_s, note=note))
-    return (reading for reading in parsed if reading is not None)
-
-
 # ---- the child -----------------------------------------------------------------------------------------------------
 
 
-def lines(stop: threading.Event, *, period_s: float, note: Notes) -> Iterator[bytes]:
-    """The lines of a neuron-monitor that is started here, until `stop` is set or it ends; none, with a note, if it is
-    missing.
+def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
+    """Yield the readings of a neuron-monitor that is started here, until `stop` is set or it ends; none, with a
+    warning, if it is missing. `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the
+    NEURON_PROCESS_TAG of its processes.
 
     The child must not outlive the run. It is ended when this function or the interpreter ends. A run that is killed
     does neither, but its end of the pipe closes with it, and the tool gets SIGPIPE at its next line, a second later.
@@ -89,7 +78,7 @@ def lines(stop: threading.Event, *, period_s: float, note: Notes) -> Iterator[by
     """
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
-        note("tool", f"{TOOL} is neither on PATH nor in {FOLDER}: no readings of the devices; training continues")
+        logger.warning(f"{TOOL} is neither on PATH nor in {FOLDER}: no readings of the devices; training continues")
         return
     with tempfile.TemporaryDirectory(prefix="neuron-monitor-", ignore_cleanup_errors=True) as folder:
         config, messages = Path(folder) / "config.json", Path(folder) / "stderr.txt"
@@ -100,32 +89,24 @@ def lines(stop: threading.Event, *, period_s: float, note: Notes) -> Iterator[by
                     [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
                 )
         except OSError as error:
-            note("tool", f"{tool} does not start ({error}): no readings of the devices; training continues")
+            logger.warning(f"{tool} does not start ({error}): no readings of the devices; training continues")
             return
         atexit.register(child.terminate)
         try:
-            yield from split(child, stop)
-            if not stop.is_set():
-                last = messages.read_text(errors="replace").strip().splitlines()[-1:]
-                why = ", ".join([f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)])
-                note("end", f"{TOOL} ended ({why}): no more readings of the devices; training continues")
+            assert child.stdout is not None
+            parser = LineParser(num_devices, run_tag, Notes())
+            for line in child.stdout:  # one every `period_s`
+                if stop.is_set():
+                    return
+                reading = parser.parse(line)
+                if reading is not None:
+                    yield reading
+            last = messages.read_text(errors="replace").strip().splitlines()[-1:]
+            why = ", ".join([f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)])
+            logger.warning(f"{TOOL} ended ({why}): no more readings of the devices; training continues")
         finally:
             atexit.unregister(child.terminate)
             end(child)
-
-
-def split(child: subprocess.Popen[bytes], stop: threading.Event) -> Iterator[bytes]:
-    """The child's lines as they arrive. They are read at once, since those of a big machine do not fit into a pipe."""
-    assert child.stdout is not None
-    left = b""
-    while not stop.is_set():
-        if not select.select([child.stdout], [], [], POLL_S)[0]:
-            continue
-        read = os.read(child.stdout.fileno(), 2**20)
-        if not read:
-            return
-        *whole, left = (left + read).split(b"\n")
-        yield from whole
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
@@ -205,7 +186,6 @@ class LineParser:
             counters, stats = groups["neuroncore_counters"], groups["execution_stats"]
             cores = cores_of(mapping(counters)) if counters is not None else None
             num_counted += cores is not None
-            reading.period_s = number(mapping(counters).get("period")) or reading.period_s
             for core, values in (cores or {}).items():
                 busy[core] = busy.get(core, 0.0) + (number(values.get("neuroncore_utilization")) or 0.0) / 100
                 # `flops` in the guide, `effective_flops` in a recording, neither in others.
