@@ -29,26 +29,19 @@ def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
     session = open_session(S3Config())
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2})
     try:
-        answer = session.client("s3", config=config).head_bucket(Bucket=name)
+        metadata = session.client("s3", config=config).head_bucket(Bucket=name)["ResponseMetadata"]
     except ClientError as error:
         metadata = error.response["ResponseMetadata"]
-        headers = metadata.get("HTTPHeaders", {})
-        return {
-            "S3": rejection(name, metadata["HTTPStatusCode"], headers, session.region_name),
-            **clock(headers, now_s),
-        }
     except BotoCoreError as error:
         cures = dict.fromkeys(
             NO_ANSWER, "add to the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
         )
         problem, cure = problem_and_cure(code_of(error), one_line(error), service="S3", cures=cures)
         return {"S3": bad(f"{name}: {problem}", cure=cure or "check the name; aws sts get-caller-identity")}
-    headers = answer["ResponseMetadata"]["HTTPHeaders"]
-    return {"S3": region(name, region_of(headers), session.region_name), **clock(headers, now_s)}
-
-
-def region_of(headers: Mapping[str, str]) -> str:
-    return headers.get("x-amz-bucket-region", "")
+    status, headers = metadata["HTTPStatusCode"], metadata.get("HTTPHeaders", {})
+    there, here = headers.get("x-amz-bucket-region", ""), session.region_name
+    finding = region(name, there, here) if status == 200 else rejection(name, status, there, here)
+    return {"S3": finding, **clock(headers, now_s)}
 
 
 def region(name: str, bucket_region: str, own_region: str | None) -> Finding:
@@ -65,12 +58,11 @@ def region(name: str, bucket_region: str, own_region: str | None) -> Finding:
     return ok(f"{name} answers, in {bucket_region} like this session")
 
 
-def rejection(name: str, status: int, headers: Mapping[str, str], own_region: str | None) -> Finding:
+def rejection(name: str, status: int, bucket_region: str, own_region: str | None) -> Finding:
     """The finding for a rejected request, by its status: the answer to a HEAD request has no body."""
     if status in (301, 307):
-        where = region_of(headers)
-        text = f"{name} is in another region ({where or 'unknown'}; this session: {own_region or 'none'})"
-        return bad(text, cure=f"export AWS_DEFAULT_REGION={where or 'the region of the bucket'}")
+        text = f"{name} is in another region ({bucket_region or 'unknown'}; this session: {own_region or 'none'})"
+        return bad(text, cure=f"export AWS_DEFAULT_REGION={bucket_region or 'the region of the bucket'}")
     cures = {
         "AccessDenied": f"allow s3:ListBucket on arn:aws:s3:::{name} and s3:GetObject, s3:PutObject on its objects"
     }

@@ -26,6 +26,7 @@ from train.config.backend import DEFAULT_TIMEOUT_S
 from train.doctor.finding import Finding, State, bad, ok
 from train.host.launched import launched
 from train.ranks import World
+from train.report.texts import plural
 
 REPEATS = 5
 MIB = 2**20
@@ -83,20 +84,21 @@ def measure(cfg: BackendConfig, instance: InstanceConfig, *, mib: int | None = N
         for tensor in tensors:
             world.all_reduce(tensor)
 
-    def timed(add_up: Callable[[list[Tensor]], None], what: str, num_mib: int, device: torch.device) -> AllReduce:
-        with deadline(f"the all-reduce {what}", timeout_s):
-            return all_reduce(backend, add_up, num_mib * MIB, device)
-
-    host_mib = mib or HOST_MIB
-    device_mib = mib or (HOST_MIB if is_cpu else device_size_mib(world.size))
+    host_bytes = MIB * (mib or HOST_MIB)
+    device_bytes = MIB * (mib or (HOST_MIB if is_cpu else device_size_mib(world.size)))
+    with deadline("the all-reduce of the devices", timeout_s):
+        of_devices = all_reduce(backend, add_up_on_device, device_bytes, backend.device)
+    with deadline("the all-reduce over the hosts", timeout_s):
+        of_hosts = all_reduce(backend, add_up_on_hosts, host_bytes, torch.device("cpu"))
+    members = firsts if len(firsts) > 1 else range(world.size)
     measured = Measured(
         where=f"{backend.name} on {backend.device_name}",
         names=names,
         num_machines=len(firsts),
         is_cpu=is_cpu,
-        device=timed(add_up_on_device, "of the devices", device_mib, backend.device),
-        hosts=timed(add_up_on_hosts, "over the hosts", host_mib, torch.device("cpu")),
-        links=measure_links(world, names, firsts if len(firsts) > 1 else range(world.size), host_mib * MIB, timeout_s),
+        device=of_devices,
+        hosts=of_hosts,
+        links=measure_links(world, names, members, host_bytes, timeout_s),
     )
     with deadline("leaving the group", timeout_s):
         backend.close()
@@ -141,8 +143,13 @@ def all_reduce(
     small = torch.ones(1).to(device)
     add_up([large, small])  # connects the ranks, and compiles where that is needed
     is_right = bool((backend.to_host([large])[0] == world.size * (world.size + 1) / 2).all())
-    latency_s = median_s(world, lambda: add_up([small]))
-    took_s = median_s(world, lambda: add_up([large, small]))
+
+    def median_s(tensors: list[Tensor]) -> float:
+        """Median duration over repeats and ranks."""
+        of_ranks = world.all_gather_object(durations_s(lambda: add_up(tensors)))
+        return statistics.median(took_s for durations in of_ranks for took_s in durations)
+
+    latency_s, took_s = median_s([small]), median_s([large, small])
     wrong = [rank for rank, each in enumerate(world.all_gather_object(is_right)) if not each]
     return AllReduce(latency_s, num_bytes, bus_bandwidth(num_bytes, took_s, num_ranks=world.size), wrong)
 
@@ -152,17 +159,9 @@ def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
 
 
-def median_s(world: World, action: Callable[[], None]) -> float:
-    """Median duration over repeats and ranks."""
-    return statistics.median(
-        took_s for rank in world.all_gather_object(durations_s(action, world.barrier)) for took_s in rank
-    )
-
-
-def durations_s(action: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
+def durations_s(action: Callable[[], object]) -> list[float]:
     durations = []
     for _ in range(REPEATS):
-        before()
         began_s = time.perf_counter()
         action()
         durations.append(time.perf_counter() - began_s)
@@ -193,17 +192,12 @@ def measure_links(
 
 
 def rounds(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """All pairs, in rounds in which nobody is in two of them: the circle method of round-robin tournaments, in which
-    the first member stays and the others move on by one seat a round. With an odd number one pauses in each round.
+    """All pairs, in rounds in which nobody is in two of them: in a round the places of each pair have the same sum,
+    modulo the number of members.
     """
-    seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    result = []
-    for _ in seats[1:]:
-        half = len(seats) // 2
-        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
-        result.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return result
+    number = len(members)
+    places = [[(first, (total - first) % number) for first in range(number)] for total in range(number)]
+    return [[(members[a], members[b]) for a, b in pairs if a < b] for pairs in places]
 
 
 # ---- the findings ----------------------------------------------------------------------------------------------------
@@ -215,11 +209,9 @@ def compare(measured: Measured, instance: InstanceConfig) -> dict[str, Finding]:
     several = measured.num_machines > 1
     figure = figure_text(wanted_device, instance.name)
     # Which share of the network the devices reach over several machines was never measured: no reason to reject one.
-    devices = all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several)
-    ranks = ok(f"{len(measured.names)} on {counted(measured.num_machines, 'machine')}, {measured.where}")
     return {
-        "ranks": ranks,
-        "devices": devices,
+        "ranks": ok(f"{len(measured.names)} on {plural(measured.num_machines, 'machine')}, {measured.where}"),
+        "devices": all_reduce_finding(measured.device, measured.names, wanted_device, figure, can_fail=not several),
         "hosts": all_reduce_finding(measured.hosts, measured.names),
         "links": links_finding(measured.links, wanted_link, instance.name, are_machines=several),
     }
@@ -249,7 +241,7 @@ def all_reduce_finding(
     if seen.wrong_ranks:
         where = ", ".join(names[rank] for rank in seen.wrong_ranks[:NAMED])
         return bad(
-            f"wrong sum on {counted(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
+            f"wrong sum on {plural(len(seen.wrong_ranks), 'rank')}: {where}; {text}",
             cure="replace that machine; on all of them, compare the versions of python -m train.doctor",
         )
     if should_be is None:
@@ -280,7 +272,3 @@ def graded(text: str, share: float, cure: str, *, can_fail: bool) -> Finding:
 
 def shown(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s"
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
