@@ -133,11 +133,10 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared,
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        ("output=/proc/a.json", "output=/proc/a.json: no file can be written to /proc; name another one"),
         ("stepz=3", "stepz is not a setting; did you mean steps?"),
         ("steps=5", "steps=5 must be a multiple of windows=2, its parts"),
         ("nproc=2", "nproc: only a sweep has them; add --sweep"),
-        ("output=/nowhere/a.json", "output=/nowhere/a.json: /nowhere is not a folder; make it first"),
+        ("output=/nowhere/a.json", "output=/nowhere/a.json: /nowhere is no folder that files can be written to"),
         ("micro_batch_size=3", "global_batch_size=8 is not a multiple of micro_batch_size=3 x 1 ranks"),
         ("save_as=a/b", "save_as: only a sweep has them; add --sweep"),
     ],

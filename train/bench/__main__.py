@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.bench.config import BenchConfig, check_takes_files
+from train.bench.config import BenchConfig
 from train.cli import compose as cli
 from train.config import Failure, check
 from train.host import cluster
@@ -42,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
-    check_output(cfg.output)
+    if cfg.output is not None:  # a measurement takes too long to be lost at its end
+        check("://" not in cfg.output, f"output={cfg.output} must be a file of this machine")
+        check(not Path(cfg.output).is_dir(), f"output={cfg.output} is a folder; it must be the name of a file")
+        folder = Path(cfg.output).parent
+        check(os.access(folder, os.W_OK), f"output={cfg.output}: {folder} is no folder that files can be written to")
     try:
         if cfg.sweep:
             from train.bench import sweep
@@ -55,16 +60,6 @@ def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
         return measure.run(cfg, settings)
     except KeyboardInterrupt as error:
         raise Failure("interrupted") from error
-
-
-def check_output(output: str | None) -> None:
-    """InputError for a file that could not be written at the end."""
-    if output is not None:
-        path = Path(output)
-        check("://" not in output, f"output={output} must be a file of this machine")
-        check(not path.is_dir(), f"output={output} is a folder; it must be the name of a file")
-        check(path.parent.is_dir(), f"output={output}: {path.parent} is not a folder; make it first")
-        check_takes_files(path.parent, f"output={output}")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-from train.config import InputError, TrainConfig, check
+from train.config import TrainConfig, check
 from train.config.checks import check_at_least, check_positive
 
 MAX_PROCESSES = 4096
@@ -26,10 +24,8 @@ class BenchConfig(TrainConfig):
     sweep: bool = False  # also --sweep: try micro batches, with the same global batch, for the largest and the fastest
     max_micro_batch: int | None = None  # sweep: the largest micro batch that is tried; None: all of a rank's share
     nproc: int = 1  # sweep: ranks of each try, which torchrun starts on this machine if there are several
-    save_as: str | None = (
-        None  # sweep: name of the experiment that gets the result, conf/experiment/NAME.yaml; None: it
-    )
-    # is printed
+    save_as: str | None = None  # sweep: name of the experiment that gets the result, conf/experiment/NAME.yaml;
+    # None: it is printed
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,12 +54,3 @@ class BenchConfig(TrainConfig):
     def untimed(self) -> int:
         """Steps before the timed ones: whole windows."""
         return -(-self.warmup // self.window) * self.window
-
-
-def check_takes_files(folder: Path, setting: str) -> None:
-    """InputError unless a file can be written to the folder: a measurement takes too long to be lost at its end."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(f"{setting}: no file can be written to {folder}; name another one") from error

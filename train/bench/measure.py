@@ -23,7 +23,7 @@ from train.attempt.preempt import StoppedEarly, StopRequest
 from train.backend.base import peak_device_bytes
 from train.bench.config import BenchConfig
 from train.bench.peak import matmul_flops_per_s
-from train.bench.speeds import GIB, Peak, TimedSteps, cost, plural, speeds, table
+from train.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 from train.cli import compose as cli
 from train.config import Failure, HubConfig, InputError, TrainConfig, check
 from train.config.checkpoints import BestConfig
@@ -35,6 +35,7 @@ from train.host.launcher import find_launcher
 from train.host.memory import limit_allocations, own_peak_bytes, total_memory_bytes
 from train.host.processes import owner_name
 from train.ranks import AGREED
+from train.report.texts import plural
 from train.storage.atomic_io import write_atomic
 from train.telemetry.metrics import Recorder
 
@@ -49,14 +50,11 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     try:
         with own_folder(launch) as folder:
             result = measured(cfg, folder)
-    except OutOfMemory as error:
-        end_apart(error, cfg, launch)
+    except InputError:
         raise
-    except (InputError, StoppedEarly, *AGREED) as error:
-        if isinstance(error, InputError):
-            raise
-        raise Failure(f"nothing was measured: {error}") from error
     except Exception as error:
+        if isinstance(error, (StoppedEarly, *AGREED)) and not isinstance(error, OutOfMemory):
+            raise Failure(f"nothing was measured: {error}") from error
         end_apart(error, cfg, launch)
         raise
     if launch.rank == 0:

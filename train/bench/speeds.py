@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.config import InstanceConfig
+from train.report.texts import plural
 
 GIB = 2**30
 FLOPS_SOURCE = "train/models/model_sizes.py: a multiply-add is 2 operations, the backward pass twice the forward pass"
@@ -105,7 +106,3 @@ def table(result: dict[str, Any]) -> str:
         else f"${usd:,.2f} per million sequences",
     }
     return "\n".join(f"{head:11}{text}" for head, text in rows.items())
-
-
-def plural(number: int, name: str) -> str:
-    return f"{number} {name}{'s' if number > 1 else ''}"

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import conf
-from train.bench.config import BenchConfig, check_takes_files
-from train.bench.speeds import GIB, plural
+from train.bench.config import BenchConfig
+from train.bench.speeds import GIB
 from train.cli import compose as cli
 from train.cli.help import groups
 from train.config import Failure, InputError, TrainConfig, check, make_plan
 from train.host.launched import launched
 from train.host.launcher import REFUSAL
 from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
+from train.report.texts import plural
 from train.run_folder.outcome import OUT_OF_MEMORY
 from train.storage.atomic_io import write_atomic
 from train.storage.schema import BadContent, read_object
@@ -67,7 +68,7 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     target = None if cfg.save_as is None else Path(conf.__file__ or "").parent / "experiment" / f"{cfg.save_as}.yaml"
     if target is not None:
         check(not target.exists(), f"save_as={cfg.save_as}: {target} exists; choose another name")
-        check_takes_files(target.parent, f"save_as={cfg.save_as}")
+        check(os.access(target.parent, os.W_OK), f"save_as={cfg.save_as}: no file can be written to {target.parent}")
     sizes, first = sizes_of(cfg)
     from train.tasks import build_task  # late: torch takes seconds to import
 
@@ -130,8 +131,7 @@ def sizes_of(cfg: BenchConfig) -> tuple[list[int], int]:
         f"global_batch_size={whole} does not divide over nproc={cfg.nproc} ranks; make it a multiple",
     )
     share, most = whole // cfg.parallel.replicas(cfg.nproc), cfg.max_micro_batch or whole
-    roots = [size for size in range(1, int(share**0.5) + 1) if share % size == 0]
-    sizes = sorted({size for root in roots for size in (root, share // root) if size <= most})
+    sizes = [size for size in range(1, min(share, most) + 1) if share % size == 0]
     usable = [size for size in sizes if is_usable(cfg, size)]
     check(
         usable != [],
@@ -259,25 +259,19 @@ def experiment(settings: Sequence[str], best: Try, *, global_batch_size: int) ->
     sizes = [f"global_batch_size={global_batch_size}", f"micro_batch_size={best.micro_batch_size}"]
     kept = [each for each in settings if key_of(each) not in OWN | {key_of(size) for size in sizes}] + sizes
     composed = cli.compose_config(TrainConfig, kept)
-    values = OmegaConf.create()
-    for key in map(key_of, kept):
+    chosen, values = {}, OmegaConf.create()
+    for key, _, option in (each.partition("=") for each in kept):
         if key not in groups("train"):
             OmegaConf.update(values, key, OmegaConf.select(composed, key), force_add=True)
+        elif option != "null":
+            chosen[key] = option
+    extended = chosen.pop("experiment", None)
+    defaults = ["defaults:", f"  - {extended}"] if extended else ["defaults:"]
+    defaults += [f"  - override /{group}: {option}" for group, option in chosen.items()]
+    if chosen:
+        defaults.append("  - _self_")
     assert best.bench is not None
     where = f"{plural(best.bench['world_size'], 'rank')} on {platform.node()}, {best.bench['device']}"
     about = f"{best.tokens_per_s:,.0f} tokens/s with {where} in {best.bench['precision']}"
     lines = ["# @package _global_", f"# Written by python -m train.bench --sweep on {time.strftime('%F')}: {about}"]
-    defaults = [*defaults_of(kept)]
-    return "\n".join([*lines, *(["defaults:", *defaults] if defaults else []), OmegaConf.to_yaml(values)])
-
-
-def defaults_of(settings: Sequence[str]) -> Iterator[str]:
-    """Lines of a defaults list for the groups that are chosen, the experiment that is extended first."""
-    chosen = {key_of(each): each.partition("=")[2] for each in settings if key_of(each) in groups("train")}
-    chosen = {group: option for group, option in chosen.items() if option != "null"}
-    if "experiment" in chosen:
-        yield f"  - {chosen.pop('experiment')}"
-    for group, option in chosen.items():
-        yield f"  - override /{group}: {option}"
-    if chosen:
-        yield "  - _self_"
+    return "\n".join([*lines, *(defaults if len(defaults) > 1 else []), OmegaConf.to_yaml(values)])

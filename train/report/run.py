@@ -126,18 +126,20 @@ HIGHER_IS_BETTER = re.compile("accuracy|f1|exact_match|precision|recall")
 MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidden_size"))
 
 
-def attempt_totals(attempt: list[Line]) -> dict[str, float | None]:
-    """Time, tokens and MFU of one attempt: by its summary, or by its train lines if it wrote none."""
+def of_attempt(attempt: list[Line], key: str) -> float | None:
+    """A figure of one attempt (train_s, tokens, mfu, compile_s, graphs): by its summary, or by its train lines if it wrote
+    none.
+    """
     if attempt[-1]["kind"] == "summary":
-        return {key: number(attempt[-1], key) for key in ("train_s", "tokens", "mfu")}
+        return number(attempt[-1], key)
     trained = [line for line in attempt if line["kind"] == "train"]
-    ends_s = [0.0, *(number(line, "train_s") or 0.0 for line in trained)]
-    seconds = [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
-    return {
-        "train_s": ends_s[-1],
-        "tokens": last(trained, "tokens"),
-        "mfu": mean([(number(line, "mfu"), each_s) for line, each_s in zip(trained, seconds, strict=True)]),
-    }
+    if key == "compile_s":
+        return total([number(line, key) for line in trained])
+    if key == "mfu":
+        ends_s = [0.0, *(number(line, "train_s") or 0.0 for line in trained)]
+        seconds = [end_s - begin_s for begin_s, end_s in pairwise(ends_s)]
+        return mean([(number(line, key), each_s) for line, each_s in zip(trained, seconds, strict=True)])
+    return last(trained, key)
 
 
 def mean(pairs: list[tuple[float | None, float | None]]) -> float | None:
@@ -203,8 +205,6 @@ def resources(run: Run) -> dict[str, Any]:
     return {
         "device": device,
         "compile": config.get("backend.compile"),
-        "compile_s": total([of_attempt(attempt, "compile_s") for attempt in run.attempts]),
-        "graphs": total([of_attempt(attempt, "graphs") for attempt in run.attempts]),
         "micro_batch_size": number(environment, "plan.micro_batch_size") or number(config, "micro_batch_size"),
         "accumulation": number(environment, "plan.accumulation"),
         "peak_device_bytes": highest(summaries, "peak_device_bytes"),
@@ -213,13 +213,6 @@ def resources(run: Run) -> dict[str, Any]:
         "versions": ", ".join(f"{name} {value}" for name, value in {**own, **packages}.items() if value) or None,
         "data": environment.get("identity.data"),
     }
-
-
-def of_attempt(attempt: list[Line], key: str) -> float | None:
-    """compile_s or graphs of an attempt: by its summary, or by its train lines if it wrote none."""
-    if attempt[-1]["kind"] == "summary":
-        return number(attempt[-1], key)
-    return last(attempt, key) if key == "graphs" else total([number(line, key) for line in attempt])
 
 
 def highest(lines: list[Line], key: str) -> float | None:
@@ -272,8 +265,10 @@ def reliability(run: Run, end: Line) -> dict[str, float | None]:
 def summarise(run: Run) -> Summary:
     """What the summary table says, as plain values; None is unknown. Times and tokens are totals over all attempts."""
     config, environment, lines = run.config, run.environment, run.lines
-    attempts = [attempt_totals(attempt) for attempt in run.attempts]
-    train_s, tokens = (total([each[key] for each in attempts]) for key in ("train_s", "tokens"))
+    train_s, tokens, compile_s, graphs = (
+        total([of_attempt(attempt, key) for attempt in run.attempts])
+        for key in ("train_s", "tokens", "compile_s", "graphs")
+    )
     end = lines["summary"][-1] if lines["summary"] else {}
     without_summary = sum(attempt[-1]["kind"] != "summary" for attempt in run.attempts)
     model = config.get("model.pretrained") or config.get("model.architecture")
@@ -282,7 +277,7 @@ def summarise(run: Run) -> Summary:
     of_ranks = end.get("peak_bytes_of_ranks")
     peaks = [value for value in of_ranks if is_count(value)] if isinstance(of_ranks, list) else []
     counted, machine, wall_s = sizes(run, end), resources(run), billable_s(run)
-    examples = counted["examples"] if len(attempts) == 1 else None  # steps that were redone are not among them
+    examples = counted["examples"] if len(run.attempts) == 1 else None  # steps that were redone are not among them
     return {
         **counted,
         **machine,
@@ -299,8 +294,10 @@ def summarise(run: Run) -> Summary:
         "tokens_per_s": tokens / train_s if tokens and train_s else None,
         "sequences_per_s": examples / train_s if examples and train_s else None,
         "wall_s": wall_s,
-        "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (machine["compile_s"] or 0.0)),
-        "mfu": mean([(each["mfu"], each["train_s"]) for each in attempts]),
+        "wall_without_compile_s": None if wall_s is None else max(0.0, wall_s - (compile_s or 0.0)),
+        "compile_s": compile_s,
+        "graphs": graphs,
+        "mfu": mean([(of_attempt(attempt, "mfu"), of_attempt(attempt, "train_s")) for attempt in run.attempts]),
         "least_rank_bytes": min(peaks, default=None),
         "most_rank_bytes": max(peaks, default=None),
         **{key: number(end, key) for key in ("bubble_share", "bubble_share_ideal")},
@@ -309,7 +306,7 @@ def summarise(run: Run) -> Summary:
         "train_loss": number(lines["train"][-1], "loss") if lines["train"] else None,  # null: it was no number
         "scores": scores(lines["eval"]),
         "unigram_entropy": number(environment, "unigram_entropy") if entropy is None else entropy,
-        "attempts": len(attempts),
+        "attempts": len(run.attempts),
         "attempts_without_summary": without_summary,
         "reason": closing(run).get("reason"),
     }
