@@ -20,7 +20,6 @@ from train.config import Plan, TrainConfig
 from train.host import machine
 from train.host.memory import own_peak_bytes
 from train.run_folder.folder import RunFolder
-from train.telemetry.bubble import Bubble
 from train.telemetry.console import RunConsole
 from train.telemetry.journal import Journal
 from train.telemetry.monitor import HardwareSample, Monitor
@@ -83,6 +82,8 @@ class Recorder:
     all_tokens: float = 0.0  # of all ranks, in this attempt, as of the last line
     total_flops: float = 0.0  # of all ranks
     train_s: float = 0.0
+    passes_s: float = 0.0  # of all ranks in forward and backward passes; without the first line, which warms up
+    spans_s: float = 0.0  # likewise, from the first pass of a step to the last one; 0: there are no stages
     steps_done: int = 0  # in this attempt
     steps_of: Counter[int] = field(default_factory=Counter)  # the same, by the length of their batches
     last_length: int = 0
@@ -93,9 +94,8 @@ class Recorder:
     def __post_init__(self) -> None:
         self.world = self.backend.world
         self.share = self.engine.data_size / self.world.size  # ranks that see the same rows count them once
-        split, hosts = self.cfg.parallel, self.world.all_gather_object(platform.node())
-        self.bubble = Bubble(split.bubble)
-        stages = [rank % split.num_stages for rank in range(self.world.size)]
+        hosts = self.world.all_gather_object(platform.node())
+        stages = [rank % self.cfg.parallel.num_stages for rank in range(self.world.size)]
         self.stragglers = Stragglers(self.cfg.straggler, hosts, stages)
 
     @property
@@ -134,9 +134,9 @@ class Recorder:
         self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
 
     def data_ready(self) -> None:
-        self.step_wait_s = wait_s = time.perf_counter() - self.began_s
-        self.window.wait_s += wait_s
-        self.window.work_s += wait_s
+        self.step_wait_s = time.perf_counter() - self.began_s
+        self.window.wait_s += self.step_wait_s
+        self.window.work_s += self.step_wait_s
 
     def waited(self, wait_s: float) -> None:
         """Count a wait for data outside of a step: for the first batches, which no step has drawn ahead."""
@@ -177,8 +177,11 @@ class Recorder:
             self.progress.skipped += new
             if new:
                 self.alarm(f"{new} steps were skipped: their gradient was not finite (norm {norm})")
-            elif not self.skips_in_a_row and not self.cfg.collect_graphs:  # when no number means anything
-                self.check_numbers(sums.loss, norm)
+            elif not (self.skips_in_a_row or self.cfg.collect_graphs or all(map(math.isfinite, (sums.loss, norm)))):
+                raise FloatingPointError(
+                    f"the loss is {sums.loss}, the gradient's norm {norm} at step {step}: a new run_dir with a lower "
+                    "optim.lr, or fp32, may help"
+                )
 
     def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
         window, examples = self.window, self.plan.global_batch_size
@@ -206,7 +209,10 @@ class Recorder:
         sums = world.sum([*local, *counts, *works_s, *self.monitor.read().values()])
         loss_sum, wait_s, passes_s, span_s, window.count, window.tokens, self.all_tokens, *others = sums
         window.tokens = round(window.tokens)  # shares of ranks that see the same rows may add up to a little less
-        bubble, sample = self.bubble.see(passes_s, span_s), HardwareSample.from_values(others[world.size :])
+        if self.steps_done > window.steps:
+            self.passes_s, self.spans_s = self.passes_s + passes_s, self.spans_s + span_s
+        sample = HardwareSample.from_values(others[world.size :])
+        bubble = bubble_share(passes_s, span_s)
         return Sums(loss_sum / (window.count or 1.0), wait_s, others[: world.size], bubble, sample)
 
     def _time_step(self) -> None:
@@ -216,14 +222,6 @@ class Recorder:
         self.window.busy_s += busy_s
         self.train_s += busy_s
         self.progress.productive_s += busy_s
-
-    def check_numbers(self, loss: float, grad_norm: float) -> None:
-        """Raise FloatingPointError if loss or gradient are no longer finite."""
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise FloatingPointError(
-                f"the loss is {loss}, the gradient's norm {grad_norm} at step {self.progress.step}: a new run_dir with "
-                "a lower optim.lr, or fp32, may help"
-            )
 
     def _write_train(self, lr: float, grad_norm: float, sums: Sums) -> None:
         window = self.window
@@ -323,7 +321,8 @@ class Recorder:
                 "peak_device_bytes": peak_device_bytes(),
                 "peak_host_bytes": own_peak_bytes(),
                 "peak_bytes_of_ranks": self.world.all_gather_object(peak_device_bytes() or own_peak_bytes()),
-                **self.bubble.fields(),
+                **bubble_share(self.passes_s, self.spans_s),
+                **({"bubble_share_ideal": self.cfg.parallel.bubble} if self.spans_s else {}),
                 **facts,
             },
         )
@@ -344,3 +343,8 @@ class Recorder:
         elif self.journal is not None:
             cost_usd = self.cost_usd()
             self.journal.write(kind, values if cost_usd is None else {**values, "cost_usd": cost_usd})
+
+
+def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
+    """The share of a pipeline's spans in which ranks waited for other stages; nothing without stages."""
+    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)} if spans_s else {}
