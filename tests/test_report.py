@@ -153,7 +153,7 @@ def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(
     named: list[str] = []
     monkeypatch.setattr(Figure, "legend", lambda self, **_: named.extend(self.axes[0].get_legend_handles_labels()[1]))
     runs = [report_run.read_run(write_run(tmp_path / name, whole_run())) for name in ("_a", "b")]
-    report_figures.draw(report_figures.PANELS[1], runs, "step")
+    report_figures.draw(report_figures.THROUGHPUT, runs, "step")
     assert [name.strip() for name in named] == ["_a", "b"]
 
 

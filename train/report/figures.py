@@ -74,9 +74,7 @@ X_LABELS = {
 }
 LOSS = Panel("training_loss", "Training and validation loss", "loss (nats)", metric("loss"), from_zero=False)
 THROUGHPUT = Panel("tokens_per_second", "Throughput", "tokens per second", metric("tokens_per_s"))
-PANELS = (
-    LOSS,
-    THROUGHPUT,
+PANELS = (  # below the quality
     Panel("learning_rate", "Learning rate", "learning rate", metric("lr")),
     Panel("mfu", "Model FLOP/s utilisation (MFU)", "share of peak FLOP/s", metric("mfu"), percent=True),
     Panel("padding_share", "Padding", "share of all tokens", metric("padding_share"), percent=True),
@@ -90,7 +88,7 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
     """Yield the panels of these runs, with what readers look for first: loss, throughput, quality."""
     yield from (LOSS, THROUGHPUT)
     yield from eval_panels(runs)
-    yield from (panel for panel in PANELS if panel not in (LOSS, THROUGHPUT))
+    yield from PANELS
 
 
 def eval_panels(runs: list[Run]) -> Iterator[Panel]:
@@ -284,17 +282,5 @@ def loss_over_time(runs: list[Run]) -> bytes | None:
     record its start.
     """
     panel = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
-    starts = [number(run.environment, "first_started_unix_s") for run in runs]
-    if any(start is None for start in starts):
-        return draw(panel, runs, "train_s")
-    shifted = [
-        replace(run, lines={**run.lines, "train": since(start or 0.0, run.lines["train"])})
-        for run, start in zip(runs, starts, strict=True)
-    ]
-    return draw(panel, shifted, "since_start_s")
-
-
-def since(start_unix_s: float, lines: list[Line]) -> list[Line]:
-    """The lines with the seconds since a start."""
-    timed = [(line, number(line, "time_unix_s")) for line in lines]
-    return [{**line, "since_start_s": time - start_unix_s} for line, time in timed if time is not None]
+    is_recorded = all("since_start_s" in line for run in runs for line in run.lines["train"])
+    return draw(panel, runs, "since_start_s" if is_recorded else "train_s")

@@ -53,6 +53,9 @@ def read_run(path: Path) -> Run:
         outcome = read_outcome(path / NAME)
     except OSError as error:
         raise InputError(f"cannot read {error.filename or path}: {error.strerror}") from error
+    start_s = number(environment, "first_started_unix_s")
+    if start_s is not None:
+        lines = [{**line, "since_start_s": line["time_unix_s"] - start_s} for line in lines]
     attempts, kept = split_attempts(lines), drop_superseded(lines)
     described = dict(flatten(config)), dict(flatten(environment))
     return Run(path, *described, attempts, kept, outcome=outcome, label=printable(path.name))
@@ -127,9 +130,7 @@ MODEL_SIZES = (("{} layers", "model.num_layers"), ("hidden size {}", "model.hidd
 
 
 def of_attempt(attempt: list[Line], key: str) -> float | None:
-    """A figure of one attempt (train_s, tokens, mfu, compile_s, graphs): by its summary, or by its train lines if it wrote
-    none.
-    """
+    """A figure of an attempt, as train_s: by its summary, or by its train lines if it wrote none."""
     if attempt[-1]["kind"] == "summary":
         return number(attempt[-1], key)
     trained = [line for line in attempt if line["kind"] == "train"]
@@ -222,9 +223,8 @@ def highest(lines: list[Line], key: str) -> float | None:
 def billable_s(run: Run) -> float | None:
     """Seconds from the first start of a run to its last line, pauses between attempts included."""
     wall_s = number(closing(run), "wall_s")
-    first, end = number(run.environment, "first_started_unix_s"), number(run.attempts[-1][-1], "time_unix_s")
-    if wall_s is None and first is not None and end is not None:
-        wall_s = end - first
+    if wall_s is None:
+        wall_s = number(run.attempts[-1][-1], "since_start_s")
     return wall_s if wall_s is not None and wall_s > 0 else None
 
 
