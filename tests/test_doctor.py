@@ -18,7 +18,7 @@ from running import ROOT
 
 from train.doctor import __main__ as command
 from train.doctor import checks, checks_devices, checks_host, checks_s3, checks_versions
-from train.doctor.explain import CAUSES, explain
+from train.doctor.__main__ import CAUSES, explain
 from train.doctor.finding import TEXT_COLUMN, Finding, ok, screen, warn
 from train.doctor.probe import Probe, ToolOutput, ask_tool, read_instance
 from train.host import machine

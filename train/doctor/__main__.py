@@ -10,16 +10,20 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from train.attempt.refusal import inform_others
 from train.cli.command import DONE, FAILED, REFUSED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
-from train.doctor.explain import explain
 from train.doctor.finding import Finding, is_red, screen, wrap
 from train.doctor.probe import instance_names
 from train.host import cluster
@@ -135,6 +139,25 @@ def s3_location(text: str) -> str:
 
 def columns() -> int:
     return min(max(shutil.get_terminal_size().columns, 60), 120)
+
+
+# ---- explain -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cause:
+    name: str
+    pattern: str
+    cause: str
+    cure: str
+
+
+CAUSES = [Cause(**row) for row in yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))]
+
+
+def explain(text: str) -> list[Cause]:
+    """Rows whose pattern occurs in the text (a message or a whole log), in the order of the table."""
+    return [cause for cause in CAUSES if re.search(cause.pattern, text, re.IGNORECASE | re.MULTILINE)]
 
 
 def print_causes(text: str) -> int:
