@@ -63,21 +63,16 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_
     """A variant with the batch of all, or with a micro batch of its own and no accumulation."""
     folder = name if batch_size is None else f"{name}_batch_{batch_size}"
     location = f"{cfg.run_dir.rstrip('/')}/{folder}"
-    own = [*split(cfg.compare.variants[name]), f"run_dir={cli.quoted(location)}"]
+    try:
+        own = [*shlex.split(cfg.compare.variants[name]), f"run_dir={cli.quoted(location)}"]
+    except ValueError as error:
+        raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
     if batch_size is not None:
         own += [f"micro_batch_size={batch_size}", "global_batch_size=null"]
     keys = {override.partition("=")[0] for override in own}
     overrides = [*(override for override in common if override.partition("=")[0] not in keys), *own]
     with named(name):
         return Variant(folder, location, overrides, cli.load_config(TrainConfig, overrides))
-
-
-def split(text: str) -> list[str]:
-    """The settings in a text, as a shell splits them."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise InputError(f"compare.variants: {text}: {error}") from error
 
 
 def settings(cfg: TrainConfig) -> bytes:
@@ -162,13 +157,10 @@ class Runner:
 
 
 def is_done(variant: Variant) -> bool:
+    """Whether the run has ended with these settings; with others the run itself decides whether it may resume."""
     folder = open_folder(variant.location, variant.cfg.s3)
-    return read_outcome(folder).get("outcome") == "done" and has_settings(variant)
-
-
-def has_settings(variant: Variant) -> bool:
-    """Whether the run folder's settings are the variant's; if not, the run itself decides whether it may resume."""
-    with suppress(FileNotFoundError, InputError):
-        there = read_yaml(open_folder(variant.location, variant.cfg.s3).read("config.yaml"))
-        return isinstance(there, dict) and canonical_json({**there, "run_dir": None}) == settings(variant.cfg)
+    if read_outcome(folder).get("outcome") == "done":
+        with suppress(FileNotFoundError, InputError):
+            there = read_yaml(folder.read("config.yaml"))
+            return isinstance(there, dict) and canonical_json({**there, "run_dir": None}) == settings(variant.cfg)
     return False

@@ -58,7 +58,8 @@ def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
 def show(name: str, finding: Finding, *, width: int, colour: bool) -> list[str]:
     text = wrap(finding.text, width=width - TEXT_COLUMN)
     cure = wrap(f"-> {finding.cure}", width=width - TEXT_COLUMN) if finding.cure else []
-    mark = paint(f"{MARKS[finding.state]:{NAME_COLUMN}}", COLOURS[finding.state], colour=colour)
+    mark = f"{MARKS[finding.state]:{NAME_COLUMN}}"
+    mark = f"\033[{COLOURS[finding.state]}m{mark}\033[0m" if colour else mark
     return [
         f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text[0]}",
         *(" " * TEXT_COLUMN + line for line in [*text[1:], *cure]),
@@ -67,7 +68,3 @@ def show(name: str, finding: Finding, *, width: int, colour: bool) -> list[str]:
 
 def wrap(text: str, *, width: int) -> list[str]:
     return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def paint(text: str, code: int, *, colour: bool) -> str:
-    return f"\033[{code}m{text}\033[0m" if colour else text

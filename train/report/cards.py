@@ -95,7 +95,9 @@ def quality(run: Run, summary: Summary, records: Records | None) -> Card:
     if best is not None and best[0] != value:
         notes.append(f"best {figure(best[0])} at step {best[1]:,}, last at step {step:,}")
     others = [each for each in scores if HIGHER_IS_BETTER.search(each) or each == "perplexity"]
-    others = [each for each in others if each != name and is_of_validation(each, records)][:MOST_OTHERS]
+    further = [split.name for split in records.evaluated if split.name != "validation"] if records else []
+    not_its_own = tuple(f"{split}_" for split in (*further, "best"))
+    others = [each for each in others if each != name and not each.startswith(not_its_own)][:MOST_OTHERS]
     notes.append(", ".join(f"{spoken(each)} {figure(scores[each]['last'][0])}" for each in others))
     notes.append(against_majority(records) if "accuracy" in (name, *others) else "")
     notes = [note for note in notes if note]
@@ -146,12 +148,6 @@ def against_majority(records: Records | None) -> str:
     counts = next((split.label_counts for split in records.splits if split.name == "validation"), {}) if records else {}
     total = sum(counts.values())
     return f"always the most frequent label: accuracy {figure(max(counts.values()) / total)}" if total else ""
-
-
-def is_of_validation(metric: str, records: Records | None) -> bool:
-    """Whether a metric is of the validation data itself, and of no further split."""
-    others = [split.name for split in records.evaluated if split.name != "validation"] if records else []
-    return not any(metric.startswith(f"{name}_") for name in (*others, "best"))
 
 
 def lesson(run: Run, summary: Summary) -> str:

@@ -94,12 +94,6 @@ def differing(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
 # ---- groups --------------------------------------------------------------------------------------------------------
 
 
-def at_same_batch(runs: Sequence[Run]) -> list[Run]:
-    """The runs with the baseline's global batch; empty if there is no other one."""
-    same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
-    return same if len(same) > 1 else []
-
-
 def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
     """The run with the largest batch of each variant, the baseline's first; empty if all have the same batch. Runs are
     of one variant if backend, split over ranks and machine are the same.
@@ -126,7 +120,8 @@ def at_largest_batch(runs: Sequence[Run]) -> list[Run]:
 
 def sentences(runs: Sequence[Run], tolerance: float) -> list[str]:
     """A sentence on each run beside the first at the same batch, and on each variant at its own largest batch."""
-    same, largest = at_same_batch(runs), at_largest_batch(runs)
+    same = [run for run in runs if run.summary["global_batch_size"] == runs[0].summary["global_batch_size"]]
+    largest = at_largest_batch(runs)
     said = [sentence(run, same[0], tolerance, same_batch=True) for run in same[1:]]
     for run in largest[1:]:
         if not (run in same and largest[0] in same):  # that has been said

@@ -253,15 +253,13 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
     files = {f"{name}.png": png for name, _, png in [*figures, *pictures]} | {"report.html": html.encode()}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        foreign = [name for name in files if (output / name).exists() and not is_report(output / "report.html")]
+        page = output / "report.html"
+        there = page.read_bytes() if page.is_file() else b""
+        is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
+        foreign = [name for name in files if (output / name).exists() and not is_ours]
         check(not foreign, f"{output} holds {', '.join(foreign[:3])} of no report; --output names another folder")
         for name, content in files.items():
             write_atomic(output / name, content)
     except OSError as error:
         raise InputError(f"cannot write the report to {output}: {error.strerror}") from error
-    return output / "report.html"
-
-
-def is_report(path: Path) -> bool:
-    """Whether `render` wrote this file."""
-    return path.is_file() and any(f"<title>{title}".encode() in path.read_bytes() for title in TITLES)
+    return page

@@ -91,10 +91,6 @@ def read_mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     return {str(key): item for key, item in value.items()}
 
 
-def is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < LARGEST
-
-
 def drop_superseded(lines: list[Line]) -> dict[str, list[Line]]:
     """Lines by kind. Only curves are cut back where steps were redone: faults, saves and attempts did all happen."""
     kept: dict[str, list[Line]] = defaultdict(list)
@@ -275,7 +271,8 @@ def summarise(run: Run) -> Summary:
     shape = [form.format(config[key]) for form, key in MODEL_SIZES if config.get(key)]
     entropy = last(lines["summary"] + lines["eval"], "unigram_entropy")
     of_ranks = end.get("peak_bytes_of_ranks")
-    peaks = [value for value in of_ranks if is_count(value)] if isinstance(of_ranks, list) else []
+    of_ranks = of_ranks if isinstance(of_ranks, list) else []
+    peaks = [value for value in of_ranks if isinstance(value, int) and 0 <= value < LARGEST]
     counted, machine, wall_s = sizes(run, end), resources(run), billable_s(run)
     examples = counted["examples"] if len(run.attempts) == 1 else None  # steps that were redone are not among them
     return {

@@ -38,7 +38,9 @@ class Journal:
         if self.file.closed or not self.folder.may_append():
             return
         line = {"kind": kind, "attempt": self.attempt, "time_unix_s": round(time.time(), 3), **values}
-        line = {key: value if finite(value) else None for key, value in line.items()}
+        for key, value in line.items():
+            if isinstance(value, float) and not math.isfinite(value):  # which JSON does not have
+                line[key] = None
         try:
             self.file.write(json.dumps(line).encode() + b"\n")
             self.file.flush()
@@ -66,8 +68,3 @@ class Journal:
         self.file.close()
         if self.writer is not None and self.tensorboard:
             self.writer.close()
-
-
-def finite(value: Any) -> bool:
-    """Whether JSON can hold the value: it has no NaN and no infinity."""
-    return not isinstance(value, float) or math.isfinite(value)
