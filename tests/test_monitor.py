@@ -256,21 +256,9 @@ def test_a_tool_that_ignores_the_request_is_ended(tool: Any, tmp_path: Path, mon
     assert not psutil.pid_exists(pid)
 
 
-def test_garbage_in_the_middle_is_noted_once_and_passed_over(tool: Any, notes: Any) -> None:
-    (line,) = recorded("trn1")
-    tool(line, b"panic: runtime error", line[:100], b"", recorded("numerical")[0], line)
-    with opened() as watch:
-        alarms = eventually(watch.alarms)
-        assert fields_with(watch, "device_utilisation")["device_utilisation"] == pytest.approx(0.52)
-    assert alarms == [f"{platform.node()}: NeuronCore 1: executions completed with numerical errors (NaN): 2"]
-    assert [record.message.startswith("neuron-monitor wrote a line that is no JSON") for record in notes.records] == [
-        True
-    ]
-
-
-def test_numerical_errors_between_two_readings_are_all_told(tool: Any) -> None:
+def test_numerical_errors_between_two_readings_are_all_told_and_garbage_is_noted_once(tool: Any, notes: Any) -> None:
     bad, good = recorded("numerical")[0], recorded("trn1")[0]
-    tool(good, bad, good, bad, bad, *[good] * 5, repeats=False)
+    tool(good, bad, b"panic: runtime error", good, bad, good[:100], b"", bad, *[good] * 5)
     samples: list[HardwareSample] = []
     with opened() as watch:
         eventually(
@@ -282,6 +270,8 @@ def test_numerical_errors_between_two_readings_are_all_told(tool: Any) -> None:
         assert watch.alarms() == [
             f"{platform.node()}: NeuronCore 1: executions completed with numerical errors (NaN): 6"
         ]
+    (note,) = notes.records
+    assert note.message.startswith("neuron-monitor wrote a line that is no JSON")
 
 
 def test_a_tool_that_dies_is_noted_once_and_its_readings_stop(tool: Any, notes: Any) -> None:
@@ -296,27 +286,23 @@ def test_a_tool_that_dies_is_noted_once_and_its_readings_stop(tool: Any, notes: 
     assert "ended (exit code 3, driver went away)" in note.message
 
 
-@pytest.mark.parametrize("kind", ["neuron", "nvidia"])
-def test_a_missing_tool_or_driver_is_one_note(kind: str, notes: Any, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"), [("neuron", "neither on PATH"), ("not to be run", "does not start"), ("nvidia", "NVML")]
+)
+def test_a_missing_tool_or_driver_is_one_note(
+    kind: str, said: str, notes: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("train.telemetry.monitor_neuron.FOLDER", str(tmp_path))
-    if kind == "nvidia":
-        monkeypatch.setattr(monitor, "pynvml", FakeNvml([], driver=False))
-    with opened(kind) as watch:
+    monkeypatch.setattr(monitor, "pynvml", FakeNvml([], driver=False))
+    if kind == "not to be run":
+        (tmp_path / "neuron-monitor").write_bytes(b"\x7fELF of another machine")
+        (tmp_path / "neuron-monitor").chmod(0o755)
+    with opened("nvidia" if kind == "nvidia" else "neuron") as watch:
         assert set(fields_with(watch, "cpu_utilisation")) == {"cpu_utilisation", "host_memory_bytes"}
         assert watch.alarms() == []
     (note,) = notes.records
-    assert "training continues" in note.message
-
-
-def test_a_file_that_cannot_be_run_is_one_note(tmp_path: Path, notes: Any, monkeypatch: Any) -> None:
-    (tmp_path / "neuron-monitor").write_bytes(b"\x7fELF of another machine")
-    (tmp_path / "neuron-monitor").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with opened() as watch:
-        fields_with(watch, "cpu_utilisation")
-    (note,) = notes.records
-    assert "does not start" in note.message
+    assert said in note.message and "training continues" in note.message
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
