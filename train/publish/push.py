@@ -28,6 +28,8 @@ from train.storage.schema import is_inside, is_path
 from train.telemetry.lines import read_lines
 
 if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
     from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
@@ -49,7 +51,7 @@ def check_push(cfg: TrainConfig) -> None:
         return
     check_name("hub.push_to=", to)
     try:
-        check_welcome(to, private=cfg.hub.private)
+        open_hub(to, private=cfg.hub.private)
     except (InputError, Unreachable) as error:
         if "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here():
             logger.warning("%s; the run starts, and pushes at its end", error)
@@ -159,18 +161,24 @@ def check_name(key: str, to: str) -> None:
         raise InputError(message) from error
 
 
-def check_welcome(to: str, *, private: bool) -> None:
-    """Check that the token may write to a repository of that name, and that this is as private as it should be.
+def open_hub(to: str, *, private: bool) -> HfApi:
+    """The Hub, once it is checked that the token may write to a repository of that name, and that this is as private as
+    it should be.
 
     Raises:
         InputError: it may not, it is not, there is no token, or HF_HUB_OFFLINE is set.
         Unreachable: the Hub does not answer.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
     with asking(f"nothing can be pushed to {to}", ASK_S):
-        api = HfApi(token=token_for(to))
+        token = get_token()
+        check(
+            token is not None,
+            f"there is no token of the Hugging Face Hub to push to {to}: run hf auth login, or set HF_TOKEN",
+        )
+        api = HfApi(token=token)
         who = api.whoami()
         names = [who.get("name"), *(each.get("name") for each in who.get("orgs") or ())]
         user = to.partition("/")[0]
@@ -180,25 +188,25 @@ def check_welcome(to: str, *, private: bool) -> None:
         try:
             is_private = bool(api.model_info(to).private)
         except RepositoryNotFoundError:
-            return
+            return api
         names_of = {True: "private", False: "public"}
         check(
             is_private == private,
             f"{to} is {names_of[is_private]} on the Hub, the run should be {names_of[private]}: choose another name, "
             f"change it there, or set hub.private={str(is_private).lower()} (--{names_of[is_private]})",
         )
+        return api
 
 
 def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
     """Push all files in one commit to a model repository, which is made if there is none; returns its address."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import CommitOperationAdd
 
-    check_welcome(to, private=private)
+    api = open_hub(to, private=private)
     readme = files[card.NAME]
     assert isinstance(readme, bytes)
     files = {**files, card.NAME: readme.replace(card.HERE.encode(), to.encode())}
     with asking(f"not pushed to {to}", SEND_S):
-        api = HfApi(token=token_for(to))
         url = api.create_repo(to, private=private, exist_ok=True)
         operations = [
             CommitOperationAdd(name, str(content) if isinstance(content, Path) else content)
@@ -206,17 +214,6 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
         ]
         api.create_commit(to, operations, commit_message="Model, card and curves of a training run")
         return str(url)
-
-
-def token_for(to: str) -> str:
-    from huggingface_hub import get_token
-
-    token = get_token()
-    check(
-        token is not None,
-        f"there is no token of the Hugging Face Hub to push to {to}: run hf auth login, or set HF_TOKEN",
-    )
-    return str(token)
 
 
 @contextmanager
