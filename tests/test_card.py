@@ -14,7 +14,6 @@ import yaml
 from finished_run import SECRETS, write
 from running import ROOT
 
-from train.config import InputError
 from train.publish import card
 from train.run_folder.folder import RunFolder
 
@@ -154,13 +153,6 @@ def test_it_is_written_beside_the_model(tmp_path: Path) -> None:
     path = card.write(RunFolder(str(run)))
     assert path == run / "export" / "README.md"
     assert "# tweets" in path.read_text()
-
-
-def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
-    run = write(tmp_path / "run")
-    change(run, "evaluation.json", splits=[1])
-    with pytest.raises(InputError, match=r"evaluation\.json is damaged: splits holds \[1\]"):
-        card.card(run, "tweets")
 
 
 def test_a_card_needs_no_torch(tmp_path: Path) -> None:

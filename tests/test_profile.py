@@ -11,7 +11,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.cli.command import REFUSED
+from train.config import InputError
 from train.telemetry.profile import covered_s, page
 
 SETTINGS = ["backend=ddp", "profile=true", "profile_after=2", "profile_steps=2"]
@@ -46,8 +46,8 @@ def test_an_attempt_that_ends_before_says_so(prepared, tmp_path):
 
 
 def test_no_step_to_trace_is_rejected(prepared, tmp_path):
-    result = run(train_overrides(tmp_path / "run", prepared, "profile=true", "profile_steps=0"))
-    assert result.returncode == REFUSED and "profile_steps=0 must be 1 or more" in result.stderr
+    with pytest.raises(InputError, match="profile_steps=0 must be 1 or more"):
+        train_config(tmp_path / "run", prepared, "profile=true", "profile_steps=0")
 
 
 def event(name, start_s, end_s, *, device="cpu", **more):
