@@ -52,7 +52,7 @@ from train.backend.ddp import DDP
 from train.checkpoints import loader
 from train.checkpoints.manifest import Manifest, step_name
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Saver
+from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.staging import num_bytes_of
 from train.checkpoints.store_disk import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
@@ -161,7 +161,7 @@ class Ours(TorchSave):
 
     def prepare(self) -> Future[Any]:
         cfg = CheckpointConfig(keep=0)  # the benchmark removes them
-        self.saver = Saver(
+        self.saver = AsyncSaver(
             cfg,
             self.store,
             self.state.replica,

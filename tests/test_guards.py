@@ -27,7 +27,7 @@ from train.backend.ddp import DDP
 from train.backend.graphs import Compilers, GraphBudget
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Saver
+from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store_disk import LocalStore
 from train.cli import compose as cli
 from train.config import (
@@ -450,7 +450,7 @@ def rank_of_two(folder):
         backend.rng_state = went_on  # else it would wait for rank 0, as it should
     store = LocalStore(Path(folder) / "saved")
     draft = Manifest(0, 1, {}, {}, {}, 2, "ddp", None)
-    saver = Saver(CheckpointConfig(), store, engine, backend, draft, may_commit=print, after_commit=print)
+    saver = AsyncSaver(CheckpointConfig(), store, engine, backend, draft, may_commit=print, after_commit=print)
     result["other"] = failure(functools.partial(saver.save, Progress(), {}, metric=None))
     saver.close(waits=True)
     result["saved"] = (Path(folder) / "saved").exists()

@@ -9,8 +9,8 @@ from running import train_config
 
 from train import loop
 from train.attempt.attempt import refusals
+from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
-from train.attempt.recovery import Recovery
 from train.config import InputError
 from train.run_folder import exported
 from train.run_folder.folder import RunFolder
@@ -233,7 +233,7 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
 
 def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(folder, prepared, monkeypatch):
     """At step 3 of 50, with a checkpoint, an evaluation and a line of the metrics at every step."""
-    is_due, before = Recovery.is_due, {}
+    is_due, before = CheckpointManager.is_due, {}
 
     def lose_it(self, num_asked):
         if self.recorder.progress.step == 3 and not before:
@@ -242,7 +242,7 @@ def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(fo
             before.update(content(folder))
         return is_due(self, num_asked)
 
-    monkeypatch.setattr(Recovery, "is_due", lose_it)
+    monkeypatch.setattr(CheckpointManager, "is_due", lose_it)
     with pytest.raises(LeaseLost, match="is lost: process .* on node-2"):
         loop.run(train_config(folder.location, prepared, *EVERY_STEP), StopRequest())
     assert content(folder) == before

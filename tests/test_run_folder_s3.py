@@ -16,8 +16,8 @@ from running import eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault, line_of
 
 from train import entry, loop
+from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
-from train.attempt.recovery import Recovery
 from train.checkpoints.saver import SavesFail
 from train.checkpoints.store_disk import LocalStore
 from train.checkpoints.store_s3 import S3Store
@@ -148,16 +148,16 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
 def test_no_step_is_saved_before_its_metrics(bucket, prepared, on_machine, monkeypatch, fault):
     """The machine and its disk are lost after the save of step 3; the run goes on elsewhere with every line."""
 
-    def die(recovery, num_asked):
-        if recovery.recorder.progress.step == 5:
-            recovery.saver.wait()
+    def die(checkpoints, num_asked):
+        if checkpoints.recorder.progress.step == 5:
+            checkpoints.saver.wait()
             bucket.proxy.set(Fault("reset"))
             raise KeyboardInterrupt
-        return recovery.recorder.progress.step == 3
+        return checkpoints.recorder.progress.step == 3
 
     bucket.proxy.set(fault)
     with monkeypatch.context() as machine, pytest.raises(KeyboardInterrupt):
-        machine.setattr(Recovery, "is_due", die)
+        machine.setattr(CheckpointManager, "is_due", die)
         train(bucket, prepared)
     bucket.proxy.set()
     bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")  # this process holds it for ever
@@ -172,14 +172,14 @@ def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_upload
 ):
     """By hand, as docs/faults.md says. No step is done twice, and the next start knows how the last one ended."""
 
-    def leave(recovery, num_asked):
-        if recovery.recorder.progress.step == 5:
-            recovery.saver.wait()
+    def leave(checkpoints, num_asked):
+        if checkpoints.recorder.progress.step == 5:
+            checkpoints.saver.wait()
             bucket.proxy.set(Fault("status"))
-        return recovery.recorder.progress.step == 3
+        return checkpoints.recorder.progress.step == 3
 
     with monkeypatch.context() as away, pytest.raises(SavesFail, match="saving step 6: .*; step 6 is whole in "):
-        away.setattr(Recovery, "is_due", leave)
+        away.setattr(CheckpointManager, "is_due", leave)
         train(bucket, prepared, "checkpoint.patience_s=0")
     bucket.proxy.set()
     local = RunFolder(bucket.location("run"), bucket.config()).path

@@ -21,7 +21,7 @@ from train.checkpoints import saver as saver_module
 from train.checkpoints.loader import load, newest_valid
 from train.checkpoints.manifest import LATEST, Manifest, step_of
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Saver, SavesFail
+from train.checkpoints.saver import AsyncSaver, SavesFail
 from train.checkpoints.store_disk import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.optim import build_optimizer
@@ -53,7 +53,7 @@ def backend():
 
 def saver_of(store, *, may_commit=lambda: None, after_commit=lambda: None, **settings):
     cfg = CheckpointConfig(**settings)
-    return Saver(cfg, store, replica(*built()), backend(), DRAFT, may_commit=may_commit, after_commit=after_commit)
+    return AsyncSaver(cfg, store, replica(*built()), backend(), DRAFT, may_commit=may_commit, after_commit=after_commit)
 
 
 def replica(model, optimizer):
@@ -351,7 +351,7 @@ def outcome(run_dir):
 def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, step):
     """Not if the one before has, even if that is known only when the last one begins. The same command continues."""
     last_begins = threading.Event()
-    wait, begin = Saver.wait, LocalStore.begin
+    wait, begin = AsyncSaver.wait, LocalStore.begin
 
     def waiting(self, *options):
         last_begins.set()
@@ -363,7 +363,7 @@ def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, 
             raise FULL
         return begin(self, now, num_bytes)
 
-    monkeypatch.setattr(Saver, "wait", waiting)
+    monkeypatch.setattr(AsyncSaver, "wait", waiting)
     monkeypatch.setattr(LocalStore, "begin", refusing)
     if step == 5:
         assert train(tmp_path / "run", prepared) == ("done", 6)

@@ -26,7 +26,7 @@ from train.checkpoints.__main__ import main as checkpoints
 from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read_weights
 from train.checkpoints.manifest import FILE, Manifest, Untrusted, check_files
 from train.checkpoints.progress import Progress
-from train.checkpoints.saver import Saver
+from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store_disk import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import BackendConfig, CheckpointConfig
@@ -166,7 +166,7 @@ def main(folder):
     model = nn.Linear(2, 2, bias=False)
     options = {"may_commit": lambda: None, "after_commit": lambda: None}
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
-    saver = Saver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, **options)
+    saver = AsyncSaver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, **options)
     failures = []
     for step, store.refused in FAULTS.items():
         model.weight.data.fill_(float("nan" if store.refused == "NaN" and backend.world.rank == 1 else step))

@@ -9,7 +9,7 @@ import pytest
 from services.fault_proxy import Fault
 from test_saver import built, save, saved, saver_of
 
-from train.attempt import recovery
+from train.attempt.checkpoint_manager import last_save_patience_s
 from train.checkpoints import saver as saver_module
 from train.checkpoints.manifest import FILE, Manifest
 from train.checkpoints.store_s3 import S3Store
@@ -161,9 +161,9 @@ def test_the_last_save_is_not_tried_again_after_max_run_s():
         )
 
     now_s = time.monotonic()
-    assert recovery.last_save_patience_s(cfg(), now_s) == 300.0
-    assert recovery.last_save_patience_s(cfg(max_run_s=1000.0), now_s) == 300.0
-    assert 0 < recovery.last_save_patience_s(cfg(max_run_s=1000.0), now_s - 900) <= 100.0
-    assert recovery.last_save_patience_s(cfg(max_run_s=1000.0), now_s - 2000) == 0.0
+    assert last_save_patience_s(cfg(), now_s) == 300.0
+    assert last_save_patience_s(cfg(max_run_s=1000.0), now_s) == 300.0
+    assert 0 < last_save_patience_s(cfg(max_run_s=1000.0), now_s - 900) <= 100.0
+    assert last_save_patience_s(cfg(max_run_s=1000.0), now_s - 2000) == 0.0
     with pytest.raises(InputError, match="checkpoint.patience_s=-1.0 must be 0 or more"):
         CheckpointConfig(patience_s=-1.0)

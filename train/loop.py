@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from train.attempt.attempt import ENDS, Attempt, begin, record_end, refusals
+from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
-from train.attempt.recovery import Recovery
-from train.attempt.resume import go_on
 from train.backend import Backend, open_backend
 from train.checkpoints.progress import Progress
-from train.checkpoints.store import open_store
 from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
 from train.evaluation import evaluate, write_samples
@@ -97,11 +95,11 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tu
     )
     backend.seed(cfg.seed)  # other dropout on every rank
     watch.phase("load", is_start=True)
-    store = open_store(folder.storage, folder.staging)
-    loaded = go_on(attempt, store, engine, backend)
+    checkpoints = CheckpointManager(attempt, backend, engine)
+    progress = checkpoints.resume()
     engine.ready()
     describe(attempt, backend, model)
-    data = TrainData(cfg, plan, task, backend, engine, loaded.progress)
+    data = TrainData(cfg, plan, task, backend, engine, progress)
     monitor = open_monitor(
         backend.monitor_kind,
         num_devices=world.local_size,
@@ -112,8 +110,8 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tu
     with data:  # until the samples of the export have been read
         with (
             monitor,
-            Recorder(cfg, plan, folder, backend, engine, flops, loaded.progress, monitor, on_line) as metrics,
-            Recovery(attempt, backend, engine, store, metrics, loaded) as checkpoints,
+            Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
+            checkpoints.saving(metrics),
         ):
             reason = train(attempt, backend, engine, data, metrics, checkpoints)
             checkpoints.finish()
@@ -128,12 +126,16 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tu
 
 
 def train(
-    attempt: Attempt, backend: Backend, engine: Engine, data: TrainData, metrics: Recorder, checkpoints: Recovery
+    attempt: Attempt,
+    backend: Backend,
+    engine: Engine,
+    data: TrainData,
+    metrics: Recorder,
+    checkpoints: CheckpointManager,
 ) -> str:
     """Train until the last step, an early stop, or a request to stop. Returns which one it was, the same on all ranks.
 
-    A step's batches are drawn before the step before it begins, and the ranks' votes travel while that one runs: a rank
-    that cannot continue is known to all before they would wait for it.
+    A step's batches are drawn, and the votes on it are cast, a step ahead: no rank waits for one that cannot continue.
     """
     cfg, plan, watch, votes = attempt.cfg, attempt.plan, attempt.watch, Votes(backend.world, attempt.stop)
     progress = metrics.progress
@@ -166,8 +168,7 @@ def train(
 
         watch.phase("agree", step=progress.step, is_start=metrics.is_first)
         vote = votes.count()
-        progress.step += 1
-        progress.examples += plan.global_batch_size
+        progress.advance(plan.global_batch_size)
         data.consumed(progress.examples)
         evaluates = due(progress.step, cfg.eval_every, plan.total_steps)
         metrics.end_step(evaluates, lr=lr, micro_batches=batches, seq_len=seq_len, grad_norm=grad_norm)
@@ -179,7 +180,6 @@ def train(
         stops = vote.stops > 0 or progress.owes_evaluation
         ends = stops or is_over(attempt, progress)
         if ends or checkpoints.is_due(vote.saves):
-            watch.phase("save", step=progress.step)
             checkpoints.save(score, is_last=ends)
         if stops:
             return who_asked(attempt, votes)
@@ -256,16 +256,16 @@ def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
         )
 
 
-def export(attempt: Attempt, recovery: Recovery, model: nn.Module) -> None:
+def export(attempt: Attempt, checkpoints: CheckpointManager, model: nn.Module) -> None:
     """Weights and tokenizer for transformers, samples of what they learnt, and the card; to the Hub, if asked for."""
     from train.publish import card  # late: the report is no part of a run
 
     cfg, task, folder = attempt.cfg, attempt.task, attempt.folder
     if cfg.best.export:
-        recovery.put_best()
-    with exported.renewed(folder, recovery.recorder.progress.step) as scratch:
+        checkpoints.restore_best()
+    with exported.renewed(folder, checkpoints.recorder.progress.step) as scratch:
         task.export(model, scratch)
-    write_samples(attempt, recovery.recorder.progress.step)
+    write_samples(attempt, checkpoints.recorder.progress.step)
     card.write(folder)
     exported.mirror(folder)
     if cfg.hub.push_to is not None:

@@ -1,1 +1,1 @@
-"""One start of a run: stop requests, watchdog, recovery, goodput."""
+"""One start of a run: stop requests, watchdog, checkpoint manager, goodput."""

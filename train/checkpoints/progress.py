@@ -23,6 +23,11 @@ class Progress:
     attempts_s: float = 0.0  # how long all attempts took, without the pauses between them
     window: dict[str, float] = field(default_factory=dict)  # sums since the last line of the metrics
 
+    def advance(self, examples: int) -> None:
+        """Count a step of so many examples of all ranks."""
+        self.step += 1
+        self.examples += examples
+
     def saw(self, score: float, metric: str = "loss", *, min_delta: float) -> bool:
         """Record an evaluation; returns whether it is better than all before by the same metric. Lower is better. Only
         one that is better by `min_delta` resets the count for early stopping.

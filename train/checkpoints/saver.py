@@ -60,8 +60,8 @@ class Saved:
     failure: str | None = None
 
 
-class Saver:
-    """Saves checkpoints. All ranks make a Saver and call `save` and `wait` at the same steps; rank 0 commits."""
+class AsyncSaver:
+    """Saves checkpoints. All ranks make one and call `save` and `wait` at the same steps; rank 0 commits."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a run does about faults: it saves, goes back to a checkpoint, and counts what was lost."""
+"""What a run does with its checkpoints: it resumes from the newest, saves, goes back to one, and exports the best."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import dataclasses
 import logging
 import math
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from train.attempt import goodput
-from train.attempt.resume import load_newest
-from train.checkpoints.loader import Loaded, fitting, read_weights
-from train.checkpoints.manifest import Damaged, Manifest
+from train.checkpoints.loader import Loaded, fitting, load, read_weights
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid
 from train.checkpoints.progress import Progress
-from train.checkpoints.retention import best
-from train.checkpoints.saver import Saved, Saver, SavesFail
-from train.checkpoints.store import Store
-from train.config import TrainConfig, flat
+from train.checkpoints.retention import best, look_at_all
+from train.checkpoints.saver import AsyncSaver, Saved, SavesFail
+from train.checkpoints.store import open_store
+from train.config import NotPermitted, TrainConfig, flat
 from train.host.environment import versions
 from train.telemetry.metrics import Recorder, Window
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from train.attempt.attempt import Attempt
     from train.backend import Backend
     from train.parallel import Engine
@@ -34,49 +31,88 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 
 
-class Recovery:
-    """All ranks call each method at the same steps; used as a context while the loop runs."""
+class CheckpointManager:
+    """The checkpoints of one attempt. All ranks call each method at the same steps: first `resume`, then the others
+    inside `saving`.
+    """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        backend: Backend,
-        engine: Engine,
-        store: Store,
-        recorder: Recorder,
-        loaded: Loaded,
-    ) -> None:
-        """Continue the metrics where the checkpoint that was loaded left them, and report what a fault has cost."""
-        self.attempt, self.backend, self.engine, self.recorder = attempt, backend, engine, recorder
-        self.cfg, self.store, self.world = attempt.cfg, store, backend.world
-        lease = attempt.lease
-        self.saver = Saver(
+    def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
+        self.attempt, self.backend, self.engine = attempt, backend, engine
+        self.cfg, self.world, self.beat = attempt.cfg, backend.world, attempt.watch.beat
+        self.store = open_store(attempt.folder.storage, attempt.folder.staging)
+        self.last_rollback: int | None = None  # the step that the run went back to
+        self.lost: goodput.Lost | None = None  # what a fault has cost, until it is reported
+
+    # ---- before the loop -----------------------------------------------------------------------------------------
+
+    def resume(self) -> Progress:
+        """Restore weights, optimizer and random numbers of the newest valid checkpoint, if there is one, after removing
+        what killed attempts left behind. Returns how far the run has come.
+
+        Raises NoneValid on all ranks if the metrics name a checkpoint and there is none.
+        """
+        newest = self.world.run_on_rank0(self._tidy, self.beat)
+        self.loaded = self._load()
+        if not self.loaded.ranks and newest is not None:
+            raise NoneValid(
+                f"metrics.jsonl says that step {newest} was saved, and there is no checkpoint in "
+                f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
+            )
+        return self.loaded.progress
+
+    def _tidy(self) -> int | None:
+        """Returns the newest step that was saved according to the metrics."""
+        newest = goodput.newest_saved(self.attempt.folder.metrics)
+        if self.attempt.lease is not None:
+            with suppress(NotPermitted):
+                self.store.collect_garbage(ended_below=self.attempt.lease.ended_below)
+        return newest
+
+    def _load(self) -> Loaded:
+        attempt, cfg = self.attempt, self.cfg
+        return load(
+            self.store,
+            self.engine,
+            self.backend,
+            identity=attempt.identity,
+            settings=flat(cfg),
+            force=cfg.resume.force,
+            beat=self.beat,
+        )
+
+    @contextmanager
+    def saving(self, recorder: Recorder) -> Iterator[None]:
+        """Continue the metrics where the checkpoint left them, and save beside what is inside. At the end this waits
+        for a save that is pending, unless the run has to leave at once.
+        """
+        self.recorder, attempt, lease = recorder, self.attempt, self.attempt.lease
+        draft = Manifest(
+            step=0,
+            fence=lease.number if lease else 0,
+            identity=attempt.identity,
+            settings=flat(self.cfg),
+            progress={},
+            world_size=self.world.size,
+            backend=self.backend.name,
+            metric=None,
+            versions=versions(),
+        )
+        self.saver = AsyncSaver(
             self.cfg.checkpoint,
-            store,
-            engine,
-            backend,
-            Manifest(
-                step=0,
-                fence=lease.number if lease else 0,
-                identity=attempt.identity,
-                settings=flat(attempt.cfg),
-                progress={},
-                world_size=self.world.size,
-                backend=backend.name,
-                metric=None,
-                versions=versions(),
-            ),
+            self.store,
+            self.engine,
+            self.backend,
+            draft,
             may_commit=self._before_commit,
             after_commit=attempt.folder.check_owner,  # older checkpoints are removed next
-            newest=loaded.progress.step if loaded.ranks else None,
+            newest=self.loaded.progress.step if self.loaded.ranks else None,
         )
         attempt.checkpoint = self.saver.newest
-        self.last_rollback: int | None = None  # the step that the run went back to
-        self._put_back_window(loaded)
-        for fault in loaded.faults:
+        self._restore_window(self.loaded)
+        for fault in self.loaded.faults:
             recorder.fault(fault)
-        attempt.folder.clock.attempts_before_s = max(recorder.progress.attempts_s, recorder.progress.productive_s)
-        self.lost: goodput.Lost | None = None
+        progress = recorder.progress
+        attempt.folder.clock.attempts_before_s = max(progress.attempts_s, progress.productive_s)
         if self.world.rank == 0:
             assert recorder.journal is not None
             self.lost = goodput.lost(
@@ -84,12 +120,20 @@ class Recovery:
                 attempt.folder.previous,
                 lease.previous if lease is not None else None,
                 attempt=recorder.journal.attempt,
-                step=recorder.progress.step,
+                step=progress.step,
             )
         if attempt.saves:
             self.saver.warm()
+        waits = True
+        try:
+            yield
+        except SystemExit:
+            waits = False
+            raise
+        finally:
+            self.saver.close(waits=waits)
 
-    def _put_back_window(self, loaded: Loaded) -> None:
+    def _restore_window(self, loaded: Loaded) -> None:
         """Give each rank its own sums; if the number of ranks has changed, rank 0 takes all of them. Labels and tokens
         are saved as sums over the ranks, which rank 0 takes in any case.
         """
@@ -153,11 +197,11 @@ class Recovery:
         """Begin to save this step. `metric` is the score of its evaluation, if there was one. The last save waits for
         the one before it, and so does that of the best evaluation if it will be exported.
         """
-        progress, window = self.recorder.progress, self.recorder.window
-        asked = self.attempt.stop.saves_soon
-        if asked is not None:
-            logger.info("step %d: saving, as asked by %s", progress.step, asked)
-            self.attempt.stop.saved()
+        progress, window, stop = self.recorder.progress, self.recorder.window, self.attempt.stop
+        self.attempt.watch.phase("save", step=progress.step)
+        if stop.saves_soon is not None:
+            logger.info("step %d: saving, as asked by %s", progress.step, stop.saves_soon)
+            stop.saved()
         progress.attempts_s = self.attempt.folder.clock.attempts_s()
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
@@ -166,13 +210,13 @@ class Recovery:
             "wait_s": window.wait_s,
             "work_s": window.work_s,
         }
-        beat, must = self.attempt.watch.beat, is_last or (self.cfg.best.export and progress.best_step == progress.step)
+        must = is_last or (self.cfg.best.export and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
         if self.attempt.saves:
-            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=beat)
+            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=self.beat)
 
     def roll_back(self) -> Progress:
-        """Put back weights, optimizer and step of the newest checkpoint. The data continues from its present position,
+        """Restore weights, optimizer and step of the newest checkpoint. The data continues from its present position,
         so that the batches before the fault are not seen again. A second rollback to the same checkpoint takes the one
         before it.
 
@@ -185,14 +229,14 @@ class Recovery:
             text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}; this device counts skips itself and is "
             text += f"read every log_every={self.cfg.log_every} steps)"
         self.attempt.watch.phase("roll back", is_start=True)
-        self.saver.wait(self.attempt.watch.beat)
+        self.saver.wait(self.beat)
         self.report()
         if now.rollbacks >= limit:
             raise FloatingPointError(
                 f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks={limit}); try a lower optim.lr"
             )
-        self.world.run_on_rank0(self._quarantine_what_failed, self.attempt.watch.beat)
-        loaded = load_newest(self.attempt, self.store, self.engine, self.backend)
+        self.world.run_on_rank0(self._quarantine_what_failed, self.beat)
+        loaded = self._load()
         if not loaded.ranks:
             raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
         progress = loaded.progress
@@ -201,7 +245,7 @@ class Recovery:
         self.backend.skips.reset_streak()
         self.backend.mark_step()
         self.recorder.go_back(progress)
-        self._put_back_window(loaded)
+        self._restore_window(loaded)
         self.recorder.alarm(
             f"{text}: back to step {progress.step}, with other data (rollback {progress.rollbacks} of {limit})"
         )
@@ -222,7 +266,7 @@ class Recovery:
         """Wait until the last save is committed. Raises SavesFail on all ranks if it failed, and LeaseLost if the run
         folder was lost since the votes were last counted.
         """
-        self.saver.wait(self.attempt.watch.beat)
+        self.saver.wait(self.beat)
         lost = self.attempt.failure
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
@@ -248,11 +292,11 @@ class Recovery:
             max_loss_s=self.cfg.checkpoint.max_loss_s,
         )
 
-    def put_best(self) -> None:
+    def restore_best(self) -> None:
         """Give the model of rank 0 the weights of the best evaluation, once training has ended. If these were not saved
         or are damaged, the best checkpoint among the others is taken.
         """
-        progress, manifests = self.recorder.progress, self._manifests()
+        progress, manifests = self.recorder.progress, look_at_all(self.store)[0]
         while (step := best(manifests)) is not None:
             if step != progress.best_step:
                 text = "the best evaluation was at step %s, whose checkpoint cannot be loaded: exporting step %d"
@@ -267,33 +311,13 @@ class Recovery:
                 continue
             logger.info("exporting step %d, the best by %s", step, self.cfg.best.metric)
             with fitting(path):
-                put_weights(self.engine.model, read_weights(path, manifests[step]))
+                weights, own = read_weights(path, manifests[step]), self.engine.model.state_dict()
+                if own.keys() != weights.keys():
+                    raise LookupError(f"weights of other names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
+                for name, value in own.items():  # an engine may have hooks on `load_state_dict`
+                    value.copy_(weights[name])
             self.store.release(path)
             return
-
-    def _manifests(self) -> dict[int, Manifest]:
-        """The manifests of all checkpoints, by step; damaged ones are left out."""
-        manifests = {}
-        for step in self.store.steps():
-            with suppress(Damaged):
-                manifests[step] = self.store.look(step)
-        return manifests
-
-    def __enter__(self) -> Recovery:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for a save that is under way, unless the run has to leave at once."""
-        self.saver.close(waits=kind is not SystemExit)
-
-
-def put_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give a model weights by the names of its state. An engine may have hooks on `load_state_dict`."""
-    own = model.state_dict()
-    if own.keys() != weights.keys():
-        raise LookupError(f"weights of other names: {', '.join(sorted(own.keys() ^ weights.keys()))}")
-    for name, value in own.items():
-        value.copy_(weights[name])
 
 
 def last_save_patience_s(cfg: TrainConfig, began_s: float) -> float:
