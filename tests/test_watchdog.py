@@ -40,12 +40,12 @@ def lose_the_folder():
     raise LeaseLost("another job has it")
 
 def join():
-    dog.joined({{int(rank): (pid, started) for rank, (pid, started) in others.items()}})
+    dog.joined({{int(rank): process for rank, process in others.items()}})
 
 folder = RunFolder(sys.argv[1])
 cfg = WatchdogConfig(step_s=float(sys.argv[2]), start_s=float(sys.argv[3]))
 with Watchdog(cfg, folder, oom_counter=folder.path / "memory.events") as dog:
-    print(read_process(os.getpid()).started, flush=True)
+    print(read_process(os.getpid()).started, dog.handle, flush=True)
     others = json.loads(input())
 """
 PIPES = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -85,7 +85,7 @@ def start(run_dir: Path) -> Iterator[Start]:
             env = {**os.environ, "PYTHONPATH": str(ROOT), **environment(run_dir, rank, local or len(acts), world)}
             ranks.append(subprocess.Popen(words, env=env, text=True, **PIPES))
         started.extend(ranks)
-        known = {number: (rank.pid, int(rank.stdout.readline())) for number, rank in enumerate(ranks)}
+        known = {number: (rank.pid, *map(int, rank.stdout.readline().split())) for number, rank in enumerate(ranks)}
         for number, rank in enumerate(ranks):
             others = {other: process for other, process in known.items() if other != number}
             rank.stdin.write(f"{json.dumps(others)}\n")
@@ -137,18 +137,44 @@ def test_a_hang_of_the_run_folder_as_well_ends_all_the_same(start: Start):
     assert codes([rank]) == [1]
 
 
-def test_the_rank_that_has_hung_longest_is_named_and_all_leave_their_stacks(start: Start, run_dir: Path):
-    waits = "join()\ndog.phase('data', step=7)\ntime.sleep(0.2)\ndog.phase('step', step=7)\nhang()"
-    assert codes(start(waits, "join()\ndog.phase('data', step=7)\nhang()", step_s=2.0)) == [1, 1]
-    assert outcome(run_dir)["reason"].startswith("stuck: rank 1 has been in 'data' of step 7")
-    assert exit_record(run_dir, 0)["reason"].startswith("stuck: rank 0 has been in 'step'")
-    assert all("in hang" in (run_dir / f"log/stacks_rank_000{rank}.txt").read_text() for rank in range(2))
+@pytest.mark.parametrize(
+    ("behind", "how"),
+    [
+        ("dog.phase('data', step=7)", "hang()"),
+        ("dog.phase('step', step=6)", "hold_the_gil()"),
+        ("dog.phase('load')", "os.kill(os.getpid(), 19)"),
+    ],
+    ids=["in its data", "with the GIL held", "stopped"],
+)
+def test_the_rank_that_is_least_advanced_is_named(start: Start, run_dir: Path, behind: str, how: str):
+    """It has not the oldest heartbeat: the other one has waited for it for longer."""
+    waits = "join()\ndog.phase('data', step=7)\ndog.phase('step', step=7)\nhang()"
+    ranks = start(waits, f"join()\ntime.sleep(0.2)\n{behind}\n{how}", step_s=2.0)
+    assert codes(ranks) == [1, -signal.SIGKILL if "19" in how else 1]
+    for reason in (outcome(run_dir)["reason"], exit_record(run_dir, 0)["reason"], exit_record(run_dir, 1)["reason"]):
+        assert reason.startswith("stuck: rank 1 has been in '" + behind.split("'")[1])
+        assert ("; rank 1 is stopped (SIGSTOP) and was killed; stacks" in reason) == ("19" in how)
+    assert "in hang" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
-def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it_and_killed(start: Start, run_dir: Path):
-    ranks = start("join()\ndog.phase('step', step=7)\nhang()", "os.kill(os.getpid(), 19)", step_s=1.0)
-    assert codes(ranks) == [1, -signal.SIGKILL]
-    assert "; rank 1 is stopped (SIGSTOP) and was killed; stacks" in outcome(run_dir)["reason"]
+@pytest.mark.parametrize(
+    "slow",
+    [
+        "dog.phase('compile', step=7, is_start=True)\ntime.sleep(3)",
+        "dog.phase('step', step=7)\nfor _ in range(30): time.sleep(0.1), dog.beat()",
+    ],
+    ids=["compiles", "makes progress"],
+)
+def test_a_rank_may_wait_for_one_that_has_time_left(start: Start, run_dir: Path, slow: str):
+    waits = f"join()\ndog.phase('step', step=7)\nwhile not Path({str(run_dir)!r}, 'done').exists(): time.sleep(0.01)"
+    slow = f"{slow}\nPath({str(run_dir)!r}, 'done').touch()\ntime.sleep(0.5)"  # until the other one has left
+    assert codes(start(waits, slow, step_s=1)) == [0, 0]
+    assert not any((run_dir / "log").iterdir())
+
+
+def test_ranks_that_wait_alike_may_wait_for_another_machine(start: Start, run_dir: Path):
+    assert codes(start("join()\ndog.phase('step', step=7)\nhang()", world=2)) == [1]
+    assert "; all ranks of this machine are waiting, perhaps for a rank of another" in outcome(run_dir)["reason"]
 
 
 COMPILES = """dog.phase('step', step=7)

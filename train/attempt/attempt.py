@@ -73,14 +73,15 @@ class Attempt:
         and the processes of this machine's ranks. Every rank calls it.
         """
         process = read_process(os.getpid())
-        own = self.folder.previous, self.owner, (os.getpid(), process.started if process else 0)
+        here = os.getpid(), process.started if process else 0, self.watch.handle
+        own = self.folder.previous, self.owner, here
         everyone = world.all_gather_object(own)
         self.folder.previous, owner, _ = everyone[0]
         if self.lease is None:
             self.folder.guard = partial(check_owner, self.folder.storage, owner)
         first = world.rank - world.local_rank
-        here = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
-        self.watch.joined(here if launched().is_under_torchrun else {})  # else they may be in other containers
+        peers = {rank: everyone[rank][2] for rank in range(first, first + world.local_size) if rank != world.rank}
+        self.watch.joined(peers if launched().is_under_torchrun else {})  # else they may be in other containers
 
     def may_log(self) -> bool:
         """Whether log lines may go to the run folder: not after it was lost, unless it is this machine's copy."""

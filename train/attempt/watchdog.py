@@ -1,8 +1,9 @@
 """The watchdog of a rank: it ends a process that makes no progress, so that torchrun can start the run again.
 
-A thread of each rank compares the age of its last heartbeat with the limit. The ranks of a step wait for each other:
-the one that has hung longest reports first, and says where in `outcome.json`. The thread also reports ranks of its
-machine that ended without an exit record.
+A thread of each rank compares the age of the last heartbeats of its machine's ranks with their limits. The ranks of a
+step wait for each other, so the run is stuck when all local ranks at the lowest step have exceeded their limits: as
+long as one of them has time left, the others may be waiting for it. `outcome.json` names the least advanced one. The
+thread also reports ranks of its machine that ended without an exit record.
 
 No Python thread runs while another one holds Python's lock. For that case heartbeats arm a timer of `faulthandler`,
 whose C thread dumps the stacks to standard error and exits. Only Linux is supported; elsewhere nothing is watched. No
@@ -11,15 +12,19 @@ torch here.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import logging
+import mmap
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from train.config import WatchdogConfig
@@ -34,6 +39,7 @@ STDERR = 2
 PERIOD_S = 1.0  # between two looks, or a tenth of the shorter limit
 MARGIN_PERIODS = 10  # by which the timer in C is later than the limit, so that the thread can report first
 OTHERS_PERIODS = 3  # for other ranks to write their stacks before the first one exits, and torchrun ends them
+LEFT = 2**62  # the step of a rank that has left in order: no other rank waits for it
 OOM_LOOKS = 60  # the kernel decides to kill a large process long before the process has ended
 PEER_ENDS_S = 2.0  # from a broken collective to the end of the process that broke it
 LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken collective
@@ -41,28 +47,66 @@ LOST_PEER = ("RuntimeError", "DistBackendError")  # torch's errors of a broken c
 logger = logging.getLogger("train")
 
 
+class Heartbeat(ctypes.Structure):
+    """The last heartbeat of a rank, in memory that the other ranks of its machine can read."""
+
+    _fields_ = (
+        ("at_s", ctypes.c_double),  # by time.monotonic(), which all processes of a machine share
+        ("limit_s", ctypes.c_double),
+        ("step", ctypes.c_int64),  # -1: none
+        ("count", ctypes.c_int64),  # of the heartbeats of this step
+        ("phase", ctypes.c_char * 40),
+    )
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - float(self.at_s)
+
+    @property
+    def is_late(self) -> bool:
+        return self.age_s > self.limit_s
+
+    @property
+    def where(self) -> str:
+        return f"'{self.phase.decode()}'" + (f" of step {self.step}" * (self.step >= 0))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank of this machine."""
+
+    pid: int
+    started: int  # see Process
+    memory: mmap.mmap | None  # of its heartbeat; None if this process may not read it
+
+
 class Watchdog:
-    """The heartbeats of this rank, and the thread that compares them with the limits. Use it as a context, after
-    `RunFolder.open`, which removes the exit records of the attempt before.
+    """The heartbeats of this rank, and the thread that compares them, and those of the other ranks of its machine, with
+    the limits. Use it as a context, after `RunFolder.open`, which removes the exit records of the attempt before.
     """
 
     def __init__(self, cfg: WatchdogConfig, folder: RunFolder, *, oom_counter: Path | None = None) -> None:
         self.cfg, self.folder, self.rank = cfg, folder, launched().rank
+        self.own = Heartbeat()  # not shared unless the watchdog is open
+        self.handle = -1  # of the shared memory
         self.is_ours = self.rank == 0  # the run folder; other ranks know once all have joined
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10, cfg.start_s / 10)
-        self.name, self.step, self.is_start = "start", -1, True  # of the phase; -1: no step
-        self.beat_s = time.monotonic()
+        self.is_start = True  # the phase has the time of a start
         self.rearm_s = 0.0  # time from which a heartbeat arms the timer in C again
         self.compiles: Callable[[], bool] = lambda: False  # whether a rank does, which may be this one
         self.is_compiling = False  # in a phase that has the time of a step
-        self.peers: dict[int, tuple[int, int]] = {}  # the other ranks of this machine: process id and start
+        self.peers: dict[int, Peer] = {}  # the other ranks of this machine
+        self.suspects: dict[int, float] = {}  # the last heartbeats of ranks that were late at the last look
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = deque([count_oom_kills(self.oom_counter)], maxlen=OOM_LOOKS)
         self.closed = threading.Event()
 
     def __enter__(self) -> Watchdog:
         if self.cfg.enabled and sys.platform == "linux":
+            self.handle = os.memfd_create("heartbeat")
+            os.ftruncate(self.handle, ctypes.sizeof(Heartbeat))
+            self.own = Heartbeat.from_buffer(mmap.mmap(self.handle, ctypes.sizeof(Heartbeat)))
             self.is_open = True
             self.phase("start", is_start=True)
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
@@ -79,27 +123,38 @@ class Watchdog:
         self.is_open = False
         self.closed.set()
         faulthandler.cancel_dump_traceback_later()
+        self.own.step = LEFT
+        os.close(self.handle)
 
     def phase(self, name: str, *, step: int | None = None, is_start: bool = False) -> None:
         """Begin another phase, which is a heartbeat too. `is_start`: the rank joins, loads or compiles, for which it
         has `watchdog.start_s`.
         """
-        self.beat_s = time.monotonic()  # first, since the next limit may be shorter
-        self.name, self.step, self.is_start = name, -1 if step is None else step, is_start
-        self.is_compiling, self.rearm_s = False, 0.0
+        number = -1 if step is None else step
+        self.own.at_s = time.monotonic()  # first, since the next limit may be shorter
+        if number != self.own.step:
+            self.own.count = 0
+        self.is_start, self.is_compiling, self.rearm_s = is_start, False, 0.0
+        self.own.limit_s, self.own.step, self.own.phase = self.limit_s, number, name.encode()
         self.beat()
 
     def beat(self) -> None:
         """Record progress: a micro batch, a batch of an evaluation, a file of a checkpoint."""
-        self.beat_s = time.monotonic()
-        if self.beat_s >= self.rearm_s and self.is_open:
+        self.own.at_s = now_s = time.monotonic()
+        self.own.count += 1
+        if now_s >= self.rearm_s and self.is_open:
             self.arm()
 
-    def joined(self, peers: Mapping[int, tuple[int, int]]) -> None:
+    def joined(self, peers: Mapping[int, tuple[int, int, int]]) -> None:
         """All ranks have joined, and the run folder is theirs. `peers` are the other ranks of this machine: process id
-        and start of each, see Process.
+        and start of each, see Process, and the `handle` of its watchdog.
         """
-        self.is_ours, self.peers = True, dict(peers)
+        self.is_ours = True
+        for rank, (pid, started, handle) in peers.items():
+            memory = None
+            with suppress(OSError), Path(f"/proc/{pid}/fd/{handle}").open("rb") as file:
+                memory = mmap.mmap(file.fileno(), ctypes.sizeof(Heartbeat), prot=mmap.PROT_READ)
+            self.peers[rank] = Peer(pid, started, memory)
 
     def arm(self) -> None:
         """Have the timer in C end this process unless it is armed again in time."""
@@ -107,50 +162,69 @@ class Watchdog:
         faulthandler.dump_traceback_later(self.limit_s + MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
 
     @property
-    def age_s(self) -> float:
-        return time.monotonic() - self.beat_s
-
-    @property
     def limit_s(self) -> float:
         return self.cfg.start_s if self.is_start or self.is_compiling else self.cfg.step_s
-
-    @property
-    def where(self) -> str:
-        return f"'{self.name}'" + (f" of step {self.step}" * (self.step >= 0))
 
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        while not self.closed.wait(min(self.period_s, max(0.0, self.limit_s - self.age_s))):
+        while not self.closed.wait(self.period_s):
             self.allow_compiling()
             self.oom_kills.append(count_oom_kills(self.oom_counter))
             self.report_gone()
-            if self.age_s > self.limit_s and self.is_open:
-                self.end()
+            stuck = self.find_stuck()
+            if stuck is not None and self.is_open:
+                self.end(stuck)
+            if self.own.is_late and self.is_open:
+                self.arm()  # this rank waits for another one that still has time
 
     def allow_compiling(self) -> None:
         """Give this rank the time of a start while a rank compiles, and that of a step from its end on."""
         before = self.is_compiling
-        self.is_compiling = not self.is_start and self.age_s > self.cfg.step_s / 2 and self.compiles()
+        self.is_compiling = not self.is_start and self.own.age_s > self.cfg.step_s / 2 and self.compiles()
         if before and not self.is_compiling:
-            self.beat_s = time.monotonic()
+            self.own.at_s = time.monotonic()
         if (before or self.is_compiling) and self.is_open:
+            self.own.limit_s = self.limit_s
             self.arm()
 
-    def end(self) -> None:
-        """Report that this rank is stuck, kill ranks that are stopped and cannot exit themselves, and exit."""
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The present heartbeats of this machine's ranks."""
+        memories = {rank: peer.memory for rank, peer in list(self.peers.items())}
+        others = {rank: Heartbeat.from_buffer_copy(memory) for rank, memory in memories.items() if memory is not None}
+        return {self.rank: Heartbeat.from_buffer_copy(self.own), **others}
+
+    def find_stuck(self) -> int | None:
+        """The least advanced rank of this machine, if no rank at its step has time left in two looks: during the first
+        one a rank may be writing its heartbeat, or about to.
+        """
+        beats = self.heartbeats()
+        lowest = min(beat.step for beat in beats.values())
+        behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
+        is_late = all(beat.is_late for beat in behind.values())
+        before, self.suspects = self.suspects, {rank: beat.at_s for rank, beat in behind.items()} if is_late else {}
+        if not is_late or before != self.suspects:
+            return None
+        return min(behind, key=lambda rank: (behind[rank].count, behind[rank].at_s))
+
+    def end(self, stuck: int) -> None:
+        """Report which rank is stuck, kill ranks that are stopped and cannot exit themselves, and exit."""
         self.is_open = False  # a heartbeat may no longer arm the timer
         # The timer is needed here too: the file system of the run folder may hang as well.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
-        limit = f"watchdog.{'step_s' if self.limit_s == self.cfg.step_s else 'start_s'}={self.limit_s:g}"
-        reason = f"stuck: rank {self.rank} has been in {self.where} for {self.age_s:.0f} s ({limit})"
-        for rank, (pid, _) in self.peers.items():
-            process = read_process(pid)
+        beats = self.heartbeats()
+        beat, is_alike = beats[stuck], len({(each.step, each.phase, each.count) for each in beats.values()}) == 1
+        limit = f"watchdog.{'step_s' if beat.limit_s == self.cfg.step_s else 'start_s'}={beat.limit_s:g}"
+        reason = f"stuck: rank {stuck} has been in {beat.where} for {beat.age_s:.0f} s ({limit})"
+        if is_alike and not launched().is_one_machine:
+            reason += "; all ranks of this machine are waiting, perhaps for a rank of another machine"
+        for rank, peer in self.peers.items():
+            process = read_process(peer.pid)
             if process is not None and process.state == "T":
                 reason += f"; rank {rank} is stopped (SIGSTOP) and was killed"
-                os.kill(pid, signal.SIGKILL)
+                os.kill(peer.pid, signal.SIGKILL)
         reason += f"; stacks in {self.folder.log.name}/stacks_rank_*.txt"
-        self.report("stuck", reason, self.rank, writes_stacks=True)
+        self.report("stuck", reason, {stuck, self.rank}, beat, writes_stacks=True)
         time.sleep(OTHERS_PERIODS * self.period_s)
         os._exit(1)
 
@@ -158,25 +232,28 @@ class Watchdog:
         """Report ranks of this machine that ended without an exit record: the kernel, a driver or a person killed
         them.
         """
-        for rank, (pid, started) in list(self.peers.items()):
-            process = read_process(pid)
-            if process is not None and process.started == started and process.state not in ENDED_STATES:
+        for rank, peer in list(self.peers.items()):
+            process = read_process(peer.pid)
+            if process is not None and process.started == peer.started and process.state not in ENDED_STATES:
                 continue
-            del self.peers[rank]
-            if (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
+            is_reported = self.peers.pop(rank, None) is None  # by the other thread, while this context ends
+            if is_reported or (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
                 continue
             if self.oom_kills[0] < count_oom_kills(self.oom_counter):
                 advice = "lower data.num_workers, data.prefetch or micro_batch_size"
-                reason = f"out of host memory: the kernel killed rank {rank} around {self.where}; {advice}"
-                self.report("out_of_host_memory", reason, rank)
+                reason = f"out of host memory: the kernel killed rank {rank} around {self.own.where}; {advice}"
+                self.report("out_of_host_memory", reason, {rank}, self.own)
             else:
-                self.report("killed", f"killed: rank {rank} ended without an exit record around {self.where}", rank)
+                reason = f"killed: rank {rank} ended without an exit record around {self.own.where}"
+                self.report("killed", reason, {rank}, self.own)
 
-    def report(self, kind: str, reason: str, rank: int, *, writes_stacks: bool = False) -> None:
-        """Write how the run failed, the exit record of `rank`, and the stacks of this process. The first rank that
-        records the failure prints it. Nothing is written to a folder of another job.
+    def report(
+        self, kind: str, reason: str, ranks: Collection[int], beat: Heartbeat, *, writes_stacks: bool = False
+    ) -> None:
+        """Write how the run failed, at which heartbeat, the exit records of `ranks`, and the stacks of this process.
+        The first rank that records the failure prints it. Nothing is written to a folder of another job.
         """
-        is_first, step = True, self.step if self.step >= 0 else None
+        is_first, step = True, beat.step if beat.step >= 0 else None
         with self.folder.logging_failures():
             self.folder.check_owner()
             if writes_stacks:
@@ -186,7 +263,8 @@ class Watchdog:
                 outcome = Outcome("failed", kind, reason, step, None, goes_on=goes_on)
                 is_first = write_outcome(self.folder.folder, outcome, replaces=LOST_PEER)
             content = {"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)}
-            self.folder.folder.create(f"log/exit_rank_{rank:04d}.json", canonical_json(content))
+            for rank in ranks:
+                self.folder.folder.create(f"log/exit_rank_{rank:04d}.json", canonical_json(content))
         if is_first:
             logger.error("watchdog: %s", reason)
 

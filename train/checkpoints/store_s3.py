@@ -231,7 +231,7 @@ class S3Store:
         for step, names in by_step(self.names()):
             for match in filter(None, map(UNFINISHED.fullmatch, names)):
                 if int(match[2]) in leases and not any(map(in_quarantine, names)):
-                    with suppress(Damaged, FileNotFoundError, BadContent):
+                    with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
                         yield step, match[1], self.leftover(step, match[1], names)
 
     def leftover(self, step: int, folder: str, names: list[str]) -> list[str]:
