@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.engines import INSTANCE, Engine, EngineConfig, check_text
+from launch.engines import Engine, EngineConfig
 from launch.job import Job
 from train.config import check, check_choice
 from train.config.checks import check_positive
@@ -19,7 +19,6 @@ from train.storage.folders import is_s3
 
 QUEUE = "train"
 MARKETS = {"on-demand": "ONDEMAND", "spot": "SPOT", "capacity-block": "CAPACITY_BLOCK"}
-SUBNET = r"subnet-[0-9a-f]{8}([0-9a-f]{9})?"
 SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
 
 
@@ -45,15 +44,6 @@ class ParallelClusterConfig(EngineConfig):
         check_choice("cluster.os", self.os, ("ubuntu2204", "ubuntu2404", "alinux2023"))
         check_choice("cluster.market", self.market, tuple(MARKETS))
         check_positive("cluster.", self, "idle_minutes")
-        check_text("subnet", self.subnet, SUBNET, "a subnet, as subnet-0123456789abcdef0")
-        check_text("head_subnet", self.head_subnet, SUBNET, "a subnet, as subnet-0123456789abcdef0")
-        check_text("head_instance", self.head_instance, INSTANCE, "a machine type, as c6i.xlarge")
-        check_text("key", self.key, r"[!-~]([ -~]{0,253}[!-~])?", "the name of a key pair, in ASCII")
-        check_text("setup_script", self.setup_script, r"(s3|https)://[!-~]+", "a script, as s3://bucket/setup.sh")
-        reservation = r"cr-[0-9a-f]{8}([0-9a-f]{9})?"
-        check_text("capacity_reservation", self.capacity_reservation, reservation, "an id, as cr-0123456789abcdef0")
-        for bucket in self.buckets:
-            check_text("buckets", bucket, r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", "the name of a bucket")
         if self.market != "on-demand":
             is_block, is_given = self.market == "capacity-block", self.capacity_reservation is not None
             need = "needs the block's id: cluster.capacity_reservation=cr-..." if is_block else "has no reservation"

@@ -14,6 +14,7 @@ from launch.ec2.api import Api
 from launch.ec2.clean import Machine, look
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
+from launch.engines import INSTANCE
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -22,8 +23,6 @@ from launch.values import shown_duration, table, texts
 from train.cli.command import INTERRUPTED, printable
 from train.config import InputError, S3Config, check
 from train.storage.schema import record as checked
-
-TYPE = re.compile(r"[a-z][a-z0-9-]*\.[a-z0-9-]+")
 
 
 class Scheduler:
@@ -101,7 +100,7 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
         record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://bucket/runs/mine): machines share nothing else"
     )
     check(
-        TYPE.fullmatch(job.instance) is not None,
+        re.fullmatch(INSTANCE, job.instance) is not None,
         f"instance={job.instance} is no type of EC2: name one, as instance=trn1.32xlarge",
     )
     check(
