@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import psutil
 
-from launch.config import LaunchConfig
+from launch import spec
+from launch.config import ClusterConfig, LaunchConfig
 from launch.history import read_history
 from launch.job import Job
 from launch.preflight import run_preflight
@@ -38,17 +38,12 @@ from train.host.processes import is_alive, read_process
 ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
 
 
-class Scheduler:
-    lingers_s = 0.0
-
+class Scheduler(spec.Scheduler):
     def request(self, job: Job, record: Record) -> list[str]:
         return supervisor(job, record)
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         return f"this machine, {platform.node()}: {os.cpu_count()} CPUs"
-
-    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        return {}
 
     def submit(self, job: Job, record: Record) -> Handle:
         logs = record.local_folder() / "logs"
@@ -144,7 +139,8 @@ def prepare(record: Record, job: Job) -> Decision:
 
 
 def train(record: Record, job: Job) -> Decision:
-    stop, cluster, node = StopRequest(record), cluster_of(job), platform.node()
+    stop, node = StopRequest(record), platform.node()
+    cluster: ClusterConfig = cluster_of(job)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TypeVar
 
 from launch.code import Bundle
 from launch.config import ClusterConfig, LaunchConfig, LocalConfig
@@ -25,6 +26,7 @@ SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the 
 ENGINES: dict[str, type[Engine]] = {"parallelcluster": ParallelCluster, "skypilot": SkyPilot}  # which start no job
 SETTINGS = {name: settings for name, (settings, _) in SCHEDULERS.items()}
 SETTINGS |= {name: engine.settings for name, engine in ENGINES.items()}
+Settings = TypeVar("Settings", bound=ClusterConfig)
 REMOVED = ("torchrun_restarts",)  # settings of jobs that earlier versions have written
 
 
@@ -44,10 +46,15 @@ def engine(cfg: LaunchConfig, bundle: Bundle) -> Engine | None:
     return ENGINES[cfg.cluster.kind](cfg, bundle) if cfg.cluster.kind in ENGINES else None
 
 
-def cluster_of(job: Job) -> ClusterConfig:
-    """The settings of the job's cluster. InputError for a scheduler or a setting that is not known."""
-    settings = {name: value for name, value in job.cluster.items() if name not in REMOVED}
-    return record(row(job.scheduler)[0], settings, "cluster")
+def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # type: ignore[assignment]
+    """The settings of the job's cluster. InputError for a scheduler or a setting that is not known, and for those of
+    another kind.
+    """
+    values = {name: value for name, value in job.cluster.items() if name not in REMOVED}
+    settings = record(row(job.scheduler)[0], values, "cluster")
+    if not isinstance(settings, kind):
+        raise InputError(f"the job is of cluster={job.scheduler}")
+    return settings
 
 
 def last_submission(run: Record) -> Event | None:

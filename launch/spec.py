@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
+from train.cli.command import DONE
 
 Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
 
@@ -23,29 +25,37 @@ class State:
     outcome: str = ""  # of a job that is over, if the scheduler says it: cancelled | failed
 
 
-class Scheduler(Protocol):
-    lingers_s: float  # that a submission may still come after the process that asked for it was killed
+class Scheduler(ABC):
+    lingers_s = 0.0  # that a submission may still come after the process that asked for it was killed
 
+    @abstractmethod
     def request(self, job: Job, record: Record) -> list[str]:
         """The command that starts the job, for the plan. It asks nobody."""
 
+    @abstractmethod
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         """What the scheduler says to the job without starting it, in lines. InputError if it would reject it."""
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
         """What the plan as JSON holds beside the command."""
+        return {}
 
+    @abstractmethod
     def submit(self, job: Job, record: Record) -> Handle:
         """Start the job. InputError if it is rejected, Unreachable if nobody answers."""
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Do what is left for the process that has submitted the job, or nothing with `detach`; the exit code."""
+        return DONE
 
     def find(self, job: Job, record: Record) -> Handle | None:
         """The job of this record that waits or runs, if its submission was not answered; None if there is none."""
+        return None
 
+    @abstractmethod
     def state(self, handle: Handle) -> State:
         """What it says of the job now. Unreachable if it does not answer."""
 
+    @abstractmethod
     def cancel(self, handle: Handle) -> None:
         """End the job at once, without a checkpoint."""

@@ -15,8 +15,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import spec
 from launch.config import ClusterConfig
-from launch.spec import State
 
 QUEUE = Path("queue.json")
 
@@ -27,32 +27,21 @@ class ToyConfig(ClusterConfig):
     color: str = "red"
 
 
-class Scheduler:
-    lingers_s = 0.0
-
+class Scheduler(spec.Scheduler):
     def request(self, job, record):
         return ["toy-submit", job.cluster["color"], record.run_dir]
 
     def preview(self, job, record, cfg):
         return "the queue is empty"
 
-    def details(self, job, record, cfg):
-        return {}
-
     def submit(self, job, record):
         QUEUE.write_text(json.dumps({"nodes": [f"toy{number}" for number in range(job.nodes)]}))
         return {"queue": str(QUEUE.absolute())}
 
-    def attend(self, job, record, handle, *, detach):
-        return 0
-
-    def find(self, job, record):
-        return None
-
     def state(self, handle):
         path = Path(handle["queue"])
         nodes = json.loads(path.read_text())["nodes"] if path.exists() else []
-        return State(bool(nodes), "QUEUED" if nodes else "gone", nodes)
+        return spec.State(bool(nodes), "QUEUED" if nodes else "gone", nodes)
 
     def cancel(self, handle):
         Path(handle["queue"]).unlink()

@@ -120,9 +120,7 @@ def identity() -> Registration:
 class Machine:
     def __init__(self, run: Record, job: Job, own: Registration, request: int, state: Path) -> None:
         self.record, self.job, self.own, self.request, self.state = run, job, own, request, state
-        cluster = cluster_of(job)
-        assert isinstance(cluster, Ec2Config)
-        self.cluster = cluster
+        self.cluster = cluster_of(job, Ec2Config)
         self.all: list[Registration] = []  # machines of the request, by their launch index
         self.number = 0  # of the last step
         self.logs = run.local_folder() / "logs"

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from launch import spec
 from launch.config import LaunchConfig
 from launch.ec2 import calls, clean, preview, sweep
 from launch.ec2.account import read_resolved, resolve
@@ -25,24 +26,22 @@ from train.config import InputError, S3Config, check
 from train.storage.schema import record as checked
 
 
-class Scheduler:
-    lingers_s = 0.0
-
+class Scheduler(spec.Scheduler):
     def request(self, job: Job, record: Record) -> list[str]:
-        check_job(job, settings(job), record)
+        check_job(job, cluster_of(job, Ec2Config), record)
         return []
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        return "\n".join(preview.lines(job, settings(job), record, cfg))
+        return "\n".join(preview.lines(job, cluster_of(job, Ec2Config), record, cfg))
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        return {"run_instances": preview.planned(job, settings(job), record, cfg)[1]}
+        return {"run_instances": preview.planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
 
     def submit(self, job: Job, record: Record) -> Handle:
-        """Find out what the settings come to. It makes nothing: `attend` does."""
-        check_job(job, settings(job), record)
+        """Find out what the settings come to. It makes nothing: `attend` does, and `find` has nothing to find."""
+        check_job(job, cluster_of(job, Ec2Config), record)
         api = open_api(record)
-        resolved = resolve(job, settings(job), record, api)
+        resolved = resolve(job, cluster_of(job, Ec2Config), record, api)
         regions = list(dict.fromkeys([*resolved.regions, *calls.call_regions(record)]))
         left = clean.left_over(api, record, regions, set(), time.time())
         there = [str(each) for each in left if each.kind == "instance"]
@@ -61,14 +60,10 @@ class Scheduler:
         if resolved is None or resolved.id != handle.get("submission"):
             raise InputError(f"another launch of {record.run_dir} has begun; this one ends")
         try:
-            return Launcher(record, job, settings(job), resolved, open_api(record)).run()
+            return Launcher(record, job, cluster_of(job, Ec2Config), resolved, open_api(record)).run()
         except KeyboardInterrupt:
             print(printable(f"this launch ends; its machines train on, and end by themselves. {undo(record)}"))
             return INTERRUPTED
-
-    def find(self, job: Job, record: Record) -> Handle | None:
-        """None: a submission that is not in the record has made nothing."""
-        return None
 
     def state(self, handle: Handle) -> State:
         record, regions = of_handle(handle)
@@ -119,12 +114,6 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     )
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
     check(not local, f"{' '.join(local)}: machines of EC2 do not see this machine's folders; copy it to S3")
-
-
-def settings(job: Job) -> Ec2Config:
-    cluster = cluster_of(job)
-    assert isinstance(cluster, Ec2Config)
-    return cluster
 
 
 def open_api(record: Record) -> Api:

@@ -23,8 +23,9 @@ from launch.job import Job
 from launch.node import DOCTOR_S
 from launch.preflight import is_certain, is_shared, run_preflight, too_few
 from launch.record import Record
+from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
-from launch.slurm.scheduler import settings
+from launch.slurm.config import SlurmConfig
 from launch.supervise import (
     CODES,
     Decision,
@@ -69,7 +70,7 @@ class Interrupted(Exception):
 class Batch:
     def __init__(self, record: Record, job: Job, job_id: int) -> None:
         self.record, self.job, self.job_id = record, job, job_id
-        self.cluster = settings(job)
+        self.cluster = cluster_of(job, SlurmConfig)
         self.slurm = Slurm()
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]

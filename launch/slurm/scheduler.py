@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from launch import spec
 from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
@@ -13,7 +13,6 @@ from launch.schedulers import cluster_of
 from launch.slurm.client import NoSlurm, Slurm, SlurmJob, check_request, job_name
 from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
-from train.cli.command import DONE
 from train.config import InputError, check
 
 SCRIPT = Path(__file__).with_name("job.sh")
@@ -21,14 +20,14 @@ HINTS = {"JobLaunchFailure": "perhaps its first node does not see the folder of 
 AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
 
 
-class Scheduler:
+class Scheduler(spec.Scheduler):
     lingers_s = 120.0  # sbatch continues
 
     def request(self, job: Job, record: Record) -> list[str]:
         return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        slurm, cluster = Slurm(), settings(job)
+        slurm, cluster = Slurm(), cluster_of(job, SlurmConfig)
         try:
             partition = slurm.partition(cluster.partition)
         except NoSlurm as error:
@@ -37,9 +36,6 @@ class Scheduler:
             return f"Slurm was not asked: {error}. Not checked: partition, its limits, when the job would start"
         check_request(partition, nodes=job.nodes + job.spares, time_limit=cluster.time_limit)
         return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
-
-    def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        return {}
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm = Slurm()
@@ -57,9 +53,6 @@ class Scheduler:
         except BaseException:
             slurm.cancel(number)  # or the parts would run with nobody to know of them
             raise
-
-    def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
-        return DONE  # the job runs on its own
 
     def find(self, job: Job, record: Record) -> Handle | None:
         there = Slurm().job_ids(job_name(record.run_dir))
@@ -107,15 +100,9 @@ def number(handle: Handle, name: str) -> int:
     return value
 
 
-def settings(job: Job) -> SlurmConfig:
-    cluster = cluster_of(job)
-    assert isinstance(cluster, SlurmConfig)
-    return cluster
-
-
 def options(job: Job, record: Record) -> list[str]:
     """Return the options of sbatch (man sbatch). They are passed as a list: no shell reads them."""
-    cluster, name, folder = settings(job), job_name(record.run_dir), record.local_folder() / "logs"
+    cluster, name, folder = cluster_of(job, SlurmConfig), job_name(record.run_dir), record.local_folder() / "logs"
     check("\\" not in str(folder), f"{folder}: Slurm drops backslashes from the names of logs; choose another folder")
     # Nodes need not share a folder with this machine if the record is in S3: the job puts its output there at its end.
     # In another name a percent sign begins a pattern (man sbatch, "filename pattern").
@@ -137,4 +124,4 @@ def options(job: Job, record: Record) -> list[str]:
 
 
 def arguments(job: Job, record: Record) -> list[str]:
-    return [job.python, "\n".join(settings(job).prologue), record.run_dir, *record.s3.flags()]
+    return [job.python, "\n".join(cluster_of(job, SlurmConfig).prologue), record.run_dir, *record.s3.flags()]
