@@ -24,7 +24,6 @@ class Calibration:
 
     location: str
     instance: str
-    backend: str
     precision: str
     world_size: int
     seq_len: int  # tokens
@@ -80,7 +79,6 @@ def measured(cfg: TrainConfig, folder: Folder, metrics: bytes) -> Calibration:
     return Calibration(
         location=folder.location,
         instance=cfg.instance.name,
-        backend=of_type(str, end.get("backend"), "backend"),
         precision=precision,
         world_size=world,
         seq_len=seq_len,

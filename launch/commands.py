@@ -190,7 +190,6 @@ def cancel(options: argparse.Namespace, s3: S3Config) -> int:
 
 def active(record: Record, name: str) -> Status | None:
     """Return how a run with a job stands; None, and a line, if it has none. Failure if its scheduler does not say."""
-    submit.answer_lost_submission(record)
     seen = status(record)
     if seen.answer.is_active is None:
         raise Failure(f"{record.run_dir}: {seen.answer.failure}")

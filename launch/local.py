@@ -9,8 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-import psutil
-
 from launch import spec
 from launch.config import ClusterConfig, LaunchConfig
 from launch.history import read_history
@@ -57,7 +55,8 @@ class Scheduler(spec.Scheduler):
                 cwd=job.folder,
                 start_new_session=True,  # Ctrl-C in the terminal is answered by the command that waits there
             )
-        return handle_of(process.pid)
+        seen = read_process(process.pid)
+        return {"host": platform.node(), "pid": process.pid, "started": seen.started if seen else 0}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Show the logs until the job ends. Ctrl-C asks the run to stop with a checkpoint, a second one ends it."""
@@ -78,11 +77,6 @@ class Scheduler(spec.Scheduler):
         print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; {more} shows it")
         return CODES.get(ended.outcome, FAILED)
 
-    def find(self, job: Job, record: Record) -> Handle | None:
-        command = supervisor(job, record)
-        started = [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == command]
-        return handle_of(started[0].pid) if started else None
-
     def state(self, handle: Handle) -> State:
         host, pid = handle.get("host"), handle.get("pid")
         if not isinstance(pid, int) or pid <= 1:
@@ -101,11 +95,6 @@ class Scheduler(spec.Scheduler):
         if self.state(handle).is_active:
             pid = int(handle["pid"])
             children.kill([pid, *children.descendants(pid)])  # torchrun gives each rank a session of its own
-
-
-def handle_of(pid: int) -> Handle:
-    process = read_process(pid)
-    return {"host": platform.node(), "pid": pid, "started": process.started if process else 0}
 
 
 def supervisor(job: Job, record: Record) -> list[str]:

@@ -26,8 +26,6 @@ class State:
 
 
 class Scheduler(ABC):
-    lingers_s = 0.0  # that a submission may still come after the process that asked for it was killed
-
     @abstractmethod
     def request(self, job: Job, record: Record) -> list[str]:
         """The command that starts the job, for the plan. It asks nobody."""
@@ -47,10 +45,6 @@ class Scheduler(ABC):
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Do what is left for the process that has submitted the job, or nothing with `detach`; the exit code."""
         return DONE
-
-    def find(self, job: Job, record: Record) -> Handle | None:
-        """The job of this record that waits or runs, if its submission was not answered; None if there is none."""
-        return None
 
     @abstractmethod
     def state(self, handle: Handle) -> State:

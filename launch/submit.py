@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from typing import Any
 
@@ -15,13 +14,13 @@ from launch.schedulers import cluster_of, last_submission, scheduler
 from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
-from train.host.processes import is_alive, read_process
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import ENVIRONMENT, check_is_run_folder, check_location
 from train.storage.folders import is_s3, open_folder
 from train.storage.schema import read_yaml
 
-SUBMITTING_S = 120.0  # that a scheduler may take to answer
+SUBMITTING_S = 120.0  # that a scheduler may take to answer: nobody else submits meanwhile
+SUBMISSION = ("submitting", "submitted", "not_submitted", "cancelled", "ended")  # events that begin or settle one
 
 
 def submit(
@@ -80,8 +79,14 @@ def start(record: Record, job: Job) -> Handle:
 
 def check_idle(record: Record) -> int:
     """The number of the next event of a run without a job. InputError if its last job waits or runs."""
-    answer_lost_submission(record)
     number = record.next_number()
+    asked = next((each for each in reversed(record.events()) if each.kind in SUBMISSION), None)
+    if asked is not None and asked.kind == "submitting":  # if its answer was lost, the scheduler knows of the job
+        age_s = max(0.0, time.time() - asked.time_unix_s)
+        check(
+            age_s >= SUBMITTING_S,
+            f"{record.run_dir} is being launched by {asked.host} for {age_s:.0f} s: try again in {SUBMITTING_S:.0f} s",
+        )
     event = last_submission(record)
     if event is None:
         return number
@@ -92,29 +97,3 @@ def check_idle(record: Record) -> int:
             f"it first (python -m launch stop {record.run_dir})"
         )
     return number
-
-
-def answer_lost_submission(record: Record) -> None:
-    """Look for the job of a submission whose answer was lost, since whoever asked was killed, and note which it is.
-    InputError while the answer may still come.
-    """
-    answers = ("submitting", "submitted", "not_submitted", "cancelled", "ended")
-    events = [event for event in record.events() if event.kind in answers]
-    if not events or events[-1].kind != "submitting":
-        return
-    asked = events[-1]
-    age_s = max(0.0, time.time() - asked.time_unix_s)
-    host, _, pid = asked.host.rpartition(":")
-    process = read_process(int(pid)) if pid.isdecimal() else None
-    is_gone = host == platform.node() and is_alive(int(pid), process.started if process else None) is False
-    wait_s = scheduler(str(asked.details.get("scheduler"))).lingers_s if is_gone else SUBMITTING_S
-    check(
-        age_s >= wait_s,
-        f"{record.run_dir} is being launched by {asked.host} for {age_s:.0f} s: try again in {wait_s:.0f} s",
-    )
-    job = record.job() if record.exists() else None  # without one it was ended before it had written the job
-    handle = scheduler(job.scheduler).find(job, record) if job is not None else None
-    if job is None or handle is None:
-        record.append_event("not_submitted", reason=f"{asked.host} was ended before it had started the job")
-    else:
-        record.append_event("submitted", scheduler=job.scheduler, handle=dict(handle), nodes=job.nodes)

@@ -28,8 +28,6 @@ class FakeScheduler:
 
     states: list[State | Exception] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
     cancelled: list[Mapping[str, Any]] = field(default_factory=list)
-    there: Mapping[str, Any] | None = None  # the job of a submission that was not answered
-    lingers_s: float = 0.0
 
     def attend(self, job: Job, record: Record, handle: Mapping[str, Any], *, detach: bool) -> int:
         return 0
@@ -39,9 +37,6 @@ class FakeScheduler:
         if isinstance(state, Exception):
             raise state
         return state
-
-    def find(self, job: Job, record: Record) -> Mapping[str, Any] | None:
-        return self.there
 
     def cancel(self, handle: Mapping[str, Any]) -> None:
         self.cancelled.append(handle)

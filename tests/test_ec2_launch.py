@@ -261,14 +261,6 @@ def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli)
     assert len(set(asked)) == len(asked) > 1 and ec2.anything() == []  # nothing more after the first round
 
 
-def test_a_launch_that_was_killed_before_anything_was_made_is_followed_at_once(cli, capsys, monkeypatch):
-    monkeypatch.setattr("launch.ec2.scheduler.Scheduler.submit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-    assert cli.launch("submit=true") != 0
-    assert cli.do("cancel", "--yes") == 2 and "is being launched by" in capsys.readouterr().err  # by this very process
-    monkeypatch.setattr("launch.submit.is_alive", lambda *_: False)
-    assert cli.do("cancel", "--yes") == 0, capsys.readouterr().err
-
-
 def test_machines_that_no_record_knows_are_not_doubled(ec2, cli, capsys):
     cli.acts.append(cli.kill)
     assert cli.launch("submit=true") == 130

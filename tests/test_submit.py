@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from launched import HANDLE, FakeScheduler, Launched
-from planning import plan
-from running import eventually
+from launched import FakeScheduler, Launched
 
 from launch import commands, local, submit
 from launch.config import ClusterConfig
-from launch.history import read_history
-from launch.local import supervisor
-from launch.record import Record
-from launch.schedulers import SCHEDULERS, scheduler
+from launch.schedulers import SCHEDULERS
 from launch.spec import State
-from train.cli.command import DONE, FAILED
-from train.config import InputError, S3Config
+from train.cli.command import FAILED
+from train.config import InputError
 
 
 @pytest.fixture
@@ -46,36 +40,13 @@ def test_of_two_launches_at_once_one_is_refused(run):
         submit.check_idle(run.record)
 
 
-@pytest.mark.parametrize("handle", [HANDLE, None])
-def test_the_job_of_a_launcher_that_was_killed_is_looked_for(run, fake, monkeypatch, handle):
+def test_a_submission_that_nobody_answered_blocks_another_one_for_a_while_only(run, fake, capsys, monkeypatch):
     run.note("submitting", scheduler="fake")
+    assert commands.main(["cancel", "runs/mine", "--yes"]) == FAILED
+    assert "never answered the submission; look there for a job" in capsys.readouterr().err and not fake.cancelled
     monkeypatch.setattr(submit, "SUBMITTING_S", -1.0)  # it is long ago
-    fake.there = handle
-    if handle is None:
-        assert submit.check_idle(run.record) == 3
-        assert read_history(run.record.events()).submission.refusal.endswith("was ended before it had started the job")
-    else:
-        assert commands.main(["cancel", "runs/mine", "--yes"]) == DONE
-        assert fake.cancelled == [HANDLE]
-
-
-def test_a_launcher_that_was_killed_before_it_wrote_the_job_blocks_no_other(run, monkeypatch):
-    run.note("submitting", scheduler="fake")
-    run.record.folder.remove("job.json")
-    monkeypatch.setattr(submit, "SUBMITTING_S", -1.0)
-    assert submit.check_idle(run.record) == 3
-
-
-def test_a_supervisor_of_this_machine_is_known_by_its_command(tmp_path):
-    _, job = plan(["cluster=local"], ["experiment=demo", f"run_dir={tmp_path}/mine"])
-    record = Record(job.run_dir, S3Config())
-    assert scheduler("local").find(job, record) is None
-    (tmp_path / "launch.local").write_text("read line")  # what a shell makes of the same arguments
-    stands_in = subprocess.Popen(supervisor(job, record), executable="/bin/sh", cwd=tmp_path, stdin=subprocess.PIPE)
-    handle = eventually(lambda: scheduler("local").find(job, record))
-    assert handle["pid"] == stands_in.pid and scheduler("local").state(handle).is_active
-    stands_in.communicate(b"end\n")
-    assert scheduler("local").find(job, record) is None and not scheduler("local").state(handle).is_active
+    run.record.folder.remove("job.json")  # or it was killed before it wrote that
+    assert submit.check_idle(run.record) == 2
 
 
 def test_settings_may_change_until_the_run_has_begun(run, monkeypatch):

@@ -38,7 +38,7 @@ class Scheduler(spec.Scheduler):
         return {"run_instances": preview.planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
 
     def submit(self, job: Job, record: Record) -> Handle:
-        """Find out what the settings come to. It makes nothing: `attend` does, and `find` has nothing to find."""
+        """Find out what the settings come to. It makes nothing: `attend` does."""
         check_job(job, cluster_of(job, Ec2Config), record)
         api = open_api(record)
         resolved = resolve(job, cluster_of(job, Ec2Config), record, api)

@@ -21,8 +21,6 @@ AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", 
 
 
 class Scheduler(spec.Scheduler):
-    lingers_s = 120.0  # sbatch continues
-
     def request(self, job: Job, record: Record) -> list[str]:
         return ["sbatch", *options(job, record), str(SCRIPT), *arguments(job, record)]
 
@@ -53,12 +51,6 @@ class Scheduler(spec.Scheduler):
         except BaseException:
             slurm.cancel(number)  # or the parts would run with nobody to know of them
             raise
-
-    def find(self, job: Job, record: Record) -> Handle | None:
-        there = Slurm().job_ids(job_name(record.run_dir))
-        if job.kind == "train" or job.parts == 1:
-            return {"job_id": there[0]} if there else None
-        return {"parts_id": there[0], "job_id": there[-1]} if there else None  # without a merge both are the array
 
     def state(self, handle: Handle) -> State:
         """The state of the first of its jobs that is not over, or that failed: the merge of parts waits for all."""
