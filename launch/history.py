@@ -20,7 +20,6 @@ class Submission:
     time_unix_s: float | None
     nodes: int | None = None
     handle: dict[str, Any] = field(default_factory=dict)  # empty: no answer of the scheduler is known
-    config_sha256: str = ""
     refusal: str = ""  # why the job could not be started
 
 
@@ -55,11 +54,9 @@ class History:
     submission: Submission | None = None
     attempts: list[AttemptEntry] = field(default_factory=list)
     attempts_before: int = 0  # of earlier submissions
-    passed_gate: list[str] = field(default_factory=list)
     failed_gate: dict[str, str] = field(default_factory=dict)  # node: reason
     stop_asked_unix_s: float | None = None
     cancelled_unix_s: float | None = None
-    requeues: int = 0
     excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
     ended: Ended | None = None
     tries: list[bool] = field(default_factory=list)  # whether each attempt, or a requeue without one, got on
@@ -97,8 +94,7 @@ class History:
         details, last, at_unix_s = event.details, self.last_attempt, moment(vars(event), "time_unix_s")
         match event.kind:
             case "submitted":
-                sha256 = self.submission.config_sha256 if self.submission is not None else ""
-                self.submission = submission_of(event, sha256)
+                self.submission = submission_of(event)
             case "not_submitted" if self.submission is not None:
                 self.submission.refusal = text(details, "reason") or "rejected"
             case "attempt_began":
@@ -116,7 +112,6 @@ class History:
                 self.add_try(got_on=details.get("made_progress") is True, in_order=last.outcome == "stopped")
             case "gate":
                 failed = table(details, "failed").items()
-                self.passed_gate = texts(details, "passed")
                 self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
             case "stop_asked":
                 self.stop_asked_unix_s = at_unix_s or 0.0
@@ -126,7 +121,7 @@ class History:
                 if not self.is_tried:
                     self.add_try(got_on=False, in_order=False)
                 self.excluded = sorted({*self.excluded, *texts(details, "excluded")})
-                self.requeues, self.is_tried = self.requeues + 1, False
+                self.is_tried = False
             case "ended":
                 outcome = text(details, "outcome")
                 self.ended = Ended(outcome if outcome in ENDS else "ended", text(details, "reason"), at_unix_s)
@@ -152,12 +147,11 @@ def read_history(events: Sequence[Event]) -> History:
     return history
 
 
-def submission_of(event: Event, config_sha256: str = "") -> Submission:
+def submission_of(event: Event) -> Submission:
     details = event.details
     return Submission(
         scheduler=text(details, "scheduler"),
         time_unix_s=moment(vars(event), "time_unix_s"),
         nodes=count(details, "nodes"),
         handle=table(details, "handle"),
-        config_sha256=text(details, "config_sha256") or config_sha256,
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launch.values import count, moment, number, table
-from train.run_folder.outcome import STOP_FILE, read_outcome
+from train.run_folder.outcome import read_outcome
 from train.run_folder.ownership import ENVIRONMENT, newest, parse
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_object
@@ -36,19 +36,15 @@ class Progress:
     evaluated_step: int | None = None
     scores: dict[str, float] = field(default_factory=dict)
     step_s: float | None = None  # between steps, with evaluations and saves
-    save_s: float | None = None  # of the last save
     line_unix_s: float | None = None  # when the last line was written
     checkpoint: int | None = None  # the newest step that is committed
     outcome: dict[str, Any] | None = None  # outcome.json
-    has_stop_file: bool = False
 
 
 def read_progress(run: Folder) -> Progress:
     """Read a run folder, which need not exist yet. What is damaged counts as missing."""
     names = run.names_here()
-    lines = [
-        line for line in parse_lines(content_of(run, METRICS)) if None not in (count(line, "attempt"), step_of(line))
-    ]
+    lines = list(parse_lines(content_of(run, METRICS)))
     trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
     last = trained[-1] if trained else {}
     scores = (
@@ -69,14 +65,12 @@ def read_progress(run: Folder) -> Progress:
         mfu=number(last, "mfu"),
         goodput=newest_of(lines, "goodput"),
         cost_usd=newest_of(lines, "cost_usd"),
-        evaluated_step=step_of(evaluated[-1]) if evaluated else None,
+        evaluated_step=evaluated[-1]["step"] if evaluated else None,
         scores=dict([(key, score) for key, score in scores.items() if score is not None][:MAX_SCORES]),
         step_s=mean_step_s([line for line in trained if line["attempt"] == last["attempt"]]),
-        save_s=newest_of(lines, "save_s"),
         line_unix_s=moment(lines[-1], "time_unix_s") if lines else None,
         checkpoint=newest_checkpoint(run),
         outcome=read_outcome(run) or None,
-        has_stop_file=STOP_FILE in names,
     )
 
 
@@ -98,10 +92,6 @@ def newest_checkpoint(run: Folder) -> int | None:
     """Return the newest step that is committed, by name: nothing is verified."""
     matches = (COMMITTED.fullmatch(name) for name in run.names("checkpoints/step_"))
     return max((int(match[1]) for match in matches if match), default=None)
-
-
-def step_of(line: Line) -> int | None:
-    return count(line, "step")
 
 
 def newest_of(lines: list[Line], key: str) -> float | None:

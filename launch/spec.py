@@ -19,10 +19,12 @@ Handle = Mapping[str, Any]  # what a scheduler calls a job; plain JSON
 class State:
     """What a scheduler says of a job now."""
 
-    is_active: bool  # it waits or runs: nothing may be started beside it
-    text: str  # in the scheduler's own terms, as "PENDING (Resources)"
+    is_active: bool | None = None  # it waits or runs: nothing may be started beside it; None: that is not known
+    text: str = ""  # in the scheduler's own terms, as "PENDING (Resources)"
     nodes: list[str] = field(default_factory=list)
     outcome: str = ""  # of a job that is over, if the scheduler says it: cancelled | failed
+    scheduler: str = ""
+    failure: str = ""  # why the scheduler says nothing
 
 
 class Scheduler(ABC):

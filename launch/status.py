@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launch.history import History, Submission, read_history
@@ -23,18 +23,6 @@ MAX_CHARS = 400  # of a text from elsewhere
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the scheduler says of the last job."""
-
-    scheduler: str
-    is_active: bool | None = None  # None: it is not known
-    text: str = ""
-    nodes: list[str] = field(default_factory=list)
-    failure: str = ""  # why it does not say
-    outcome: str = ""  # of a job that is over: cancelled | failed
-
-
-@dataclass(frozen=True)
 class Status:
     run_dir: str
     kind: str  # train | prepare
@@ -42,7 +30,7 @@ class Status:
     config_sha256: str  # of the job's settings
     state: str  # see `state_of`
     time_unix_s: float  # when this was asked
-    answer: Answer
+    answer: State  # of the last job
     history: History
     progress: Progress
     time_left_s: float | None = None
@@ -96,23 +84,23 @@ def status(record: Record, *, asks: Callable[[str, Handle], State] = ask) -> Sta
     )
 
 
-def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State]) -> Answer:
+def answer_of(submission: Submission | None, asks: Callable[[str, Handle], State]) -> State:
     """Return what the scheduler says; a failure if it was not asked for the job, or does not answer."""
     if submission is None:
-        return Answer("", False, failure="no submission is recorded")
+        return State(False, failure="no submission is recorded")
     name = submission.scheduler
     if submission.refusal:
-        return Answer(name, False, text=f"not started: {submission.refusal}")
+        return State(False, f"not started: {submission.refusal}", scheduler=name)
     if not submission.handle:
-        return Answer(name, failure="it never answered the submission; look there for a job of this run")
+        never = "it never answered the submission; look there for a job of this run"
+        return State(scheduler=name, failure=never)
     try:
-        state = asks(name, submission.handle)
+        return replace(asks(name, submission.handle), scheduler=name)
     except (Failure, InputError) as error:
-        return Answer(name, failure=str(error))
-    return Answer(name, state.is_active, state.text, list(state.nodes), outcome=state.outcome)
+        return State(scheduler=name, failure=str(error))
 
 
-def state_of(kind: str, answer: Answer, history: History) -> str:
+def state_of(kind: str, answer: State, history: History) -> str:
     """Return one term. The job is active: waiting, starting, running, stopping, ending. It is not: done, stopped,
     failed, refused, ended (with an outcome that is not known), cancelled, vanished (nobody knows its end), not
     submitted. The scheduler does not say: unknown.
