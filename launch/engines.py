@@ -20,7 +20,7 @@ from launch.job import Job
 from launch.plan import safe_name
 from launch.record import Record
 from launch.show import line
-from train.config import check
+from train.config import InputError, check
 from train.config.checks import check_positive
 from train.storage.folders import LocalFolder, is_s3, local_path
 
@@ -60,14 +60,14 @@ class Engine(ABC):
     """What becomes of a job on another engine. InputError for a job that it would not run."""
 
     settings: ClassVar[type[EngineConfig]]
+    cluster: EngineConfig
 
     def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
         self.cfg, self.bundle = cfg, bundle
         kind, instance = cfg.cluster.kind, cfg.instance.name
-        fits = isinstance(cfg.cluster, self.settings)
-        check(fits, f"cluster.kind={kind} does not fit the settings chosen; choose cluster={kind}")
-        assert isinstance(cfg.cluster, EngineConfig)
-        self.common = cfg.cluster
+        if not isinstance(cfg.cluster, self.settings):
+            raise InputError(f"cluster.kind={kind} does not fit the settings chosen; choose cluster={kind}")
+        self.cluster = cfg.cluster
         check(not cfg.prepare, f"prepare=true is not for cluster={kind}; prepare with cluster=local or cluster=slurm")
         ok = re.fullmatch(INSTANCE, instance) is not None
         check(ok, f"cluster={kind} needs the type of its machines: instance=trn1.32xlarge, not {instance!r}")
@@ -89,20 +89,20 @@ class Engine(ABC):
         return {self.file_name(job): text_of(self.content(job)).encode()}
 
     def name(self, job: Job) -> str:
-        if self.common.name is not None:
-            return self.common.name
+        if self.cluster.name is not None:
+            return self.cluster.name
         name = re.sub("[^A-Za-z0-9]+", "-", safe_name(job.run_dir)).strip("-")
         return (name if name[:1].isalpha() else f"run-{name}".rstrip("-"))[:39].rstrip("-")
 
     def file_name(self, job: Job) -> str:
-        return f"{self.name(job)}.{self.common.kind}.yaml"
+        return f"{self.name(job)}.{self.cluster.kind}.yaml"
 
     def path(self, name: str) -> str:
         """The whole path of a file that is written."""
         return str(self.folder().path.absolute() / name)
 
     def folder(self) -> LocalFolder:
-        return LocalFolder(local_path(self.common.folder))
+        return LocalFolder(local_path(self.cluster.folder))
 
     def request(self, job: Job, record: Record) -> list[str]:
         return self.steps(job)[0][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from train.config import S3Config, check
+from train.config import check
 from train.storage.folders import canonical_json
 from train.storage.schema import FileName, Sha256, read_object, record
 
@@ -62,7 +62,3 @@ class Job:
     @property
     def module(self) -> str:
         return MODULES[self.kind]
-
-    @property
-    def s3_config(self) -> S3Config:
-        return S3Config(**self.s3)

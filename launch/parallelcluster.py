@@ -52,11 +52,11 @@ class ParallelClusterConfig(EngineConfig):
 
 class ParallelCluster(Engine):
     settings = ParallelClusterConfig
+    cluster: ParallelClusterConfig
 
     def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
         super().__init__(cfg, bundle)
-        assert isinstance(cfg.cluster, ParallelClusterConfig)
-        self.cluster = cluster = cfg.cluster
+        cluster = self.cluster
         root = {"Size": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True}
         self.storage = {"LocalStorage": {"RootVolume": root}}
         check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")

@@ -37,11 +37,11 @@ class SkyPilotConfig(EngineConfig):
 
 class SkyPilot(Engine):
     settings = SkyPilotConfig
+    cluster: SkyPilotConfig
 
     def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
         super().__init__(cfg, bundle)
-        assert isinstance(cfg.cluster, SkyPilotConfig)
-        self.cluster, instance = cfg.cluster, cfg.instance.name
+        instance = cfg.instance.name
         check(cfg.spares == 0, f"spares={cfg.spares}: cluster=skypilot has none")
         check(
             bool(self.cluster.image or self.cluster.setup),

@@ -24,7 +24,7 @@ from launch.ec2.iam import machine_policy, operator_policy
 from launch.ec2.request import RUN_TAG, run_id, run_instances
 from launch.record import Record
 from launch.schedulers import cluster_of
-from train.config import InputError
+from train.config import InputError, S3Config
 
 TYPES = json.loads(gzip.decompress((resources.files("moto") / "ec2/resources/instance_types.json.gz").read_bytes()))
 SITE = Site("us-east-1", "subnet-0123456789abcdef0", "us-east-1b", "vpc-1", "ami-0123456789abcdef0", "/dev/sda1")
@@ -101,7 +101,7 @@ def request(*own: str, instance: str = "trn1.32xlarge", group: str | None = "sg-
     cluster = cluster_of(job)
     assert isinstance(cluster, Ec2Config)
     resolved = Resolved("id", job.id, "", [SITE], layout(TYPES[instance], cluster, job.nodes))
-    record = Record(job.run_dir, job.s3_config)
+    record = Record(job.run_dir, S3Config(**job.s3))
     made = run_instances(
         job, cluster, record, resolved, SITE, number=7, max_run_s=3600, group=group, placement=placement
     )
@@ -159,8 +159,8 @@ def test_a_single_interface_has_the_address_that_was_asked_for():
 
 def test_a_run_is_known_by_its_location_alone():
     _, job = plan(OWN, RUN)
-    record = Record(job.run_dir, job.s3_config)
-    assert run_id(record) == run_id(Record(f"{record.run_dir}.launch/", job.s3_config))
+    record = Record(job.run_dir, S3Config(**job.s3))
+    assert run_id(record) == run_id(Record(f"{record.run_dir}.launch/", S3Config(**job.s3)))
 
 
 def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged():

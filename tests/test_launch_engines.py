@@ -33,6 +33,7 @@ from launch.code import Bundle
 from launch.engines import NAME, Engine, text_of
 from launch.schedulers import engine
 from train.cli.command import DONE, REFUSED
+from train.config import S3Config
 from train.storage.folders import open_folder
 
 SUBNET, IMAGE = "subnet-0123456789abcdef0", "ami-0123456789abcdef0"
@@ -317,5 +318,5 @@ def test_a_task_trains(bucket, prepared, tmp_path):
             for rank, home in enumerate(homes)
         ]
     assert [each.result().returncode for each in ran] == [0, 0], [each.result().stderr[:2000] for each in ran]
-    outcome = json.loads(open_folder(location, job.s3_config).read("outcome.json"))
+    outcome = json.loads(open_folder(location, S3Config(**job.s3)).read("outcome.json"))
     assert (outcome["outcome"], job.overrides[-1]) == ("done", f'run_dir="{location}"')

@@ -64,7 +64,7 @@ def test_the_job():
 def test_the_request_to_slurm(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job = job_of()
-    record = Record(job.run_dir, job.s3_config)
+    record = Record(job.run_dir, S3Config(**job.s3))
     check_golden(
         "sbatch.txt", lines(Scheduler().request(job, record), cache=record.local_folder(), launch=ROOT / "launch")
     )
@@ -85,7 +85,7 @@ def test_the_request_to_slurm(monkeypatch, tmp_path):
 def test_an_attempt(monkeypatch, tmp_path, name: str, own: list[str]):
     arguments = two_nodes(monkeypatch, tmp_path / "bin")
     job = job_of(*own, run_dir=str(tmp_path / "mine"))
-    assert Batch(Record(job.run_dir, job.s3_config), job, 1234).attempt(1) == 0
+    assert Batch(Record(job.run_dir, S3Config(**job.s3)), job, 1234).attempt(1) == 0
     check_golden(f"{name}.txt", lines(arguments.read_text().split("\0")[:-1], runs=tmp_path))
 
 
