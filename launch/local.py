@@ -77,7 +77,7 @@ class Scheduler(spec.Scheduler):
         print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; {more} shows it")
         return CODES.get(ended.outcome, FAILED)
 
-    def state(self, handle: Handle) -> State:
+    def state(self, record: Record, handle: Handle) -> State:
         host, pid = handle.get("host"), handle.get("pid")
         if not isinstance(pid, int) or pid <= 1:
             raise InputError(f"the record names no process: {pid!r}")
@@ -91,8 +91,8 @@ class Scheduler(spec.Scheduler):
             return State(False, "the supervisor has ended")
         return State(True, f"process {pid} on {host}", [str(host)])
 
-    def cancel(self, handle: Handle) -> None:
-        if self.state(handle).is_active:
+    def cancel(self, record: Record, handle: Handle) -> None:
+        if self.state(record, handle).is_active:
             pid = int(handle["pid"])
             children.kill([pid, *children.descendants(pid)])  # torchrun gives each rank a session of its own
 

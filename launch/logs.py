@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from launch.history import History, read_history
 from launch.record import Record
@@ -195,11 +196,12 @@ def follow(
     record: Record,
     wanted: Wanted,
     *,
-    asks: Callable[[str, Handle], State] = ask,
+    asks: Callable[[str, Handle], State] | None = None,
     poll_s: float | None = None,
     ask_s: float = ASK_S,
 ) -> None:
     """Print the logs as they come, over all attempts, until the job has ended."""
+    asks = asks or partial(ask, record)
     pause_s = poll_s if poll_s is not None else POLL_S3_S if record.is_remote else POLL_S
     printer, is_over, asked_s, problem = Printer(record, wanted), False, -math.inf, ""
     while not is_over:

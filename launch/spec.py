@@ -49,9 +49,9 @@ class Scheduler(ABC):
         return DONE
 
     @abstractmethod
-    def state(self, handle: Handle) -> State:
+    def state(self, record: Record, handle: Handle) -> State:
         """What it says of the job now. Unreachable if it does not answer."""
 
     @abstractmethod
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, record: Record, handle: Handle) -> None:
         """End the job at once, without a checkpoint."""

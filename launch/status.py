@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from launch.history import History, Submission, read_history
@@ -55,15 +56,15 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and value - value != 0 else value
 
 
-def ask(name: str, handle: Handle) -> State:
-    return scheduler(name).state(handle)
+def ask(record: Record, name: str, handle: Handle) -> State:
+    return scheduler(name).state(record, handle)
 
 
-def status(record: Record, *, asks: Callable[[str, Handle], State] = ask) -> Status:
+def status(record: Record, *, asks: Callable[[str, Handle], State] | None = None) -> Status:
     """Return how a run stands. InputError if it was not launched, or if its record is damaged."""
     now_unix_s = time.time()
     job, history = record.job(), read_history(record.events())
-    answer = answer_of(history.submission, asks)
+    answer = answer_of(history.submission, asks or partial(ask, record))
     if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
         history = read_history(record.events())
     progress = read_progress(record.run) if job.kind == "train" else Progress()

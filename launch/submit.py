@@ -90,7 +90,7 @@ def check_idle(record: Record) -> int:
     event = last_submission(record)
     if event is None:
         return number
-    state = scheduler(str(event.details.get("scheduler"))).state(event.details.get("handle", {}))
+    state = scheduler(str(event.details.get("scheduler"))).state(record, event.details.get("handle", {}))
     if state.is_active:
         raise InputError(
             f"{record.run_dir} has a job: {state.text}; watch it (python -m launch status {record.run_dir}) or stop "

@@ -32,13 +32,13 @@ class FakeScheduler:
     def attend(self, job: Job, record: Record, handle: Mapping[str, Any], *, detach: bool) -> int:
         return 0
 
-    def state(self, handle: Mapping[str, Any]) -> State:
+    def state(self, record: Record, handle: Mapping[str, Any]) -> State:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if isinstance(state, Exception):
             raise state
         return state
 
-    def cancel(self, handle: Mapping[str, Any]) -> None:
+    def cancel(self, record: Record, handle: Mapping[str, Any]) -> None:
         self.cancelled.append(handle)
 
 

@@ -54,7 +54,7 @@ class LaunchedRun(Record):
 
     @property
     def state(self) -> State:
-        return scheduler(self.job().scheduler).state(self.handle)
+        return scheduler(self.job().scheduler).state(self, self.handle)
 
     @property
     def losses(self) -> list[float]:

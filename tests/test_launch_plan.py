@@ -170,8 +170,9 @@ def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepare
 
     monkeypatch.setattr(sys, "executable", script(tmp_path / "ends", "exit 0"))
     assert launch() == DONE
-    handle = Record(str(tmp_path / "run"), S3Config()).events()[-1].details["handle"]
-    eventually(lambda: not scheduler("local").state(handle).is_active)
+    record = Record(str(tmp_path / "run"), S3Config())
+    handle = record.events()[-1].details["handle"]
+    eventually(lambda: not scheduler("local").state(record, handle).is_active)
     (tmp_path / "run").mkdir()  # the run has begun
     (tmp_path / "run" / "environment.json").write_text(json.dumps({"identity": dict.fromkeys(IDENTITY_KEYS, "")}))
     before = written()
@@ -293,7 +294,7 @@ def test_a_real_slurm_leads_a_job_to_its_run(slurm, slurm_job, tmp_path):
         )
         record = Record(job.run_dir, S3Config())
         handle = scheduler("slurm").submit(job, record)
-        eventually(lambda handle=handle: not scheduler("slurm").state(handle).is_active)
+        eventually(lambda record=record, handle=handle: not scheduler("slurm").state(record, handle).is_active)
         printed = (record.local_folder() / "logs" / "job.txt").read_text().split("\0")
         assert printed == ["-m", "launch.slurm.batch", job.run_dir, ""]
     assert not list(tmp_path.rglob("leaked"))

@@ -38,12 +38,12 @@ class Scheduler(spec.Scheduler):
         QUEUE.write_text(json.dumps({"nodes": [f"toy{number}" for number in range(job.nodes)]}))
         return {"queue": str(QUEUE.absolute())}
 
-    def state(self, handle):
+    def state(self, record, handle):
         path = Path(handle["queue"])
         nodes = json.loads(path.read_text())["nodes"] if path.exists() else []
         return spec.State(bool(nodes), "QUEUED" if nodes else "gone", nodes)
 
-    def cancel(self, handle):
+    def cancel(self, record, handle):
         Path(handle["queue"]).unlink()
 '''
 

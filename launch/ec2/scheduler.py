@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict
 from typing import Any
 
 from launch import spec
@@ -22,8 +21,7 @@ from launch.schedulers import cluster_of
 from launch.spec import Handle, State
 from launch.values import shown_duration, table, texts
 from train.cli.command import INTERRUPTED, printable
-from train.config import InputError, S3Config, check
-from train.storage.schema import record as checked
+from train.config import InputError, check
 
 
 class Scheduler(spec.Scheduler):
@@ -51,8 +49,7 @@ class Scheduler(spec.Scheduler):
             f"{record.run_dir} --yes",
         )
         resolved.write(record)
-        where = {"regions": resolved.regions, "run_dir": record.run_dir, "s3": asdict(record.s3)}
-        return {**where, "submission": resolved.id, "process": calls.own_process()}
+        return {"regions": resolved.regions, "submission": resolved.id, "process": calls.own_process()}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Have the machines made, and wait for the end of the run; its exit code."""
@@ -65,9 +62,8 @@ class Scheduler(spec.Scheduler):
             print(printable(f"this launch ends; its machines train on, and end by themselves. {undo(record)}"))
             return INTERRUPTED
 
-    def state(self, handle: Handle) -> State:
-        record, regions = of_handle(handle)
-        seen = look(open_api(record), regions, record)
+    def state(self, record: Record, handle: Handle) -> State:
+        seen = look(open_api(record), texts(handle, "regions"), record)
         alive = [each for each in seen if each.is_alive]
         may_be = clean.unlisted(record, {each.id for each in seen}, time.time())
         asks = asks_text(record, handle)
@@ -75,12 +71,11 @@ class Scheduler(spec.Scheduler):
         hosts = [each.host or each.id for each in alive]
         return State(is_active=bool(alive or len(parts) > 1), text="; ".join(parts), nodes=hosts)
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines now. The record says so first, so that the launch makes nothing more."""
-        record, regions = of_handle(handle)
         api = open_api(record)
         record.append_event("cancelling")
-        sweep.delete(api, clean.left_over(api, record, regions, set(), time.time()))
+        sweep.delete(api, clean.left_over(api, record, texts(handle, "regions"), set(), time.time()))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
 
@@ -118,14 +113,6 @@ def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
 
 def open_api(record: Record) -> Api:
     return Api(record.s3.profile, record.s3.region)
-
-
-def of_handle(handle: Handle) -> tuple[Record, list[str]]:
-    """The record and the regions that a handle names. InputError for one that names none."""
-    run_dir, s3 = handle.get("run_dir"), handle.get("s3")
-    if not isinstance(run_dir, str):
-        raise InputError(f"the record names no run: {run_dir!r}")
-    return Record(run_dir, checked(S3Config, s3, "s3")), texts(handle, "regions")
 
 
 def asks_text(record: Record, handle: Handle) -> str:

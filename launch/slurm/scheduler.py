@@ -52,7 +52,7 @@ class Scheduler(spec.Scheduler):
             slurm.cancel(number)  # or the parts would run with nobody to know of them
             raise
 
-    def state(self, handle: Handle) -> State:
+    def state(self, record: Record, handle: Handle) -> State:
         """The state of the first of its jobs that is not over, or that failed: the merge of parts waits for all."""
         for name in ("parts_id", "job_id"):
             jobs = Slurm().tasks(number(handle, name)) if name in handle else []
@@ -63,7 +63,7 @@ class Scheduler(spec.Scheduler):
                 return State(False, said(handle, name, jobs), outcome=outcome(jobs))
         return State(False, said(handle, "job_id", jobs), outcome=outcome(jobs))
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, record: Record, handle: Handle) -> None:
         for name in ("job_id", "parts_id"):
             if name in handle:
                 Slurm().cancel(number(handle, name))
