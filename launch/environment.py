@@ -8,7 +8,7 @@ TORCH_NCCL_ASYNC_ERROR_HANDLING, which PyTorch sets by default. What the user ha
 
 from __future__ import annotations
 
-from train.config import InstanceConfig, check
+from train.config import InstanceConfig
 
 
 def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
@@ -16,8 +16,6 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
 
     On `instance=local` nothing is known of the machine: a launcher that is on it passes `instance.vcpus`.
     """
-    check(nodes > 0, f"nodes={nodes} must be above 0")
-    check(processes_per_node > 0, f"processes per node: {processes_per_node} must be above 0")
     is_neuron = instance.device == "neuron"
     variables = {}
     if nodes > 1:

@@ -11,7 +11,7 @@ from running import ROOT
 
 from launch.environment import environment
 from train.cli import compose as cli
-from train.config import InputError, InstanceConfig, TrainConfig
+from train.config import InstanceConfig, TrainConfig
 from train.host import machine
 from train.host.cluster import cluster_environment
 from train.host.launched import Launched
@@ -68,12 +68,6 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
     runs |= machine.neuron_environment({"MASTER_ADDR": "10.0.0.4"}, nodes=2, stochastic_rounding=False)
     assert {name: ours[name] for name in set(ours) & set(runs)} == {name: runs[name] for name in set(ours) & set(runs)}
     assert not machine.bad_knobs(ours)
-
-
-@pytest.mark.parametrize("sizes", [{"nodes": 0, "processes_per_node": 1}, {"nodes": 1, "processes_per_node": 0}])
-def test_a_job_without_processes_is_refused(sizes: dict[str, int]):
-    with pytest.raises(InputError, match="must be above 0"):
-        environment(InstanceConfig(), **sizes)
 
 
 def test_torch_reads_the_switch_of_the_shared_store():

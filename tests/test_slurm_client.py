@@ -196,7 +196,6 @@ def test_an_estimate_submits_nothing(slurm, tmp_path):
         (["--nodelist=n9"], "Invalid node name specified; `sinfo --Node"),
         (["--gres=gpu:1"], "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`"),
         (["--bogus"], "unrecognized option '--bogus'"),
-        (["--export=ALL,A=1,2"], "--export splits values at commas"),
     ],
 )
 def test_a_refused_job_says_why_and_what_to_do(slurm, tmp_path, options: list[str], said: str):

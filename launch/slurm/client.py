@@ -112,17 +112,16 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
 
 def read_partitions(text: str) -> list[Partition]:
     """Return the partitions of which `scontrol --oneliner show partition` prints this."""
-    return [read_partition(line) for line in text.splitlines() if line.strip()]
-
-
-def read_partition(line: str) -> Partition:
-    said = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
-    try:
-        total, most = int(said["TotalNodes"]), said["MaxNodes"]
-        nodes = total if most == "UNLIMITED" else min(total, int(most))
-        return Partition(said["PartitionName"], nodes, said["MaxTime"], said["Default"] == "YES")
-    except (KeyError, ValueError) as error:
-        raise BadContent(f"what scontrol shows of a partition cannot be read: {shown(line)}") from error
+    partitions = []
+    for line in filter(str.strip, text.splitlines()):
+        said = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+        try:
+            total, most = int(said["TotalNodes"]), said["MaxNodes"]
+            nodes = total if most == "UNLIMITED" else min(total, int(most))
+            partitions.append(Partition(said["PartitionName"], nodes, said["MaxTime"], said["Default"] == "YES"))
+        except (KeyError, ValueError) as error:
+            raise BadContent(f"what scontrol shows of a partition cannot be read: {shown(line)}") from error
+    return partitions
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,7 @@ class Slurm:
     # ---- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, options: Sequence[str], script: Path, arguments: Sequence[str] = ()) -> int:
-        """Submit a job and return its id. The options are sbatch's; --export is none of them, since it splits values
-        at commas.
-        """
+        """Submit a job and return its id. The options are sbatch's; --export would split values at commas."""
         out, _ = self.sbatch(["--parsable", *options], script, arguments)
         job_id = out.strip().partition(";")[0]  # the cluster's name may follow
         if not re.fullmatch(r"[1-9]\d{0,9}", job_id, re.ASCII):
@@ -153,11 +150,8 @@ class Slurm:
         return re.sub(r"^Job \d+ ", "", one_line(said or out))
 
     def sbatch(self, options: Sequence[str], script: Path, arguments: Sequence[str]) -> tuple[str, str]:
-        check(not any(option.startswith("--export") for option in options), "sbatch --export splits values at commas")
-        command = ["sbatch", *options, "--", str(script.absolute()), *arguments]
-        check(not any("\0" in part for part in command), f"{shown(command)} has a zero byte, which no command takes")
         try:
-            code, out, said = self.run(*command)
+            code, out, said = self.run("sbatch", *options, "--", str(script.absolute()), *arguments)
         except Unreachable as error:
             raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted all the same") from error
         if code:
