@@ -10,10 +10,9 @@ from typing import Any
 
 from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.environment import environment
 from launch.job import Code, Job
 from train.cli.compose import quoted
-from train.config import InputError, PrepareConfig, TrainConfig, check, flatten, to_dict
+from train.config import InputError, InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.schema import FileName, Sha256
@@ -99,6 +98,40 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
         number = most if has == "device" else most // RANKS_PER_CPU
         has = f"{number} {has}{'s' * (number > 1)}"
         check(ranks <= most, f"{given}: {instance.name} has {has}, {most} ranks are the most")
+
+
+def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
+    """Return the variables that every process of a job starts with. A variable of the user overrides them.
+
+    What `python -m train` sets itself before the ranks join is not among them: network cards, huge pages, open files
+    and processors (train.host.cluster), and what Neuron's runtime and compiler read (train.host.machine). Nor is
+    FI_EFA_FORK_SAFE, which is for kernels before 5.15 only (train.doctor looks at it), and what PyTorch sets by default
+    (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+    """
+    is_neuron = instance.device == "neuron"
+    variables = {}
+    if nodes > 1:
+        # torch.distributed.elastic.rendezvous.dynamic_rendezvous keeps the address of the first round. With c10d the
+        # machines change places between rounds: then rank 0 has no server, and the others ask one that is gone. With
+        # this variable each round of the rendezvous opens a store of its own.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if nodes > 1 and instance.efa_interfaces:
+        # libfabric fails where EFA is missing, instead of taking TCP; machines without EFA: instance.efa_interfaces=0.
+        variables["FI_PROVIDER"] = "efa"
+        if is_neuron:
+            # The Neuron SDK's guide asks for it on several machines. libfabric 1.18 and newer uses it by itself where
+            # the card has it, so NCCL needs no variable; older GPU machines (p3dn, g4dn) have cards without.
+            variables["FI_EFA_USE_DEVICE_RDMA"] = "1"
+    if is_neuron:
+        # The memory of glibc's arenas grows with every thread, and 32 ranks share a host (optimum-neuron sets it too).
+        variables["MALLOC_ARENA_MAX"] = "64"
+    elif instance.device is not None:
+        # Batches of several lengths fragment the device's memory.
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if instance.vcpus is not None:
+        # torchrun sets one thread for each of several processes; this is each one's share of the processors.
+        variables["OMP_NUM_THREADS"] = str(max(1, instance.vcpus // processes_per_node))
+    return variables
 
 
 def safe_name(location: str) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import ROOT
 
-from launch.environment import environment
+from launch.plan import environment
 from train.cli import compose as cli
 from train.config import InstanceConfig, TrainConfig
 from train.host import machine
