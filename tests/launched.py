@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from launch.config import ClusterConfig
 from launch.job import Code, Job
 from launch.record import Record
+from launch.schedulers import SCHEDULERS
 from launch.spec import State
 from train.config import S3Config
 
@@ -40,6 +46,15 @@ class FakeScheduler:
 
     def cancel(self, record: Record, handle: Mapping[str, Any]) -> None:
         self.cancelled.append(handle)
+
+
+@pytest.fixture
+def fake_scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    """The scheduler "fake" of the table."""
+    made = FakeScheduler()
+    monkeypatch.setitem(sys.modules, "fake_scheduler", SimpleNamespace(Scheduler=lambda: made))
+    monkeypatch.setitem(SCHEDULERS, "fake", (ClusterConfig, "fake_scheduler"))
+    return made
 
 
 @dataclass

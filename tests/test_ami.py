@@ -1,7 +1,6 @@
 """`python -m ami` against moto's EC2, SSM and IAM, with a stand-in for Packer. Nothing here ran on AWS."""
 
 import json
-import logging
 import os
 import re
 import signal
@@ -16,9 +15,9 @@ import pytest
 from botocore.exceptions import ClientError
 from moto.backends import get_backend
 from moto.ec2.models.amis import Ami
-from moto.server import ThreadedMotoServer
 from moto.ssm.models import Parameter
 from running import ROOT
+from services.fake_ec2 import ACCOUNT, REGION, fake_ec2
 
 from ami.__main__ import main
 from ami.config import AmiConfig
@@ -29,7 +28,7 @@ from launch.ec2 import sweep
 from train.config import InputError, InstanceConfig
 from train.host.versions import read_versions
 
-ACCOUNT, REGION, OTHER = "123456789012", "us-east-1", "us-west-2"
+OTHER = "us-west-2"
 BASE_NAME, BASE_TEXT = "Deep Learning AMI Neuron (Ubuntu 24.04) 20260812", "PyTorch 2.9, Neuron SDK 2.31.0"
 NEURON_DLAMI = read_versions().bases["neuron-dlami"].version
 
@@ -37,29 +36,6 @@ NEURON_DLAMI = read_versions().bases["neuron-dlami"].version
 def disks(image):
     disk = {"VolumeSize": 100, "Encrypted": image.is_encrypted, "SnapshotId": image.ebs_snapshot.id}
     return [{"DeviceName": "/dev/sda1", "Ebs": disk}]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("AWS_")]:
-            patch.delenv(name)
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-            patch.setenv(name, os.devnull)
-        # What moto does not keep of an image.
-        changes = {"imds_support": "v2.0", "is_encrypted": True}
-        changes |= {"block_device_mappings": property(disks)}
-        for name, value in changes.items():
-            patch.setattr(Ami, name, value, raising=False)
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        made = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        made.start()
-        patch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*made.get_host_and_port()))
-        yield made
-        made.stop()
 
 
 @pytest.fixture
@@ -77,15 +53,20 @@ def programs(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def aws(server, programs, monkeypatch, tmp_path):
+def aws(programs, monkeypatch, tmp_path):
     """An account with a base image."""
-    for service in ("ec2", "ssm", "iam"):
-        get_backend(service).reset()
-    monkeypatch.setattr(sweep, "FIRST_S", 0.0)
-    account = SimpleNamespace(ec2=boto3.client("ec2", REGION), ssm=boto3.client("ssm", REGION), folder=tmp_path)
-    account.base = add_image(account, BASE_NAME, description=BASE_TEXT)
-    publish(NEURON_DLAMI, account.base)
-    return account
+    with fake_ec2(monkeypatch) as fake:
+        monkeypatch.delenv("AWS_DEFAULT_REGION")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        # What moto does not keep of an image.
+        changes = {"imds_support": "v2.0", "is_encrypted": True, "block_device_mappings": property(disks)}
+        for name, value in changes.items():
+            monkeypatch.setattr(Ami, name, value, raising=False)
+        monkeypatch.setattr(sweep, "FIRST_S", 0.0)
+        account = SimpleNamespace(ec2=fake.client(), ssm=fake.client("ssm"), folder=tmp_path)
+        account.base = add_image(account, BASE_NAME, description=BASE_TEXT)
+        publish(NEURON_DLAMI, account.base)
+        yield account
 
 
 def backend(region=REGION):
@@ -291,7 +272,8 @@ def nothing_left(aws, capfd):
     assert all(group["GroupName"] == "default" for group in aws.ec2.describe_security_groups()["SecurityGroups"])
     assert aws.ec2.describe_key_pairs()["KeyPairs"] == []
     iam = boto3.client("iam", REGION)
-    assert iam.list_roles()["Roles"] == iam.list_instance_profiles()["InstanceProfiles"] == []
+    profiles = iam.list_instance_profiles()["InstanceProfiles"]
+    assert iam.list_roles()["Roles"] == [] and [each["InstanceProfileName"] for each in profiles] == ["machine"]
     assert run(capfd, "clean", "--region", REGION)[:2] == (0, f"no build left anything in {REGION}\n")
 
 
@@ -405,25 +387,19 @@ def test_what_is_wrong_with_an_image_is_said(changes, words):
     assert words in fault
 
 
-def test_an_image_that_nobody_should_start_is_not_promoted(aws, capfd):
-    image = add_own(aws, is_encrypted=False)
-    code, _, err = run(capfd, "promote", image, "--region", REGION, "--yes")
-    assert code == 2 and "not encrypted" in err and err.count("\n") == 1
-    code, out, _ = run(capfd, "verify", image, "--region", REGION)
-    assert code == 1 and "not encrypted" in out
-    with pytest.raises(ClientError):
-        value(aws)
-
-
-def test_a_half_built_image_and_a_strange_one(aws, capfd):
-    half = add_image(aws, "baretrain-neuron-half")
+def test_what_nobody_should_start_is_not_promoted(aws, capfd):
+    half, open_one = add_image(aws, "baretrain-neuron-half"), add_own(aws, is_encrypted=False)
     assert "half built" in run(capfd, "list", "--region", REGION)[1]
-    for image in (half, aws.base):
+    for image, words in ((half, "has no tag baretrain:image"), (aws.base, "has no tag"), (open_one, "not encrypted")):
         code, _, err = run(capfd, "promote", image, "--region", REGION, "--yes")
-        assert code == 2 and "has no tag baretrain:image" in err
+        assert code == 2 and words in err and err.count("\n") == 1
+    code, out, _ = run(capfd, "verify", open_one, "--region", REGION)
+    assert code == 1 and "not encrypted" in out
     for image, words in (("ami-0123456789abcdef0", "there is no image"), ("x; rm", "is no id of an image")):
         code, _, err = run(capfd, "verify", image, "--region", REGION)
         assert code == 2 and words in err
+    with pytest.raises(ClientError):
+        value(aws)
 
 
 def test_prune_keeps_the_newest_the_promoted_and_the_used(aws, capfd):

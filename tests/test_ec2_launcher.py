@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from contextlib import nullcontext, suppress
 
 import pytest
 from botocore.exceptions import ClientError
 from ec2_launching import KillAt, Killed, Trial, done, trial
 from services.fake_ec2 import fake_ec2
-from test_launch_golden import check_golden
 
 from launch.ec2.api import Api
 from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls
@@ -39,23 +37,12 @@ def begin(ec2, monkeypatch, tmp_path):
 
 
 def test_machines_from_nothing_to_nothing(ec2, begin):
-    api, bodies = Api(), []
-    api.session.events.register("provide-client-params.ec2.RunInstances", lambda params, **_: bodies.append(params))
-    run = begin(api=api)
+    run = begin()
     assert run.launcher().run() == DONE
-    [body] = bodies
-    text = json.dumps(body, indent=1, sort_keys=True)
-    group = body["NetworkInterfaces"][0]["Groups"][0]
-    for value, name in {
-        body["ClientToken"]: "TOKEN",
-        body["NetworkInterfaces"][0]["SubnetId"]: "SUBNET",
-        group: "GROUP",
-        run_id(run.record): "RUN",
-        run.record.run_dir: "RUN_DIR",
-    }.items():
-        text = text.replace(value, name)
-    check_golden("ec2_run_instances.json", text + "\n")
-    assert len({each.subnet_id for each in run.made()}) == 1 and len(run.made()) == 2
+    [request] = ec2.requests
+    assert request["MinCount"] == request["MaxCount"] == 2 and len(request["NetworkInterfaces"][0]["Groups"]) == 1
+    [together] = ec2.members.values()
+    assert set(together) == {each.id for each in run.made()} and len({each.subnet_id for each in run.made()}) == 1
     assert ec2.anything() == [] and run.events_of("cleaned")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from ec2_launching import OWN, Trial, real_s
+from launching import losses
 from planning import plan
 from running import eventually, run, train_overrides
 from s3_fixtures import Bucket
@@ -86,12 +87,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, prepared: Path) -> lis
     done = run(train_overrides(folder, prepared, *LONG, "preempt.notices=off"))
     assert done.returncode == DONE, done.stderr
     return losses((folder / "metrics.jsonl").read_bytes())
-
-
-def losses(metrics: bytes) -> list[float]:
-    """Of the evaluations, which see all of the model; of a step that was done twice the last."""
-    parsed = [json.loads(line) for line in metrics.splitlines()]
-    return list({line["step"]: line["loss"] for line in parsed if line["kind"] == "eval"}.values())
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import re
 from importlib import resources
 
 import botocore.session
@@ -17,7 +18,6 @@ from planning import plan
 from running import ROOT
 from test_launch_golden import check_golden
 
-from launch.__main__ import main
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
 from launch.ec2.config import Ec2Config
 from launch.ec2.iam import machine_policy, operator_policy
@@ -118,7 +118,10 @@ def errors_of(made: dict) -> str:
 def test_the_request_for_a_type(instance):
     made = request(instance=instance)
     assert errors_of(made) == ""
-    check_golden(f"ec2_{instance}.json", json.dumps(made, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(made, indent=1, sort_keys=True) + "\n"
+    text = re.sub("{[^{}]*}", lambda found: re.sub(r"\s+", " ", found[0]), text)  # an interface or a tag is one line
+    alike = {"g6e.48xlarge": "p4d.24xlarge"}.get(instance, instance)  # both have four network cards
+    check_golden(f"ec2_{alike}.json", text.replace(instance, alike))
 
 
 @pytest.mark.parametrize(
@@ -178,28 +181,3 @@ def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged():
         assert by_name[name]["Condition"]["Null"] == {f"aws:RequestTag/{RUN_TAG}": "false"}
     assert by_name["EndOnlyOwn"]["Condition"]["Null"] == {f"ec2:ResourceTag/{RUN_TAG}": "false"}
     assert by_name["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{'1' * 12}:role/machine"]
-
-
-@pytest.mark.parametrize(
-    ("own", "of_run", "line"),
-    [
-        ([], ["run_dir=runs/mine"], "must be in S3"),
-        (["instance=local"], [], "instance=local is no type of EC2"),
-        ([], ["s3.profile=mine"], "machines have no ~/.aws but a role"),
-        (["cluster.instance_profile=null"], [], "cluster.instance_profile is missing"),
-        ([], ["data.path=/data/albert"], "do not see this machine's folders"),
-        (["cluster.market=capacity-block"], [], "needs the block's id"),
-        (["cluster=local", "nodes=1", "check=true"], [], "check=true is for cluster=ec2"),
-        (["spares=1"], [], "cluster=parallelcluster with Slurm"),
-    ],
-)
-def test_settings_that_cannot_work_are_rejected_before_anything_is_asked(
-    monkeypatch, tmp_path, capsys, own, of_run, line
-):
-    (tmp_path / "config").write_text("[profile mine]\nregion = us-east-1\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    keys = {each.partition("=")[0] for each in (*own, *of_run)}
-    first = [each for each in OWN if "cluster=local" not in own or not each.startswith("cluster.")]
-    settings = [each for each in [*first, *own] if each.partition("=")[0] not in keys or each in own]
-    assert main([*settings, "--", *(each for each in RUN if each.partition("=")[0] not in keys), *of_run]) == 2
-    assert line in capsys.readouterr().err

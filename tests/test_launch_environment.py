@@ -1,13 +1,9 @@
 """The variables that a launched job's processes start with."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from running import ROOT
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from launch.plan import environment
 from train.cli import compose as cli
@@ -70,15 +66,11 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
     assert not machine.bad_knobs(ours)
 
 
-def test_torch_reads_the_switch_of_the_shared_store():
+@pytest.mark.parametrize(("variables", "shares"), [(SHARED_STORE, False), ({}, True)])
+def test_torch_reads_the_switch_of_the_shared_store(monkeypatch, variables: dict[str, str], shares: bool):
     """Should torch rename the variable, this is where it shows."""
-    code = (
-        "from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as H;"
-        "print(H.use_agent_store.fget(None))"
-    )
-    for variables, shares in ((SHARED_STORE, "False"), ({}, "True")):
-        environ = {name: value for name, value in os.environ.items() if name not in SHARED_STORE} | variables
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env=environ, check=True, capture_output=True, text=True
-        )
-        assert done.stdout.strip() == shares
+    for name in SHARED_STORE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert DynamicRendezvousHandler.use_agent_store.fget(None) is shares

@@ -10,9 +10,11 @@ import subprocess
 import sys
 
 import pytest
+from ec2_launching import OWN as EC2
+from ec2_launching import RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning import node, plan, script, two_nodes, with_module
+from planning import FLEET, IN_S3, TASK, TRN1, node, plan, script, two_nodes, with_module
 from running import eventually, train_overrides
 from torch.distributed.run import parse_args
 
@@ -22,7 +24,6 @@ from launch.plan import absolute, check_unchanged, located, run_overrides, safe_
 from launch.record import Record
 from launch.schedulers import scheduler
 from launch.slurm.batch import Batch
-from launch.slurm.scheduler import arguments, options
 from train.cli import compose as cli
 from train.cli.command import DONE, REFUSED
 from train.config import InputError, S3Config, TrainConfig
@@ -38,7 +39,7 @@ OF_RUN = ["experiment=demo", "data.path=data/mine", "run_dir=runs/mine"]
 
 @pytest.mark.parametrize(("nodes", "steps"), [(2, 2500), (4, 1250)])
 def test_640_000_examples_on_n_machines(nodes: int, steps: int):
-    """The arithmetic is in tests/test_estimate.py; here it gets the machines of the launch."""
+    """Half the steps on twice the machines."""
     own = ["cluster=slurm", "instance=p4d.24xlarge", f"nodes={nodes}"]
     cfg, job = plan(own, ["experiment=albert_scaling"])
     assert (job.nodes, job.processes_per_node, job.instance) == (nodes, 8, "p4d.24xlarge")
@@ -120,7 +121,6 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         ([], [*OF_RUN, "run_dir=runs/\\${seed}"], "must be without ${, by which settings refer to others"),
         ([], [*OF_RUN, "run_dir=/"], "/ is not the name of a run folder"),
         (["nodes=2"], OF_RUN, "cluster=local has one machine, this one, not 2; choose cluster=slurm"),
-        (["spares=1", "cluster.gate=true"], OF_RUN, "cluster=local has one machine"),
         (["nodes=0"], OF_RUN, "nodes=0 must be from 1 to 4,096"),
         (["cluster=slurm", "detach=true"], OF_RUN, "detach is for cluster=local"),
         ([*SLURM, "spares=1", "cluster.gate=false"], OF_RUN, "set cluster.gate=true"),
@@ -136,10 +136,8 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "8 ranks are the most"),
         (["zzz"], OF_RUN, "no subcommand zzz; there are: list, status"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
-        (["instance=p5.48xlarge"], [*OF_RUN, "backend=neuron"], "backend=neuron does not run on p5.48xlarge"),
         (["instance=trn1.2xlarge"], [*OF_RUN, "backend=ddp"], "backend=ddp does not run on trn1.2xlarge"),
         ([*SLURM, "cluster.container=--writable"], OF_RUN, "cluster.container='--writable' is no image"),
-        ([*SLURM, "cluster.container_mounts=[runs]"], OF_RUN, "holds 'runs': folders have whole paths"),
         ([*SLURM, 'cluster.container_mounts=["/a,/etc:/b"]'], OF_RUN, "holds '/a,/etc:/b': folders have whole paths"),
         (SLURM, [*OF_RUN, 'run_dir="a\\\\b"'], "Slurm drops backslashes from the names of logs"),
         (
@@ -147,15 +145,57 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
             ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"],
             "nodes=2 are for training: a preparation has parts=2, a machine each",
         ),
+        # ParallelCluster and SkyPilot
+        (["cluster=skypilot"], IN_S3, "cluster=skypilot needs the type of its machines: instance=trn1.32xlarge, not"),
+        ([*TASK, 'instance.name="p5.48xlarge\\"; x"'], IN_S3, "cluster=skypilot needs the type of its machines"),
+        ([*TASK[:1], TASK[2]], IN_S3, "give cluster.image, or the command that installs it as cluster.setup"),
+        ([*TASK, "cluster.gate=true"], IN_S3, "cluster.gate is for baretrain's own schedulers; leave it out"),
+        ([*TASK, "cluster.rendezvous=c10d"], IN_S3, "cluster.rendezvous is for baretrain's own schedulers"),
+        ([*TASK, "cluster.name=a--b"], IN_S3, "cluster.name='a--b' is not letters, digits and single hyphens"),
+        ([*TASK, "cluster.region=here"], IN_S3, "cluster.region='here' is not a region"),
+        ([*TASK, "cluster.region=cn-north-1"], IN_S3, "is not a region of the partition aws"),
+        ([*TASK, "cluster.disk_gib=0"], IN_S3, "cluster.disk_gib=0 must be above 0"),
+        ([*TASK, "cluster.folder=s3://bucket/x"], IN_S3, "cluster.folder=s3://bucket/x must be a folder of this mach"),
+        (TASK, [*IN_S3, "run_dir=runs/mine"], "is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"),
+        ([*TASK, "nodes=2", "instance=trn1.32xlarge"], IN_S3, "SkyPilot gives trn1.32xlarge no EFA; take nodes=1, or"),
+        (
+            [*TASK, "prepare=true"],
+            ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"],
+            "prepare=true is not for",
+        ),
+        (["cluster=slurm", "cluster.kind=skypilot"], IN_S3, "cluster.kind=skypilot does not fit the settings chosen"),
+        ([FLEET[0], FLEET[2]], IN_S3, "cluster.subnet is missing: the id of a private subnet"),
+        (FLEET, IN_S3, "ParallelCluster's own image has no Neuron driver: give cluster.image"),
+        ([*TRN1, "cluster.os=alinux2023"], IN_S3, "cluster.os=alinux2023 is too old for torch-neuronx; choose ubuntu"),
+        ([*TRN1, "cluster.os=centos7"], IN_S3, "cluster.os=centos7 is not known; choose one of: ubuntu2204"),
+        ([*TRN1, "cluster.market=free"], IN_S3, "cluster.market=free is not known; choose one of: on-demand, spot"),
+        ([*TRN1, "cluster.market=capacity-block"], IN_S3, "cluster.market=capacity-block needs the block's id"),
+        (
+            [*TRN1, "cluster.market=spot", "cluster.capacity_reservation=cr-01234567"],
+            IN_S3,
+            "cluster.market=spot has no reservation",
+        ),
+        # EC2
+        (EC2, [*RUN, "run_dir=runs/mine"], "must be in S3"),
+        ([*EC2, "instance=local"], RUN, "instance=local is no type of EC2"),
+        (EC2, [*RUN, "s3.profile=mine"], "machines have no ~/.aws but a role"),
+        ([*EC2, "cluster.instance_profile=null"], RUN, "cluster.instance_profile is missing"),
+        (EC2, [*RUN, "data.path=/data/albert"], "do not see this machine's folders"),
+        ([*EC2, "cluster.market=capacity-block"], RUN, "needs the block's id"),
+        (["check=true"], OF_RUN, "check=true is for cluster=ec2"),
+        ([*EC2, "spares=1"], RUN, "cluster=parallelcluster with Slurm"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path, capsys, own, of_run, message):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "aws").write_text("[profile mine]\nregion = us-east-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     assert main([*own, "submit=true", "--", *of_run]) == REFUSED
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and said[0].startswith("error: ") and message in said[0]
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "work").iterdir())
 
 
 def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepared, capsys):
@@ -169,10 +209,11 @@ def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepare
         return {str(path): path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
 
     monkeypatch.setattr(sys, "executable", script(tmp_path / "ends", "exit 0"))
-    assert launch() == DONE
-    record = Record(str(tmp_path / "run"), S3Config())
-    handle = record.events()[-1].details["handle"]
-    eventually(lambda: not scheduler("local").state(record, handle).is_active)
+    for settings_before in ("optim.lr=0.02", "optim.lr=0.003"):
+        assert launch(settings_before) == DONE
+        record = Record(str(tmp_path / "run"), S3Config())
+        handle = record.events()[-1].details["handle"]
+        eventually(lambda record=record, handle=handle: not scheduler("local").state(record, handle).is_active)
     (tmp_path / "run").mkdir()  # the run has begun
     (tmp_path / "run" / "environment.json").write_text(json.dumps({"identity": dict.fromkeys(IDENTITY_KEYS, "")}))
     before = written()
@@ -235,25 +276,6 @@ def test_a_job_holds_what_was_typed_and_its_name_does_not(name: str, value: str)
     run = cli.load_config(TrainConfig, job.overrides)  # as the trainer reads it
     assert (run.run_dir, run.data.path, run.model.pretrained) == (job.run_dir, value, value)
     assert re.fullmatch("[A-Za-z0-9_.-]+", job.id)
-
-
-@settings(max_examples=60, deadline=None)
-@given(names, hostile)
-def test_a_command_of_slurm_has_one_argument_for_each_thing(slurm_job, name: str, value: str):
-    job = dataclasses.replace(slurm_job, run_dir=f"/runs/{name}", overrides=[f"data.path={value}"])
-    record = Record(job.run_dir, S3Config())
-    if "\\" in name:
-        with pytest.raises(InputError, match="Slurm drops backslashes"):
-            options(job, record)
-        return
-    plain, given = (
-        {each.partition("=")[0]: each for each in options(*request)}
-        for request in ((slurm_job, Record("/runs/a", S3Config())), (job, record))
-    )
-    assert given.pop("--output") == f"--output={record.location}/logs/job.txt".replace("%", "%%")
-    assert re.fullmatch("--job-name=[A-Za-z0-9_.-]+", given.pop("--job-name"))
-    assert given == {key: plain[key] for key in plain if key not in ("--output", "--job-name")}
-    assert arguments(job, record) == [job.python, "", job.run_dir]
 
 
 @pytest.mark.parametrize("name", EVIL)

@@ -69,11 +69,7 @@ def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_pa
         return done.stdout
 
     run = ["--", "experiment=demo", "data.path=data", "run_dir=mine"]
-    with_two = ["cluster=toy", "cluster.color=blue", "nodes=2", "processes_per_node=1"]
-    planned = launch(*with_two, *run)
-    assert "toy-submit blue" in planned and "the queue is empty" in planned
-    launch(*with_two, "submit=true", *run)
+    said = launch("cluster=toy", "cluster.color=blue", "nodes=2", "processes_per_node=1", "submit=true", *run)
+    assert "toy-submit blue" in said and "the queue is empty" in said
     seen = json.loads(launch("status", "mine", "--json"))
     assert (seen["state"], seen["answer"]["nodes"]) == ("starting", ["toy0", "toy1"])
-    launch("cancel", "mine", "--yes")
-    assert "cancelled" in launch("list", ".")

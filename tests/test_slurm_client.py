@@ -10,6 +10,7 @@ import pytest
 from hostile import quick
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import script
 from running import eventually
 from services.slurm_jobs import output, submit, wait_for_state, write_script
 
@@ -117,14 +118,9 @@ def test_a_machine_without_slurm_is_named(monkeypatch, tmp_path):
         Slurm().tasks(1)
 
 
-def tool(folder: Path, name: str, body: str) -> None:
-    """A program of this name, first on the PATH."""
-    write_script(folder / name, body).chmod(0o755)
-
-
 def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    tool(tmp_path, "sbatch", "echo 'sbatch: error: please wait' >&2; exec sleep 600")
+    script(tmp_path / "sbatch", "echo 'sbatch: error: please wait' >&2; exec sleep 600")
     with pytest.raises(
         Unreachable, match=r"did not answer in 0.5 s; it said: please wait; .*whether the job was submitted"
     ):
@@ -133,11 +129,11 @@ def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
 
 def test_accounting_that_does_not_answer_is_not_taken_for_a_job_that_is_gone(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    tool(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    tool(tmp_path, "sacct", "echo 'sacct: error: Problem talking to the database: x' >&2; exit 1")
+    script(tmp_path / "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    script(tmp_path / "sacct", "echo 'sacct: error: Problem talking to the database: x' >&2; exit 1")
     with pytest.raises(Unreachable, match="accounting does not answer: Problem talking"):
         Slurm().tasks(3)
-    tool(tmp_path, "sacct", f"head -n 1 {RECORDED}/sacct_array.txt")
+    script(tmp_path / "sacct", f"head -n 1 {RECORDED}/sacct_array.txt")
     assert (job_of(5).state, job_of(5).nodes) == ("COMPLETED", ("n1",))
 
 
@@ -229,11 +225,6 @@ def test_a_requeued_job_starts_again_on_other_nodes(slurm, tmp_path):
     assert "started first on n1\n" in output(tmp_path, job_id)
 
 
-def test_a_hostile_name_on_the_cluster_changes_nothing(slurm, tmp_path):
-    job_id = submit(slurm, tmp_path, SLEEP, "--job-name=x\n1|1|COMPLETED|None|n1\n", "--comment=a|b\nc")
-    assert job_of(job_id).state in ("PENDING", "RUNNING")
-
-
 def test_a_drained_node_takes_no_jobs(slurm, tmp_path):
     Slurm().drain("n1", "failed\nthe $(health) check")
     shown = slurm.run("scontrol", "show", "node", "n1")
@@ -242,13 +233,6 @@ def test_a_drained_node_takes_no_jobs(slurm, tmp_path):
     eventually(lambda: "UnavailableNodes:n1" in job_of(job_id).reason)
     with pytest.raises(BadContent, match="is not the name of a host"):
         Slurm().drain("n1 State=UP", "x")
-
-
-def test_lists_of_hosts_are_expanded(slurm):
-    assert Slurm().hostnames("n[1-3,7],x") == ("n1", "n2", "n3", "n7", "x")
-    for hosts in ("n[1-", "$(x)", "-h", ""):
-        with pytest.raises(InputError):
-            Slurm().hostnames(hosts)
 
 
 def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):

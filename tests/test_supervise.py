@@ -9,7 +9,6 @@ import pytest
 from launch.config import LocalConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
-from launch.run_progress import newest_checkpoint
 from launch.slurm.config import SlurmConfig
 from launch.supervise import StopRequest, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
@@ -128,14 +127,6 @@ def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
     assert retry(ask, "you") == "here, you"
     with pytest.raises(InputError):
         retry(lambda: check(False, "no patience helps"))
-
-
-def test_only_committed_checkpoints_are_progress(tmp_path):
-    record = Record(str(tmp_path / "run"), S3Config())
-    assert newest_checkpoint(record.run) is None
-    record.run.write("checkpoints/step_00000003/manifest.json", b"{}")
-    record.run.write("checkpoints/step_00000009/model.pt", b"")
-    assert newest_checkpoint(record.run) == 3
 
 
 class Run:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import time
 import urllib.request
@@ -28,7 +29,7 @@ from moto.servicequotas.responses import ServiceQuotasResponse
 REGION, ACCOUNT = "us-east-1", "123456789012"  # the latter is moto's
 ALIVE = ("pending", "running")
 BEGAN_S = time.time()
-UBUNTU, AMAZON_LINUX, ARM = "ami-785db401", "ami-999844e0", "ami-0e9271c829888680e"  # images that moto has
+UBUNTU = "ami-785db401"  # an image that moto has
 # What botocore reads of each service, a third of a second for EC2, is read once for all sessions of a process.
 shared_loader = functools.cache(botocore.session.create_loader)
 
@@ -107,12 +108,19 @@ class FakeEc2:
         return [*left, *(name for where, name in self.groups if where == region)]
 
 
+@functools.cache
+def moto_server() -> ThreadedMotoServer:
+    """One for the process, until it ends."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    return server
+
+
 @contextlib.contextmanager
 def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     """The server, with nothing in it, and an environment that leads to it and nowhere else."""
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    host, port = moto_server().get_host_and_port()
     fake = FakeEc2(f"http://{host}:{port}")
     monkeypatch.setattr(botocore.session, "create_loader", shared_loader)
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -148,7 +156,6 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     monkeypatch.setattr(ServiceQuotasResponse, "list_service_quotas", quotas, raising=False)
     fake.client("iam").create_instance_profile(InstanceProfileName="machine")
     yield fake
-    server.stop()
 
 
 def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
@@ -161,7 +168,7 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
         if before != given:
             raise EC2ClientError("IdempotentParameterMismatch", "The request has other parameters.")
         return answer
-    subnet = given["NetworkInterfaces"][0]["SubnetId"]
+    subnet = given["NetworkInterfaces"][0]["SubnetId"] if "NetworkInterfaces" in given else None
     if given.get("DryRun") and fake.dry_run_error:
         raise EC2ClientError(fake.dry_run_error, "You are not authorized to perform this operation.")
     if not given.get("DryRun") and subnet in fake.without:
