@@ -195,8 +195,8 @@ class Watchdog:
         return {self.rank: Heartbeat.from_buffer_copy(self.own), **others}
 
     def find_stuck(self) -> int | None:
-        """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left in two looks: during the first
-        one a rank may be writing its heartbeat, or about to.
+        """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left in
+        two looks: during the first one a rank may be writing its heartbeat, or about to.
         """
         beats = self.heartbeats()
         lowest = min(beat.step for beat in beats.values())
