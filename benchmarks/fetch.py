@@ -73,7 +73,7 @@ def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
 
 
 def stream(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
-    from train.data.shards.connector import stream_constructor
+    from train.data.shards.download import stream_constructor
 
     dataset, number = connector_dataset(endpoint, shards, stream_constructor)
 

@@ -18,9 +18,8 @@ from train.cli import compose as cli
 from train.config import ModelConfig, TrainConfig
 from train.data.batches import loader as data_batches
 from train.data.batches.masking import IGNORE_INDEX
-from train.data.shards.format import SPLITS, TokenizerInfo
+from train.data.shards.format import SPLITS, TokenizerInfo, write_manifest, write_shard
 from train.data.shards.order import ShardSampler
-from train.data.shards.writer import write_manifest, write_shard
 from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
 from train.storage.folders import LocalFolder, sha256_file

@@ -17,7 +17,7 @@ from train import entry, loop, prepare
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
-from train.data.shards import cache, connector, download, prefetch
+from train.data.shards import cache, download, prefetch
 from train.data.shards.cache import ShardCache
 from train.data.shards.download import Downloader
 from train.data.shards.format import Shard, read_manifest
@@ -123,17 +123,20 @@ def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatc
 
 @pytest.fixture
 def large(bucket, tmp_path):
-    """A shard larger than what a slow link brings in an attempt, and what fetches it to this machine."""
+    """A shard, and what fetches it to this machine, or to a disk that is full."""
     content = random.Random(0).randbytes(400_000)
     bucket.put("data/large.safetensors", content)
     shard = Shard("large.safetensors", 1, len(content), sha256_bytes(content))
 
-    def fetch_it(**times):
+    def fetch_it(*, is_full=False, **times):
         cfg = ShardsConfig(path="", cache_dir=str(tmp_path), **times)
         manifest = SimpleNamespace(shards=[shard], id=shard.sha256)
         shard_cache = ShardCache(cfg, manifest)
         with shard_cache.hold(alone=False):
-            Downloader(S3Folder(bucket.location("data"), bucket.config()), shard_cache).download(shard)
+            if is_full:
+                (shard_cache.run / shard.file).symlink_to("/dev/full")
+            downloader = Downloader(S3Folder(bucket.location("data"), bucket.config()), shard_cache)
+            downloader.download(shard, limit_s=cfg.deadline_s)
         return (shard_cache.folder / shard.file).read_bytes() == content
 
     return fetch_it
@@ -177,45 +180,9 @@ def test_a_shard_that_does_not_come_is_given_up_and_named(bucket, large, fault, 
         large(attempt_s=0.5, deadline_s=1.0 if kind is Unreachable else 60.0)
 
 
-def test_a_full_disk_is_named_and_its_space_given_back(large, monkeypatch, tmp_path):
-    def refuse(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(download.Part, "write", refuse)
-    with pytest.raises(Unreachable, match=f"large.safetensors: cannot be written to {tmp_path}/.*: No space left on"):
-        large(attempt_s=3.0, deadline_s=3.0)
-    assert not list(tmp_path.rglob("large*"))
-
-
-def pieces(bucket):
-    """The first and the last byte of each request for a part of a shard. One for all of it asks for more."""
-    ranges = [request.range.removeprefix("bytes=") for request in bucket.proxy.requests("^GET .*large")]
-    asked = [tuple(map(int, text.split("-"))) for text in ranges]
-    return [(first, last) for first, last in asked if last < 400_000]
-
-
-def test_a_link_of_less_than_a_large_piece_in_an_attempt_brings_a_shard_all_the_same(bucket, large):
-    bucket.proxy.set(Fault("rate", "large", bytes_per_s=250_000))
-    assert large(attempt_s=1.0, deadline_s=20.0)
-    assert max(last - first for first, last in pieces(bucket)) < 250_000 < connector.MAX_PIECE_BYTES
-
-
-def test_a_fast_link_is_asked_for_larger_and_larger_pieces(bucket, large):
-    bucket.proxy.set(Fault("stall", "large", times=1))
-    assert large(attempt_s=4.0, deadline_s=60.0)
-    sizes = [last - first + 1 for first, last in pieces(bucket)]
-    assert sizes[:3] == [connector.MIN_PIECE_BYTES * factor for factor in (1, 2, 4)]
-
-
-def test_what_has_come_over_a_slow_link_is_kept_for_the_next_attempt(bucket, large):
-    bucket.proxy.set(Fault("rate", "large", bytes_per_s=100_000))
-    with pytest.raises(Unreachable, match=r"not whole within 1 s \(data.attempt_s\): 0.\d+ of 0.4 MB have come"):
-        large(attempt_s=1.0, deadline_s=3.0)
-    assert [first for first, _ in pieces(bucket)].count(0) == 1
-    bucket.proxy.set()
-    assert large()
-    bucket.proxy.set(Fault("status", "large", code=404, error="NoSuchKey"))
-    assert large()  # without a request, which would fail
+def test_a_full_disk_is_named_until_it_has_space(large, log):
+    assert large(is_full=True, deadline_s=60.0)
+    assert "large.safetensors: cannot be written to" in log.text and "No space left on" in log.text
 
 
 def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large, tmp_path):
@@ -231,14 +198,14 @@ def test_an_object_that_is_shorter_than_the_manifest_says_is_named(bucket, large
 @pytest.fixture
 def without_credentials(monkeypatch):
     """The connector reads the environment, and a client puts credentials there: afterwards all is as it was."""
-    for name in connector.CREDENTIALS:
+    for name in download.CREDENTIALS:
         monkeypatch.setenv(name, "restores it")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(connector, "put_here", {})
+    monkeypatch.setattr(download, "put_here", {})
 
 
 def client_of(bucket):
-    return connector.Client(S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1)
+    return download.Client(S3Folder(bucket.location("data"), bucket.config()), ["a"], largest_bytes=1)
 
 
 def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, monkeypatch, tmp_path):
@@ -247,7 +214,7 @@ def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, mo
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     file.write_text(f"[default]\naws_access_key_id={server.key}\naws_secret_access_key=wrong\n")
 
-    class Counted(connector.Client):
+    class Counted(download.Client):
         def __init__(self, *arguments, **options):
             if opened:
                 file.write_text(file.read_text().replace("wrong", server.secret))
@@ -270,7 +237,7 @@ def test_what_the_connector_names_by_a_number_is_named_with_its_cure(bucket, cod
     client = client_of(bucket)
     bucket.proxy.set(Fault("status", code=code, error=error))
     with pytest.raises(Unreachable, match=f"^{message}"):
-        client.read("a", lambda _: None, offset=0, size=1, in_pieces=False)
+        client.read("a")
 
 
 HELPER = """
@@ -288,7 +255,7 @@ def test_a_pause_of_the_service_that_gives_credentials_is_no_error(bucket, witho
     helper.write_text(HELPER.format(down=down, key="first"))
     (tmp_path / "config").write_text(f"[default]\ncredential_process = {sys.executable} {helper}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setattr(connector, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(download, "ASK_EVERY_S", 0.0)
     client = client_of(bucket)
     assert not client.is_stale()
     down.touch()
@@ -332,7 +299,7 @@ def test_what_is_damaged_in_the_bucket_is_named_after_a_few_reads(bucket, data, 
     assert len(bucket.proxy.requests(name)) == storage.READS
 
 
-@pytest.mark.parametrize("name", [*FILES, FIRST])
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_missing_for_a_moment_is_waited_for(bucket, data, log, name):
     bucket.proxy.set(Fault("status", match=f"(GET|HEAD) .*{name}", code=404, error="NoSuchKey", times=4))
     data().verify()
@@ -343,7 +310,6 @@ def test_a_file_that_is_missing_for_a_moment_is_waited_for(bucket, data, log, na
 @pytest.mark.parametrize("name", [*FILES, FIRST])
 def test_a_file_that_stays_missing_is_named_after_a_while(bucket, data, monkeypatch, name):
     monkeypatch.setattr(storage, "MISSING_S", 0.1)
-    monkeypatch.setattr("train.data.shards.prepared.MISSING_S", 0.1)
     bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{name}")
     with pytest.raises(InputError, match=f"{name} is missing|holds no {name}"):
         data().verify()

@@ -19,9 +19,8 @@ import numpy as np
 from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
 from train.data.records.formats import load_saved
-from train.data.shards.format import SPLITS, Manifest, Shard, ShardSet
+from train.data.shards.format import SPLITS, Manifest, Shard, ShardSet, write_manifest, write_shard
 from train.data.shards.prepared import PreparedData
-from train.data.shards.writer import write_manifest, write_shard
 from train.data.text.merge import unigram_entropy
 from train.data.text.packing import Rows
 from train.data.text.preparation import rows_of_shard

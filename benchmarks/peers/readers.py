@@ -99,9 +99,8 @@ def ours(
 
 
 def write_ours(corpus: Corpus) -> None:
-    from train.data.shards.format import TokenizerInfo
+    from train.data.shards.format import TokenizerInfo, write_manifest, write_shard
     from train.data.shards.prepared import TOKENIZER
-    from train.data.shards.writer import write_manifest, write_shard
     from train.data.text.packing import Rows as PackedRows
     from train.storage.folders import LocalFolder, sha256_bytes
 

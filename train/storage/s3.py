@@ -1,4 +1,4 @@
-"""S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/connector.py.
+"""S3 through boto3: small files, uploads, credentials. Shards are read by train/data/shards/download.py.
 
 boto3 retries throttling, 5xx and lost connections for as long as s3_retry.py says. An error that remains is raised
 with a message of one line.

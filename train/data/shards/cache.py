@@ -4,7 +4,7 @@
 length and sha256 are right (download.py). Runs that read the same data share the folder. A run that has to delete
 shards, because not all of the data fits, needs the folder alone; nothing else is ever deleted.
 
-`CACHE_DIR/ID/runs/NAME/` belongs to one run: the shards that are under way, an empty file `compared/SHARD` for each
+`CACHE_DIR/ID/runs/NAME/` belongs to one run: the shards that are being written, an empty file `compared/SHARD` for each
 that the run's prefetcher has compared with the manifest, and status.json, in which the prefetcher tells the readers
 what it wants and what fails. A reader opens no shard that its own run has not compared.
 """
@@ -34,8 +34,7 @@ SHARE_OF_FREE = 0.9  # of the disk, if data.cache_gb does not say
 # The cache holds the window before (its files are deleted, but readers still map them), the current one, as much as a
 # global batch, and the windows in which this step's batches, the next step's and those drawn with them end.
 WINDOWS_HELD = 6
-POLL_S = 0.02
-LOOK_EVERY_S = 0.25  # for the reason why a shard is absent
+POLL_S = 0.05
 STARTS_WITHIN_S = 20.0  # the prefetcher writes its first status
 TAKE_OVER_S = 10.0  # within which a run that was killed releases the cache
 
@@ -55,9 +54,7 @@ class Status(TypedDict):
 
 def cache_dir(cfg: DataConfig) -> Path:
     """The folder that the settings name, or the machine's usual one."""
-    if cfg.cache_dir is not None:
-        return local_path(cfg.cache_dir)
-    return machine.cache_root()
+    return machine.cache_root() if cfg.cache_dir is None else local_path(cfg.cache_dir)
 
 
 def launch_name() -> str:
@@ -87,34 +84,30 @@ class ShardCache:
     def largest_bytes(self) -> int:
         return max(shard.bytes for shard in self.manifest.shards)
 
-    @property
-    def free_bytes(self) -> int:
-        disk = os.statvfs(self.folder)
-        return disk.f_bavail * disk.f_frsize
-
     def limit_bytes(self) -> int:
         """How many bytes the shards may take on this disk. InputError if the disk has less than the settings say."""
         present = sum(shard.bytes for shard in self.manifest.shards if (self.folder / shard.file).is_file())
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
         if self.cfg.cache_gb is None:
-            return int(present + SHARE_OF_FREE * self.free_bytes)
+            return int(present + SHARE_OF_FREE * free)
         wanted = int(self.cfg.cache_gb * 1e9)
         needed = min(wanted, self.total_bytes)
         check(
-            needed <= present + self.free_bytes,
-            f"{self.folder} has {self.free_bytes / 1e9:.3g} GB free, the shards would take {needed / 1e9:.3g} GB; free "
+            needed <= present + free,
+            f"{self.folder} has {free / 1e9:.3g} GB free, the shards would take {needed / 1e9:.3g} GB; free "
             "some, lower data.cache_gb, or choose data.cache_dir on a larger disk",
         )
         return wanted
 
     def shuffle_block(self) -> ShuffleBlock:
-        """All shards if they fit, else the largest window of which WINDOWS_HELD fit. InputError if none fits."""
+        """All shards if they fit, else the largest window of which WINDOWS_HELD fit, or 1, which may not fit."""
         limit_bytes = self.limit_bytes()
         if self.total_bytes <= limit_bytes:
             return ShuffleBlock(len(self.manifest.splits["train"]), grow=True)
         validation_bytes = sum(shard.bytes for shard in self.manifest.splits["validation"])
         shards = (limit_bytes - validation_bytes) // (WINDOWS_HELD * self.largest_bytes)
-        self.check_fits(ShuffleBlock(max(1, shards)))
-        return ShuffleBlock(shards, grow=True)
+        return ShuffleBlock(max(1, shards), grow=True)
 
     def check_fits(self, block: ShuffleBlock | None, *, global_batch_size: int = 0) -> None:
         """InputError if the cache cannot hold what such windows need at once; None: all of the data."""
@@ -155,10 +148,9 @@ class ShardCache:
                 break
             if time.monotonic() > until_s:
                 file.close()
-                other = "uses" if alone else "has"
-                why = ", and not all of the data fits" if alone else " for itself"
-                raise InputError(f"another run {other} {self.folder}{why}; give one of them its own data.cache_dir")
-            time.sleep(LOOK_EVERY_S)
+                why = "uses {}, and not all of the data fits" if alone else "has {} for itself"
+                raise InputError(f"another run {why.format(self.folder)}; give one of them its own data.cache_dir")
+            time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.compared.mkdir(parents=True)
         return file
@@ -173,45 +165,38 @@ class ShardCache:
         """Whether a shard is there and was compared with the manifest by this run's prefetcher."""
         return (self.compared / shard.file).exists() and (self.folder / shard.file).is_file()
 
-    def wait(self, shard: Shard, began_s: float) -> None:
-        """Wait until a shard is there and compared, for a batch that has waited since `began_s` (time.monotonic).
+    def wait(self, shards: Sequence[Shard]) -> None:
+        """Wait until all shards that a batch needs are there and compared.
 
-        Raises InputError for a shard that cannot come, Unreachable after deadline_s; both name the shard and the
-        reason. A loader may look further ahead than the cache reaches: the time until a shard is wanted does not count.
+        Raises InputError for a shard that cannot come, Unreachable after deadline_s; both name a shard and the reason.
+        A loader may look further ahead than the cache reaches: the time until one of them is wanted does not count.
         """
-        entered_s = looked_s = time.monotonic()
-        wanted_since_s: float | None = None
-        while not self.is_ready(shard):
+        entered_s = began_s = time.monotonic()
+        while True:
+            status: Status | None = read_json(self.status)  # first: shards may come while it is read
+            missing = [shard.file for shard in shards if not self.is_ready(shard)]
+            if not missing:
+                return
             if self.gave_up is not None:
                 raise self.gave_up
-            time.sleep(POLL_S)
             now_s = time.monotonic()
-            if now_s - looked_s < LOOK_EVERY_S:
-                continue
-            is_first_look, looked_s = looked_s == entered_s, now_s
-            status: Status | None = read_json(self.status)
-            is_late = status is None and now_s - entered_s > STARTS_WITHIN_S
-            if (is_late or (status is not None and is_gone(status["owner"]))) and not self.is_ready(shard):
-                raise Unreachable(
-                    f"{shard.file} cannot come: the process that fetches shards on this node is gone, its error is "
-                    f"above; {self.folder} has {self.free_bytes / 1e9:.3g} GB free"
-                )
-            if status is None or shard.file not in status["wanted"]:
-                continue
-            fault = status["faults"].get(shard.file)
-            if fault is not None and fault["is_final"]:
-                raise InputError(fault["reason"])
-            wanted_since_s = wanted_since_s or (began_s if is_first_look else now_s)
-            if now_s - wanted_since_s > self.cfg.deadline_s:
-                reason = fault["reason"] if fault else f"{shard.file} does not come; {self.likely_reason(status)}"
-                limit = f"given up after {self.cfg.deadline_s:g} s (data.deadline_s)"
-                self.gave_up = Unreachable(f"{reason}; {limit}")
-
-    def likely_reason(self, status: Status) -> str:
-        """Why a shard that was not yet tried does not come: the fault of another shard, if there is one."""
-        for fault in status["faults"].values():
-            return f"another one: {fault['reason']}"
-        return f"there is no error: a slow network? {self.folder} has {self.free_bytes / 1e9:.3g} GB free"
+            is_lost = now_s - entered_s > STARTS_WITHIN_S if status is None else is_gone(status["owner"])
+            if is_lost:
+                what = "the process that fetches shards on this node is gone, its error is above"
+                raise Unreachable(f"{missing[0]} cannot come: {what}")
+            wanted, faults = (status["wanted"], status["faults"]) if status else ([], {})
+            if not set(wanted) & set(missing):
+                began_s = now_s
+            known = [faults[file] for file in missing if file in faults]
+            for fault in known:
+                if fault["is_final"]:
+                    raise InputError(fault["reason"])
+            if now_s - began_s > self.cfg.deadline_s:
+                reasons = [fault["reason"] for fault in (*known, *faults.values())]
+                others = reasons[0] if reasons else "there is no error: a slow network?"
+                reason = others if known else f"{missing[0]} does not come; {others}"
+                self.gave_up = Unreachable(f"{reason}; given up after {self.cfg.deadline_s:g} s (data.deadline_s)")
+            time.sleep(POLL_S)
 
 
 def locked(file: IO[str], operation: int) -> bool:

@@ -1,72 +1,136 @@
-"""One shard from S3 into the cache: the only place where its length and sha256 are compared with the manifest."""
+"""Shards from S3 into the cache, through the s3torchconnector, which only this module knows.
+
+The connector retries by itself, but has no time limit (a dead connection takes it six minutes) and compares no
+checksum. So each attempt at a shard has a time limit here, the next one begins with a new client, and length and sha256
+are compared with the manifest before the file gets its name.
+"""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
+import math
 import os
-import queue
 import threading
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
+from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
-from tenacity.stop import stop_base
 
 from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
-from train.data.shards.connector import Client, Doubtful
 from train.data.shards.format import Shard
-from train.storage.manifest import fault_of_file
-from train.storage.s3 import S3Folder
+from train.storage.aws_errors import TABLE, one_line, problem_and_cure
+from train.storage.manifest import fault_of, fault_of_file
+from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
 
 logger = logging.getLogger("train")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0  # at most, between attempts at a shard: random, doubling
+MIN_PART_BYTES, MAX_PART_BYTES = 5 * 2**20, 512 * 2**20  # of the connector, which holds a part in memory
+CONNECTOR_ATTEMPTS = 3
+ASK_EVERY_S = 30.0  # for renewed credentials
+FINAL = {  # phrases in the connector's errors that retries will not change, and AWS's code
+    "bucket does not exist": "NoSuchBucket",
+    "No signing credentials": "NoCredentialsError",
+}
+PASSING = {  # that time may change: a new role takes a while to be known everywhere, a copy may be under way
+    "TIME_TOO_SKEWED": "RequestTimeTooSkewed",
+    "TOKEN_EXPIRED": "ExpiredToken",
+    "key does not exist": "it is not in the bucket",
+    "Forbidden": "AccessDenied",
+    "AccessDenied": "AccessDenied",
+}
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+put_here: dict[str, str] = {}  # credentials that this process has put into its environment
 
 
-class Part:
-    """The bytes of a shard that have arrived, in a file. A read that was given up may continue in the connector, but it
-    writes nothing more.
+class Doubtful(RuntimeError):
+    """The object is denied or does not match the manifest: a few more attempts may help, many will not."""
+
+
+class Client:
+    """The connector over the objects of one data set, with the present credentials of boto3, which finds them in more
+    ways than the connector and renews them. A new client is needed when they have changed, and after a failure.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.file = path, path.open("wb", buffering=0)
-        self.lock, self.reads = threading.Lock(), 0
+    def __init__(self, folder: S3Folder, files: Sequence[str], *, largest_bytes: int) -> None:
+        given = {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
+        uses_environment = folder.s3.profile is None and bool(given) and given != put_here
+        self.session = open_session(folder.s3, skips_environment=not uses_environment)
+        try:
+            self.credentials = self.current_credentials()
+        except (BotoCoreError, ClientError) as error:
+            raise Unreachable(f"there are no credentials: {error}") from error
+        self.asked_s = time.monotonic()
+        if not uses_environment:
+            put(self.credentials)
+        self.numbers = {file: number for number, file in enumerate(files)}
+        self.streams = S3MapDataset.from_objects(
+            [f"{folder.location}/{file}" for file in files],
+            region=self.session.region_name or DEFAULT_REGION,
+            endpoint=folder.endpoint,
+            reader_constructor=stream_constructor,
+            s3client_config=S3ClientConfig(
+                part_size=min(max(largest_bytes, MIN_PART_BYTES), MAX_PART_BYTES),  # one request a shard
+                force_path_style=folder.s3.path_style,
+                max_attempts=CONNECTOR_ATTEMPTS,
+            ),
+        )
 
-    def begin(self) -> Callable[[bytes], None]:
-        """Return the function that takes the bytes of one read, until the next call or `end`."""
-        self.end()
-        return partial(self.write, self.reads)
+    def current_credentials(self) -> tuple[str | None, ...]:
+        credentials = self.session.get_credentials()
+        if credentials is None:
+            return (None, None, None)
+        frozen = credentials.get_frozen_credentials()
+        return (frozen.access_key, frozen.secret_key, frozen.token)
 
-    def write(self, read: int, chunk: bytes) -> None:
-        with self.lock:
-            if read != self.reads:
-                raise TimeoutError("given up")
-            left = memoryview(chunk)
-            while left:
-                left = left[self.file.write(left) :]
+    def is_stale(self) -> bool:
+        """Whether credentials were renewed, looked up now and then. The old ones serve while there are no new ones."""
+        if time.monotonic() - self.asked_s < ASK_EVERY_S:
+            return False
+        self.asked_s = time.monotonic()
+        try:
+            return self.current_credentials() != self.credentials
+        except (BotoCoreError, ClientError):
+            return False
 
-    def end(self) -> None:
-        with self.lock:
-            self.reads += 1
+    def read(self, file: str) -> list[bytes]:
+        """The content of an object, in pieces. Raises Doubtful or Unreachable."""
+        try:
+            return list(self.streams[self.numbers[file]]())
+        except S3Exception as error:  # one class for all; only its text distinguishes the cases
+            raise explain(error) from error
 
-    @property
-    def size(self) -> int:
-        return self.file.tell()
 
-    def clear(self) -> None:
-        self.file.seek(0)
-        self.file.truncate()
+def stream_constructor(bucket: str, key: str, get_object_info: object, get_stream: Any) -> Any:
+    """An S3ReaderConstructor of the connector whose reader is the stream itself, `get_stream()`.
 
-    def close(self, path: Path | None = None) -> None:
-        """Rename the file to `path`, or remove it."""
-        self.end()
-        if path is not None:
-            os.fsync(self.file.fileno())
-            self.path.rename(path)
-        self.file.close()
-        self.path.unlink(missing_ok=True)
+    The connector's own readers copy all of it once more, into memory that grows, or ask for the length first.
+    """
+    return get_stream
+
+
+def put(credentials: tuple[str | None, ...]) -> None:
+    """Put credentials into the environment of the fetching process, where the connector looks first."""
+    put_here.clear()
+    for name, value in zip(CREDENTIALS, credentials, strict=True):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = put_here[name] = value
+
+
+def explain(error: Exception) -> Exception:
+    text = one_line(error)
+    for phrase, meaning in (FINAL | PASSING).items():
+        if phrase in text:
+            known = "; ".join(problem_and_cure(meaning, service="S3")) if meaning in TABLE else meaning
+            return (Doubtful if phrase in FINAL else Unreachable)(f"{known} ({text})")
+    return Unreachable(text)
 
 
 class Downloader:
@@ -76,20 +140,18 @@ class Downloader:
         self.source, self.cache, self.cfg = source, cache, cache.cfg
         self.lock = threading.Lock()
         self.client: Client | None = None
-        self.in_pieces = False  # since a download did not end in time: what arrives is kept
 
     def download(
         self,
         shard: Shard,
         *,
-        stop: stop_base | None = None,
+        limit_s: float = math.inf,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Put a shard into the cache unless it is there. A damaged one stays until a right one replaces it, because
         other runs may be reading it. `on_failure` takes the reason why an attempt failed.
 
-        Raises InputError for a fault that no further attempt can cure, and Unreachable after deadline_s, or when `stop`
-        says so.
+        Raises InputError for a fault that no further attempt can cure, and Unreachable after `limit_s`.
         """
         path, url = self.cache.folder / shard.file, f"{self.source.location}/{shard.file}"
         fault = fault_of_file(path, shard.entry, checksum=True)
@@ -97,26 +159,17 @@ class Downloader:
             return
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
-        part, doubts = Part(self.cache.run / shard.file), 0
+        doubts = 0
 
         def attempt() -> None:
             nonlocal doubts
             try:
-                self.fill(part, shard)
-                fault = fault_of_file(part.path, shard.entry, checksum=True)
-                if fault is not None:
-                    raise Doubtful(f"it {fault}; it was damaged or replaced: put the original back or prepare again")
-                part.close(path)
+                self.store(shard, self.fetch(shard))
             except Doubtful as doubt:
-                part.clear()
                 doubts += 1
                 if doubts >= self.cfg.refetches:
                     raise InputError(f"{doubt}, {doubts} times") from doubt
                 raise
-            except OSError as error:  # of the disk: free its space
-                part.clear()
-                kind = Unreachable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
-                raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
         def after_failure(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
@@ -128,7 +181,7 @@ class Downloader:
             wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             retry=retry_if_exception_type((Unreachable, Doubtful)),
             before_sleep=after_failure,
-            stop=stop or stop_after_delay(self.cfg.deadline_s),
+            stop=stop_after_delay(limit_s),
             reraise=True,
         )
         try:
@@ -136,39 +189,45 @@ class Downloader:
         except (InputError, Unreachable, Doubtful) as error:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{url}: {error}") from error
-        finally:
-            part.close()
 
-    def fill(self, part: Part, shard: Shard) -> None:
-        """One download in a thread of its own, which is abandoned when attempt_s are over. In pieces, it continues
-        after what has arrived.
-        """
-        if not self.in_pieces:
-            part.clear()
-        ended, clients = queue.SimpleQueue[BaseException | None](), list[Client]()
-        in_pieces, write, offset = self.in_pieces, part.begin(), part.size
+    def fetch(self, shard: Shard) -> list[bytes]:
+        """The content of a shard, read by a thread of its own, which is abandoned when attempt_s are over."""
+        content = Future[list[bytes]]()
 
         def read() -> None:
             try:
-                clients.append(self.current_client())  # in this thread: services that give credentials may hang too
-                clients[0].read(shard.file, write, offset=offset, size=shard.bytes, in_pieces=in_pieces)
+                content.set_result(self.current_client().read(shard.file))  # services that give credentials may hang
             except BaseException as error:  # for the thread that waits
-                ended.put(error)
-            else:
-                ended.put(None)
+                content.set_exception(error)
 
         threading.Thread(target=read, daemon=True).start()
+        if not wait([content], self.cfg.attempt_s).done:
+            self.client = None
+            limit = f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)"
+            raise Unreachable(f"{limit}; over a slow link raise it, or lower data.downloads")
+        if content.exception() is not None:
+            self.client = None
+        return content.result()
+
+    def store(self, shard: Shard, content: list[bytes]) -> None:
+        """Give a shard its name in the cache. Doubtful for a content that does not match the manifest."""
+        digest = hashlib.sha256()
+        for piece in content:
+            digest.update(piece)
+        fault = fault_of(shard.entry, sum(map(len, content)), digest.hexdigest)
+        if fault is not None:
+            raise Doubtful(f"it {fault}; it was damaged or replaced: put the original back or prepare again")
+        part = self.cache.run / shard.file
         try:
-            error = ended.get(timeout=self.cfg.attempt_s)
-        except queue.Empty:
-            self.in_pieces = True
-            arrived = f": {part.size / 1e6:.3g} of {shard.bytes / 1e6:.3g} MB have come" if in_pieces else ""
-            error = Unreachable(f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s){arrived}")
-        part.end()
-        if error is not None:
-            if self.client in clients:
-                self.client = None
-            raise error
+            with part.open("wb") as file:
+                file.writelines(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(self.cache.folder / shard.file)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            kind = Unreachable if error.errno in (errno.ENOSPC, errno.EDQUOT) else InputError
+            raise kind(f"cannot be written to {self.cache.folder}: {error.strerror}") from error
 
     def current_client(self) -> Client:
         """The client, a new one after a failure and after credentials were renewed."""

@@ -8,19 +8,28 @@ the data set's id. Readers open what the manifest names and nothing else.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from train.config import InputError, check
-from train.storage.folders import Folder, LocalFolder, Mismatch, read_again, sha256_file, wait_for_file
-from train.storage.manifest import check_entries, unsealed
+from train.storage.folders import (
+    Folder,
+    LocalFolder,
+    Mismatch,
+    canonical_json,
+    read_again,
+    sha256_bytes,
+    sha256_file,
+    wait_for_file,
+)
+from train.storage.manifest import check_entries, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
@@ -171,6 +180,43 @@ def fault_of_manifest(manifest: Manifest) -> str | None:
     return None
 
 
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
+    """Write one shard, whole or not at all."""
+    content = save({name: np.ascontiguousarray(tensor) for name, tensor in vars(rows).items()})
+    folder.write(name, content)
+    return Shard(file=FileName(name), rows=len(rows), bytes=len(content), sha256=Sha256(sha256_bytes(content)))
+
+
+def write_manifest(
+    folder: Folder,
+    *,
+    seq_len: int,
+    dtype: str,
+    splits: dict[str, list[Shard]],
+    tokenizer: TokenizerInfo,
+    counts: dict[str, Any],
+    config: dict[str, Any],
+) -> Manifest:
+    """Complete a data set: nothing reads the folder before this file is there."""
+    body = {
+        "format": FORMAT,
+        "seq_len": seq_len,
+        "dtype": dtype,
+        "splits": {split: [asdict(shard) for shard in shards] for split, shards in splits.items()},
+        "tokenizer": asdict(tokenizer),
+        "counts": counts,
+        "config": config,
+    }
+    folder.write("manifest.json", canonical_json(sealed(body, "id")))
+    return read_manifest(folder)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
 def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
     """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
     check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
@@ -190,7 +236,7 @@ class ShardSet:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Shard, float], None] | None = None
+        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Sequence[Shard]], None] | None = None
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
@@ -217,15 +263,17 @@ class ShardSet:
         """The named tensors of the sequences with these numbers [N]: tokens [N, seq_len], pivot and same_document [N].
         IndexError for a number that no sequence has.
         """
-        began_s, order = time.monotonic(), np.argsort(numbers)
+        order = np.argsort(numbers)
         ascending = numbers[order]
         if len(numbers) and not 0 <= ascending[0] <= ascending[-1] < len(self):
             raise IndexError(f"sequences {ascending[0]} to {ascending[-1]} of {len(self)}")
         cuts = np.searchsorted(ascending, self.first_rows)
         gathered = [np.empty((len(numbers), *self.layout[name][0]), self.layout[name][1]) for name in names]
-        for shard in np.flatnonzero(np.diff(cuts)).tolist():
+        needed = np.flatnonzero(np.diff(cuts)).tolist()
+        self.open(needed)
+        for shard in needed:
             first, last = cuts[shard], cuts[shard + 1]
-            local, tensors = ascending[first:last] - self.first_rows[shard], self.tensors(shard, began_s)
+            local, tensors = ascending[first:last] - self.first_rows[shard], self.maps[shard]
             for name, values in zip(names, gathered, strict=True):
                 # "clip" writes straight into `out`; the default mode gathers into a copy first
                 tensors[name].take(local, 0, values[first:last], "clip")
@@ -235,22 +283,23 @@ class ShardSet:
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
 
-    def tensors(self, number: int, began_s: float) -> dict[str, np.ndarray]:
-        if number not in self.maps:
-            # A file that was deleted from the cache takes space while it is mapped here.
-            self.maps = {old: maps for old, maps in self.maps.items() if (self.folder / self.shards[old].file).exists()}
-            if self.wait is not None:
-                self.wait(self.shards[number], began_s)
-            self.maps[number] = self.opened(self.shards[number])
-        return self.maps[number]
-
-    def opened(self, shard: Shard) -> dict[str, np.ndarray]:
-        """A shard's tensors, mapped. InputError if they do not match the manifest."""
-        tensors, rows = map_tensors(self.folder / shard.file), shard.rows
-        wanted = {name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()}
-        ok = wanted.items() <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
-        check(ok, f"{self.folder / shard.file} does not hold the {rows} sequences of its manifest; prepare again")
-        return tensors
+    def open(self, numbers: list[int]) -> None:
+        """Map the shards with these numbers, once all are there. InputError if one does not match the manifest."""
+        new = [number for number in numbers if number not in self.maps]
+        if not new:
+            return
+        for number in set(self.maps) - set(numbers):
+            if not (self.folder / self.shards[number].file).exists():  # a deleted file takes space while it is mapped
+                del self.maps[number]
+        if self.wait is not None:
+            self.wait([self.shards[number] for number in new])
+        for number in new:
+            path, rows = self.folder / self.shards[number].file, self.shards[number].rows
+            tensors = map_tensors(path)
+            wanted = {name: ((rows, *shape), dtype) for name, (shape, dtype) in self.layout.items()}
+            ok = wanted.items() <= {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}.items()
+            check(ok, f"{path} does not hold the {rows} sequences of its manifest; prepare again")
+            self.maps[number] = tensors
 
     def check_tokens(self, tokens: np.ndarray, shard: Shard) -> None:
         largest = int(tokens.max(initial=0))

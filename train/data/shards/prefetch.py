@@ -23,7 +23,6 @@ from multiprocessing.connection import Connection
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from tenacity import stop_never
 from tqdm import tqdm
 
 from train.config import InputError
@@ -169,9 +168,7 @@ class ShardPrefetcher(Prefetcher):
     def obtain(self, shard: Shard) -> None:
         """Put a shard into the cache for this run's readers, or the reason why it cannot be there."""
         try:
-            self.downloader.download(
-                shard, stop=stop_never, on_failure=lambda reason: self.set_fault(shard, reason, is_final=False)
-            )
+            self.downloader.download(shard, on_failure=lambda reason: self.set_fault(shard, reason))
             (self.cache.compared / shard.file).touch()
             self.set_fault(shard, None)
         except Exception as error:

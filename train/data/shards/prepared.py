@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from train.config import S3Config, ShardsConfig, check
 from train.data.shards.cache import ShardCache
-from train.data.shards.format import (
-    TOKENIZER_FILE,
-    Manifest,
-    Shard,
-    ShardSet,
-    check_files,
-    read_manifest,
-)
+from train.data.shards.format import TOKENIZER_FILE, Manifest, Shard, ShardSet, check_files, read_manifest
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher, ShardPrefetcher
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import (
-    MISSING_S,
-    Folder,
-    is_s3,
-    local_path,
-    open_folder,
-    sha256_bytes,
-    sha256_file,
-    wait_for_file,
-)
+from train.storage.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
 from train.storage.manifest import fault_of, fault_of_file, first_fault, read_verified
 
 if TYPE_CHECKING:
@@ -65,21 +47,18 @@ class PreparedData:
         """
         if self.cache is None:
             check_files(self.folder, self.manifest, checksums=True)
-            return
-        fault = first_absent(self.source, self.manifest)
-        check(fault is None, fault or "")
+        else:
+            fault = first_fault(lambda shard: self.fault(shard, checksum=False), self.manifest.shards)
+            check(fault is None, fault or "")
 
-    def fault(self, shard: Shard) -> str | None:
-        """What is wrong with a shard, read whole from the source; None if it matches the manifest."""
+    def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
+        """What is wrong with a shard at its source; None if it matches the manifest."""
         if self.cache is None:
-            path = self.folder / shard.file
-            fault = fault_of_file(path, shard.entry, checksum=True)
-            return fault and f"{path} {fault}; prepare the data again"
-        try:
-            content = self.source.read(shard.file)
-        except FileNotFoundError:
-            return remote_fault(self.source, shard, None)
-        return remote_fault(self.source, shard, len(content), lambda: sha256_bytes(content))
+            fault = fault_of_file(self.folder / shard.file, shard.entry, checksum=checksum)
+        else:
+            sha256 = (lambda: sha256_bytes(self.source.read(shard.file))) if checksum else None
+            fault = fault_of(shard.entry, self.source.size(shard.file), sha256)
+        return fault and f"{self.source.location}/{shard.file} {fault}; prepare the data again"
 
     def shuffle_block(self) -> ShuffleBlock:
         """The windows that the settings name, or those that this machine has space for."""
@@ -100,7 +79,12 @@ class PreparedData:
         self.cache.check_fits(None)
         self.held = self.cache.hold(alone=False)
         downloader = Downloader(cast("S3Folder", self.source), self.cache)
-        return ShardSet(self.folder, self.manifest, name, lambda shard, _: downloader.download(shard))
+
+        def fetch(shards: Sequence[Shard]) -> None:
+            for shard in shards:
+                downloader.download(shard, limit_s=self.cfg.deadline_s)
+
+        return ShardSet(self.folder, self.manifest, name, fetch)
 
     def prefetcher(self, sampler: ShardSampler, *, is_first_on_machine: bool) -> Prefetcher:
         """Start fetching the shards of `sampler`. InputError if this machine's cache has no space for them."""
@@ -118,28 +102,3 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
             sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
             advice = "put the original back or prepare the data again"
             write_atomic(path, read_verified(source, name, sha256, fault=fault, advice=advice))
-
-
-def remote_fault(source: Folder, shard: Shard, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
-    """See `train.storage.manifest.fault_of`."""
-    fault = fault_of(shard.entry, size, sha256)
-    return fault and f"{source.location}/{shard.file} {fault}; prepare the data again"
-
-
-def first_absent(source: Folder, manifest: Manifest) -> str | None:
-    """What is wrong with the first shard in S3 that is missing or has another length; None if there is none."""
-    until_s = time.monotonic() + MISSING_S  # for all of them together
-
-    def size_of(name: str) -> int:
-        size = source.size(name)
-        if size is None:
-            raise FileNotFoundError(name)
-        return size
-
-    def examine(shard: Shard) -> str | None:
-        size: int | None = None
-        with suppress(FileNotFoundError):
-            size = wait_for_file(source, shard.file, size_of, until_s=until_s)
-        return remote_fault(source, shard, size)
-
-    return first_fault(examine, manifest.shards)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from train.config import InputError, check
-from train.data.shards.format import SPLITS, Manifest, Shard, TokenizerInfo
-from train.data.shards.writer import write_manifest
+from train.data.shards.format import SPLITS, Manifest, Shard, TokenizerInfo, write_manifest
 from train.data.text.documents import Part
 from train.data.text.preparation import STATE_NAMES, read_state
 from train.storage.folders import Folder, sha256_bytes

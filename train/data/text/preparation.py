@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -14,8 +15,7 @@ from safetensors.numpy import load, save
 
 from train.config import InputError, PrepareConfig
 from train.data.random_bits import text_uniform
-from train.data.shards.format import ROW_TENSORS, SPLITS, Rows, Shard, TokenizerInfo
-from train.data.shards.writer import Uploads, write_shard
+from train.data.shards.format import ROW_TENSORS, SPLITS, Rows, Shard, TokenizerInfo, write_shard
 from train.data.text.corpus import Corpus
 from train.data.text.documents import Part
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
@@ -188,7 +188,8 @@ class Preparation:
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}  # changed by uploads only
         self.done = {"documents": 0, "source_bytes": 0, "tokens": 0, "unknown_tokens": 0, "validation_pairs": 0}
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # of the training split
-        self.uploads = Uploads()
+        self.uploads, self.written = ThreadPoolExecutor(1), Future[None]()  # in order, one piece at a time
+        self.written.set_result(None)
 
     def add(self, chunk: Encoded) -> None:
         """Pack a chunk; write each shard that is full."""
@@ -213,7 +214,7 @@ class Preparation:
     def finish(self) -> None:
         """Write the remaining sequences, and a state that says the part is finished."""
         self.flush(finished=True)
-        self.uploads.wait()
+        self.written.result()
 
     def flush(self, *, finished: bool) -> None:
         """Begin to write waiting sequences as shards, the incomplete one too if it is the last, then the state."""
@@ -235,7 +236,8 @@ class Preparation:
                 self.shards[split].append(write_shard(self.folder, name, rows))
             self.folder.write(state_name(self.part), state.to_bytes())
 
-        self.uploads.add(work)
+        self.written.result()  # an error of the piece before
+        self.written = self.uploads.submit(work)
 
     def state(self, *, finished: bool) -> PartState:
         """The present state; shards that are still being written follow."""
