@@ -54,7 +54,7 @@ from train.checkpoints.manifest import Manifest, step_name
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.staging import num_bytes_of
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
 from train.models.encoder import build_masked_lm
 from train.optim import build_optimizer, load_state

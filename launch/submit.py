@@ -15,7 +15,7 @@ from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
 from train.run_folder.outcome import STOP_FILE, read_outcome
-from train.run_folder.ownership import ENVIRONMENT, check_is_run_folder, check_location
+from train.run_folder.ownership import ENVIRONMENT, check_is_run_folder
 from train.storage.folders import is_s3, open_folder
 from train.storage.schema import read_yaml
 
@@ -41,7 +41,6 @@ def submit(
 def check_startable(record: Record, run: TrainConfig, *, is_here: bool) -> None:
     """InputError for what the trainer would reject on the machines, as far as this one sees what they see."""
     data_path = str(run.data.path)
-    check_location(record.run_dir, data_path)
     check_is_run_folder(record.run, record.run.names_here())
     if isinstance(run.data, ShardsConfig) and (is_here or is_s3(data_path)):
         read_manifest(open_folder(data_path, run.s3))

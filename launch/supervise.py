@@ -68,13 +68,13 @@ def decide(
     """Decide what follows an attempt.
 
     `outcome` is how it ended, empty if it left none. `asked` says why the scheduler wants the machines back; None: it
-    does not. `rejection` is what the trainer rejected before it took the run folder: then there is no outcome.
+    does not. `rejection` is what the trainer rejected: the outcome may be an earlier attempt's.
     """
+    if rejection:
+        return Decision("end", "refused", f"refused: {rejection}")
     ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
     if not outcome:
         ended, reason = "failed", f"ended with exit code {exit_code} and left no outcome"
-        if rejection:
-            return Decision("end", "refused", f"refused: {rejection}")
     if ended in ("done", "refused"):
         return Decision("end", ended, reason)
     if ended == "failed" and outcome and not outcome["goes_on"]:

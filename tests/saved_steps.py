@@ -11,7 +11,7 @@ from running import train_config
 
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ from saved_steps import copy_step, flip, step_folder, store_of
 
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.checkpoints import store_disk
+from train.checkpoints import store as stores
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersion, Untrusted, check_files
 from train.checkpoints.retention import Retention
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.config import InputError
 from train.storage import manifest as manifests
 from train.storage.atomic_io import write_atomic
@@ -41,11 +41,10 @@ def test_the_manifest_says_what_the_files_are(finished):
     assert (finished / "checkpoints/LATEST").read_text() == "step_00000006\n"
 
 
-def test_latest_is_only_a_hint(run_dir, prepared):
-    (run_dir / "checkpoints/LATEST").write_text("step_00000099\n")
-    assert newest_valid(store_of(run_dir))[0].step == 6
-    (run_dir / "checkpoints/LATEST").unlink()
-    assert newest_valid(store_of(run_dir))[0].step == 6
+def test_latest_is_only_a_hint(run_dir):
+    for change in (lambda path: path.write_text("step_00000099\n"), lambda path: path.unlink()):
+        change(run_dir / "checkpoints/LATEST")
+        assert newest_valid(store_of(run_dir))[0].step == 6
 
 
 def damage(run_dir, step, how, name="model.pt"):
@@ -116,17 +115,15 @@ def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir,
     assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
 
 
-def test_what_is_in_quarantine_is_no_reason_to_start_over(run_dir, prepared):
-    for step in (3, 6):
-        store_of(run_dir).quarantine(step, "damaged")
-    with pytest.raises(NoneValid, match="all are in quarantine"):
-        train(run_dir, prepared)
-
-
-def test_checkpoints_that_have_vanished_are_no_reason_to_start_over(run_dir, prepared):
+@pytest.mark.parametrize("how", ["quarantined", "vanished"])
+def test_checkpoints_that_are_gone_are_no_reason_to_start_over(run_dir, prepared, how):
     """A disk that is not mounted, a rule that deletes."""
-    shutil.rmtree(run_dir / "checkpoints")
-    with pytest.raises(NoneValid, match="metrics.jsonl says that step 6 was saved"):
+    for step in (3, 6) if how == "quarantined" else ():
+        store_of(run_dir).quarantine(step, "damaged")
+    if how == "vanished":
+        shutil.rmtree(run_dir / "checkpoints")
+    words = "all are in quarantine" if how == "quarantined" else "metrics.jsonl says that step 6 was saved"
+    with pytest.raises(NoneValid, match=words):
         train(run_dir, prepared)
 
 
@@ -166,7 +163,7 @@ def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
             return (open, (str(tmp_path / "executed"), "w"))
 
     plant(run_dir, "model.pt", {"model": Bomb()})
-    with pytest.raises(Untrusted, match="rejected: it holds more than tensors"):
+    with pytest.raises(Untrusted, match="holds more than tensors"):
         train(run_dir, prepared)
     assert not (tmp_path / "executed").exists()
 
@@ -246,7 +243,7 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
             store.commit(store.begin(6, 0), theirs)
 
     scratch = store.begin(6, 0)
-    monkeypatch.setattr(store_disk, "write_atomic", wake_up_late)
+    monkeypatch.setattr(stores, "write_atomic", wake_up_late)
     with pytest.raises(FileNotFoundError):
         store.commit(scratch, ours)
     assert store.manifest(6) == theirs and store.quarantined() == []
@@ -257,14 +254,6 @@ def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):
     for location in ("/proc/baretrain", str(tmp_path / "file" / "run")):
         with pytest.raises(InputError, match="cannot write to"):
             train(location, prepared)
-
-
-def test_a_checkpoint_of_another_model_is_refused(run_dir, prepared):
-    environment = json.loads((run_dir / "environment.json").read_text())
-    environment["identity"]["seed"] = 7  # a folder put together by hand
-    (run_dir / "environment.json").write_text(json.dumps(environment))
-    with pytest.raises(InputError, match="at step 6 is of another run .seed: 0 -> 7"):
-        train(run_dir, prepared, "seed=7")
 
 
 def test_a_finished_run_is_not_trained_again(run_dir, prepared):

@@ -13,7 +13,7 @@ from running import ROOT, command, eventually, lines, run, train_config, train_o
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.checkpoints.loader import read_optimizer, read_weights
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 
 # Sums of float32 in another order differ in the last bits (relative 6e-8), and AdamW's division by sqrt(v) + eps can
 # enlarge that: over six steps differences of up to 2e-6 were seen in losses of 5. 2e-5 is ten times that.

@@ -18,7 +18,7 @@ from train.attempt import attempt
 from train.attempt.preempt import StopRequest
 from train.backend.nonfinite import Skips
 from train.checkpoints.saver import SavesFail
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.cli import compose as cli
 from train.config import Failure
 from train.config.attempt import NonfiniteConfig
@@ -335,10 +335,6 @@ def test_weights_that_are_no_numbers_are_never_saved(toy):
 
 
 # ---- what ends a run, and what it then goes on with ------------------------------------------------------------------
-
-
-def killed():
-    raise RuntimeError("killed")
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,6 @@ def test_a_rank_that_becomes_slow_is_named_once_with_its_machine_and_again_when_
     assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
 
 
-def test_a_rank_that_becomes_slow_again_is_named_again():
-    texts, _ = alarms([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], windows=3)
-    assert alarmed(texts) == [7, 27, 47, 67]
-
-
 def test_a_rank_that_is_slow_from_the_start_has_no_past_and_needs_twice_as_many_lines():
     texts, _ = alarms([SLOW] * 20, windows=3)
     assert alarmed(texts) == [6] and "6 lines in a row" in texts[6][0]

@@ -28,7 +28,7 @@ from train.backend.graphs import Compilers, GraphBudget
 from train.checkpoints.manifest import Manifest
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import AsyncSaver
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.cli import compose as cli
 from train.config import (
     BackendConfig,

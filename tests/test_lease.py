@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -139,14 +137,13 @@ def test_a_released_folder_is_taken_at_once_with_a_higher_number(folder, new):
     assert folder.names() == ["lease/00000003.json", "lease/00000004.json"]
 
 
-def test_releasing_never_raises(folder, new, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
+def test_releasing_never_raises(folder, new, monkeypatch, log):
     new().release()  # never taken
     lost = new()
     lost.take()
     leave(folder, number=2)
     lost.release()
-    assert not kept(folder, 1)["released"] and not caplog.messages
+    assert not kept(folder, 1)["released"] and not log.messages
 
     def names(*_):
         raise InputError("no answer")
@@ -155,7 +152,7 @@ def test_releasing_never_raises(folder, new, monkeypatch, caplog):
     unreachable.take()
     monkeypatch.setattr(unreachable.folder, "names", names)
     unreachable.release()
-    assert "is not released: InputError: no answer" in caplog.text
+    assert "is not released: InputError: no answer" in log.text
 
 
 # ---- owners on this machine -----------------------------------------------------------------------------------------
@@ -167,12 +164,9 @@ def test_the_owner_on_this_machine_is_named(folder, new, monkeypatch):
     owner.take()
     with pytest.raises(InputError) as raised:
         new(60.0).take()
-    since = owner.claim["started"]
-    who = f"job 4711, process {os.getpid()} on {os.uname().nodename}, since {since}"
-    assert str(raised.value) == (
-        f"run_dir={folder.location} is in use by {who}; stop it or choose another run_dir "
-        "(if it is gone, its lease ends by itself after lease.ttl_s=60 without a heartbeat)"
-    )
+    who = f"job 4711, process {os.getpid()} on {os.uname().nodename}, since {owner.claim['started']}"
+    for words in (f"run_dir={folder.location} is in use by {who}; stop it", "lease.ttl_s=60 "):
+        assert words in str(raised.value)
     assert folder.names() == ["lease/00000001.json"]
     owner.check()
 
@@ -198,8 +192,7 @@ def test_an_owner_that_cannot_be_seen_and_beats_is_not_disturbed(folder, new, as
     with pytest.raises(InputError, match="is in use by process .* on .*, since "):
         new(3.0, on_wait=lines.append).take()
     (line,) = lines
-    assert f"{folder.location} was last used by process" in line
-    assert re.search(r": watching for a heartbeat, up to 3 s \(until \d\d:\d\d:\d\d UTC\)$", line)
+    assert f"{folder.location} was last used by process" in line and "up to 3 s (until " in line
     owner.check()
     assert folder.names() == ["lease/00000001.json"]
 
@@ -240,7 +233,7 @@ def test_a_process_that_the_kernel_hides_is_not_judged_dead(folder, new, monkeyp
     [b"", b"\xff\xfe", b'{"number": 1', b"[1]", b'{"released": true}', canonical_json(dict.fromkeys(KINDS, True))],
     ids=["empty", "no text", "half", "a list", "little", "wrong"],
 )
-@pytest.mark.parametrize("number", [1, 10**17])
+@pytest.mark.parametrize("number", [1, 10**18 - 1])
 def test_a_damaged_file_is_watched_like_a_silent_owner(folder, new, content, number):
     folder.write(name_of(number), content)
     lines = []
@@ -251,12 +244,6 @@ def test_a_damaged_file_is_watched_like_a_silent_owner(folder, new, content, num
     assert "last used by an owner whose lease file cannot be read" in line
     with pytest.raises(InputError, match="is in use by process"):
         new().take()
-
-
-def test_a_lease_number_that_no_run_reaches_is_named(folder, new):
-    folder.write(name_of(10**18 - 1), b"stray")
-    with pytest.raises(InputError, match="lease/9{18}.json is no lease of a run: .*; remove it"):
-        new(0.1).take()
 
 
 def test_an_owner_is_watched_for_its_own_time(folder, new, monkeypatch):
@@ -270,12 +257,7 @@ def test_an_owner_is_watched_for_its_own_time(folder, new, monkeypatch):
 def test_an_owner_elsewhere_that_releases_while_it_is_watched_is_followed(folder, new, monkeypatch):
     leave(folder)
     waited = []
-
-    def sleep(seconds):
-        waited.append(seconds)
-        leave(folder, released=True)
-
-    monkeypatch.setattr(lease.time, "sleep", sleep)
+    monkeypatch.setattr(lease.time, "sleep", lambda pause_s: waited.append(pause_s) or leave(folder, released=True))
     owner = new(60.0, on_wait=lambda _: None)
     owner.take()
     assert (owner.number, waited) == (2, [5.0])
@@ -308,11 +290,11 @@ def test_the_old_owner_learns_that_it_has_lost_the_folder(folder, new, as_anothe
     old.take()
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
     leave(folder, number=2, job="4712", pid=99)
-    words = f"lease 1 of {folder.location} is lost: job 4712, process 99 on node-2, since Monday owns it, with lease 2"
+    words = f"the lease of {folder.location} is lost: job 4712, process 99 on node-2, since Monday owns it"
     eventually(lambda: old.lost)
     assert old.lost.startswith(words)
     old.thread.join()  # it beats no more
-    with pytest.raises(LeaseLost, match="^lease 1 of .* is lost: job 4712, process 99 on node-2"):
+    with pytest.raises(LeaseLost, match="^the lease of .* is lost: job 4712, process 99 on node-2"):
         old.check()
     old.release()
     assert not kept(folder, 1)["released"] and not kept(folder, 2)["released"]
@@ -374,8 +356,8 @@ def test_an_owner_whose_file_somebody_removed_or_replaced_has_lost_the_folder(fo
 @pytest.mark.parametrize("before", ["nobody", "silent"])
 def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
     """All have judged the last owner before the first one creates the next number, which half of them do too late."""
-    if before != "nobody":
-        leave(folder, released=before == "released", ttl_s=0.2)
+    if before == "silent":
+        leave(folder, ttl_s=0.2)
     together, taken, came, create = threading.Barrier(8), threading.Event(), set(), folder.create
 
     def create_together(*given):
@@ -385,9 +367,6 @@ def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
                 taken.wait()
         return create(*given)
 
-    monkeypatch.setattr(folder, "create", create_together)
-    takers = [new(0.2, on_wait=lambda _: None) for _ in range(8)]
-
     def take(taker):
         try:
             taker.take()
@@ -396,6 +375,8 @@ def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
         taken.set()
         return None
 
+    monkeypatch.setattr(folder, "create", create_together)
+    takers = [new(0.2, on_wait=lambda _: None) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
         refused = list(threads.map(take, takers))
     (owner,) = (taker for taker, words in zip(takers, refused, strict=True) if words is None)
@@ -408,9 +389,7 @@ def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
 
 
 @S3
-def test_an_outage_is_survived_and_logged_once(bucket, folder, new, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
-    caplog.set_level(logging.INFO, "train")
+def test_an_outage_is_survived_and_logged_once(bucket, folder, new, log):
     owner = new(0.3)
     owner.take()
     eventually(lambda: kept(folder, 1)["beats"])
@@ -420,12 +399,11 @@ def test_an_outage_is_survived_and_logged_once(bucket, folder, new, monkeypatch,
         owner.check()
     bucket.proxy.set()
     beats = kept(folder, 1)["beats"]
-    eventually(lambda: kept(folder, 1)["beats"] > beats and "the lease is renewed again" in caplog.messages)
+    eventually(lambda: kept(folder, 1)["beats"] > beats and "the lease is renewed again" in log.messages)
     owner.check()
     assert owner.lost is None
-    words = "Unreachable: .*: S3 answers 503 SlowDown.*; without a heartbeat for 0.3 s another job may take the folder"
-    failing = next(text for text in caplog.messages if "not renewed" in text)
-    assert re.fullmatch(f"the lease is not renewed: {words}", failing)
+    (failing,) = (text for text in log.messages if "not renewed" in text)
+    assert "S3 answers 503 SlowDown" in failing and "without a heartbeat for 0.3 s" in failing
 
 
 @S3

@@ -84,43 +84,26 @@ def more_rounds(imds: FakeIMDS) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Seconds that `StopRequest` reads."""
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(preempt, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(preempt, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=time.sleep))
     return clock
 
 
-def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(clock):
+@pytest.mark.parametrize("notice", [None, "EC2 spot notice"])
+def test_the_second_signal_leaves_at_once_unless_it_is_the_first_one_passed_on(clock, notice):
+    """A signal that follows a notice is the first one."""
     with StopRequest() as stop:
+        if notice:
+            stop.ask(notice)
+            clock.now_s += 120
         signal.raise_signal(signal.SIGINT)
+        stop.ask("another")
         clock.now_s += preempt.REPEAT_S
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.reason == "SIGINT"
+        signal.raise_signal(signal.SIGTERM)  # torchrun's, for the same reason
+        assert (stop.reason, stop.signal) == (notice or "SIGINT", "SIGINT")
         clock.now_s += 0.1
         with pytest.raises(SystemExit) as left:
             signal.raise_signal(signal.SIGTERM)
         assert left.value.code == 128 + signal.SIGTERM
-
-
-def test_a_signal_that_follows_a_notice_stays_polite_and_one_more_leaves_at_once(clock):
-    with StopRequest() as stop:
-        stop.ask("EC2 spot notice")
-        clock.now_s += 120
-        signal.raise_signal(signal.SIGTERM)
-        clock.now_s += preempt.REPEAT_S
-        signal.raise_signal(signal.SIGTERM)  # torchrun's, for the same reason
-        assert (stop.reason, stop.signal) == ("EC2 spot notice", "SIGTERM")
-        clock.now_s += 0.1
-        with pytest.raises(SystemExit):
-            signal.raise_signal(signal.SIGTERM)
-
-
-def test_the_first_reason_stays(stop):
-    stop.ask("a notice")
-    stop.ask("another")
-    assert stop.reason == "a notice"
-    with StopRequest() as signalled:
-        signal.raise_signal(signal.SIGUSR1)
-        signalled.ask("a notice")
-        assert signalled.reason == "SIGUSR1"
 
 
 def test_a_wish_for_a_save_ends_with_the_save(stop):
@@ -233,71 +216,37 @@ def test_a_token_that_was_forgotten_is_renewed(imds, stop, warnings):
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)
     assert 401 in [request.status for request in imds.seen()]
-    assert len(imds.seen(TOKEN, "PUT")) == 2
-    assert warnings() == []
+    assert len(imds.seen(TOKEN, "PUT")) == 2 and warnings() == []
 
 
-def test_without_a_token_nothing_is_asked(imds, stop, warnings):
-    """403: the instance has its metadata service turned off. Version 1 would be asked without a token."""
-    imds.status = 403
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"status": 403}, "status 403"),  # the instance has its metadata service turned off
+        ({"status": 500}, "status 500"),
+        ({"speaks_http": False}, "SSH-2.0"),
+        ({"answering": threading.Event()}, "no token within 0.1 s"),
+        ({"said": {REBALANCE: "<html>"}}, ""),
+        ({"said": {REBALANCE: '{"noticeTime": 5}'}}, "noticeTime"),
+    ],
+    ids=["off", "fails", "another service", "hangs", "no JSON", "no text"],
+)
+def test_a_service_in_trouble_is_told_once_and_asked_again(imds, stop, warnings, monkeypatch, changes, words):
+    """Version 1 would be asked without a token."""
+    for name, value in changes.items():
+        monkeypatch.setattr(imds, name, value)
+    monkeypatch.setattr(metadata, "TIMEOUT_S", 0.1 if "answering" in changes else 10.0)
     with watching(stop):
-        eventually(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
-        assert imds.seen() == []
-        (warnings_seen,) = warnings()
-        assert imds.endpoint in warnings_seen and "denied with status 403" in warnings_seen
-        imds.status = None
+        eventually(warnings)
+        asked = len(imds.requests)
+        eventually(lambda: len(imds.requests) >= asked + 4)
+        (warning,) = warnings()
+        assert imds.endpoint in warning and words in warning and stop.saves_soon is None
+        changes.get("answering", threading.Event()).set()
+        monkeypatch.undo()
         imds.say(SPOT, SPOT_NOTICE)
         eventually(lambda: stop.reason)
     assert None not in [request.token for request in imds.seen()]
-
-
-def test_a_service_that_fails_is_told_once_and_asked_again(imds, stop, warnings):
-    with watching(stop):
-        more_rounds(imds)
-        imds.status = 500
-        before = len(imds.seen(SPOT))
-        eventually(lambda: len(imds.seen(SPOT)) >= before + 5)
-        (warnings_seen,) = warnings()
-        assert "spot/instance-action is answered with status 500" in warnings_seen
-        imds.status = None
-        more_rounds(imds)
-        assert len(warnings()) == 1
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-
-
-def test_a_service_that_hangs_is_told_once_and_asked_again(imds, stop, warnings, monkeypatch):
-    monkeypatch.setattr(metadata, "TIMEOUT_S", 0.1)
-    imds.hang()
-    with watching(stop):
-        eventually(lambda: len(imds.seen(TOKEN, "PUT")) >= 4)
-        (warnings_seen,) = warnings()
-        assert "no token within 0.1 s" in warnings_seen and "HttpPutResponseHopLimit" in warnings_seen
-        monkeypatch.setattr(metadata, "TIMEOUT_S", 10.0)
-        imds.answering.set()
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-
-
-@pytest.mark.parametrize("words", ["<html>", '{"noticeTime": 5}'])
-def test_words_that_are_none_of_ec2_s_are_told_and_do_no_harm(imds, stop, warnings, words):
-    imds.say(REBALANCE, words)
-    with watching(stop):
-        eventually(warnings)
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-    assert len(warnings()) == 1
-    assert stop.saves_soon is None
-
-
-def test_another_service_at_the_address_is_told_and_does_no_harm(imds, stop, warnings):
-    imds.speaks_http = False
-    with watching(stop):
-        eventually(warnings)
-        imds.speaks_http = True
-        imds.say(SPOT, SPOT_NOTICE)
-        eventually(lambda: stop.reason)
-    assert "SSH-2.0" in warnings()[0]
 
 
 # ---- whether the service is asked ----------------------------------------------------------------------------------
@@ -319,14 +268,6 @@ def test_where_the_metadata_is_asked(monkeypatch, mode, environ, on_ec2, expecte
     assert notices.watches_metadata(mode, environ) is expected
 
 
-def test_notices_that_are_off_ask_nothing(imds, stop):
-    imds.say(SPOT, SPOT_NOTICE)
-    looks: list[bool] = []
-    with watching(stop, stop_file=lambda: len(looks) > 5 or bool(looks.append(True)), notices="off"):
-        eventually(lambda: stop.reason)  # by the file, some rounds later
-    assert imds.requests == []
-
-
 def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
     assert not notices.is_ec2(tmp_path / "none")
     (tmp_path / "tag").write_text("Not Specified\n")
@@ -336,17 +277,13 @@ def test_a_machine_of_ec2_is_known_by_its_tag(tmp_path):
 
 
 def test_the_address_is_botocore_s():
-    mode = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE"
+    mode, own = "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "AWS_EC2_METADATA_SERVICE_ENDPOINT"
     assert metadata.metadata_endpoint({}) == "http://169.254.169.254"
     assert metadata.metadata_endpoint({mode: "IPv6"}) == "http://[fd00:ec2::254]"
-    own = {mode: "IPv6", "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1338"}
-    assert metadata.metadata_endpoint(own) == "http://127.0.0.1:1338"
-
-
-@pytest.mark.parametrize("endpoint", ["169.254.169.254", "https://169.254.169.254", "http:///latest"])
-def test_an_address_that_is_none_is_refused(endpoint):
-    with pytest.raises(InputError, match="AWS_EC2_METADATA_SERVICE_ENDPOINT="):
-        Metadata(endpoint)
+    assert metadata.metadata_endpoint({mode: "IPv6", own: "http://127.0.0.1:1338"}) == "http://127.0.0.1:1338"
+    for endpoint in ("169.254.169.254", "https://169.254.169.254", "http:///latest"):
+        with pytest.raises(InputError, match=f"{own}="):
+            Metadata(endpoint)
 
 
 # ---- the file and the ends that are known --------------------------------------------------------------------------
@@ -376,14 +313,16 @@ def test_a_run_folder_that_hangs_does_not_hide_a_spot_notice(imds, stop):
     assert "spot" in stop.reason
 
 
-def test_max_run_s_keeps_the_time_of_a_save(stop):
+def test_max_run_s_keeps_the_time_of_a_save(imds, stop):
     looks: list[bool] = []
+    imds.say(SPOT, SPOT_NOTICE)
     with watching(stop, stop_file=lambda: bool(looks.append(True)), max_run_s=7200, run_s=3600, notices="off"):
         eventually(lambda: len(looks) > 3)
         assert stop.reason is None
         stop.save_s = 3600
         eventually(lambda: stop.reason)
     assert stop.reason == "max_run_s=7200 is over"
+    assert imds.requests == []  # notices are off
 
 
 def test_the_run_leaves_a_capacity_block_in_time(stop, wall_clock):

@@ -18,7 +18,7 @@ from torch import nn
 
 from train.checkpoints.loader import load
 from train.checkpoints.manifest import step_name, step_of
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.config import OptimConfig
 from train.optim import build_optimizer
 

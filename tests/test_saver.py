@@ -17,12 +17,11 @@ from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
 from train.backend.guards import tied_names
-from train.checkpoints import saver as saver_module
 from train.checkpoints.loader import load, newest_valid
 from train.checkpoints.manifest import LATEST, Manifest, step_of
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import AsyncSaver, SavesFail
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
 from train.optim import build_optimizer
 from train.parallel.data import Replica
@@ -128,8 +127,9 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
 
 
 def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
+    """It is no failure, before more work is at risk than may be lost."""
     store, trained = Gate(tmp_path), built()
-    saver = saver_of(store, max_wait_s=0.0)
+    saver = saver_of(store, max_wait_s=0.01, max_failures=2)
     wanted = trained[0][0].weight.detach().clone()
     save(saver, 3, trained)
     step(*trained)
@@ -137,25 +137,17 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
     (skipped,) = saver.take()
     assert (skipped.step, skipped.num_bytes) == (6, 0)
     assert "left out: the save before has been under way for 0 s" in skipped.failure
-    assert saver.failures == []  # slow is no failure
+    seen = [saver.failure]
+    saver.cfg.max_loss_s = 1e-9
+    for number in (9, 12):
+        save(saver, number, trained)
+        seen.append(saver.failure)
+    assert [failure is not None for failure in seen] == [False, False, True]
     store.opened.set()
     saver.close(waits=True)
-    assert [(result.step, result.failure) for result in saver.take()] == [(3, None)]
+    assert [(result.step, result.failure) for result in saver.take()[2:]] == [(3, None)] and saver.failure is None
     assert store.steps() == [3]
     assert torch.equal(torch.load(tmp_path / "step_00000003/model.pt")["0.weight"], wanted)
-
-
-def test_a_save_that_does_not_end_is_no_better_than_one_that_fails(tmp_path):
-    store, trained = Gate(tmp_path), built()
-    saver = saver_of(store, max_wait_s=0.0, max_failures=2, max_loss_s=1e-9)
-    seen = []
-    for number in (3, 6, 9):
-        save(saver, number, trained)
-        seen.append(saver.failure is not None)
-    assert seen == [False, False, True]
-    store.opened.set()
-    saver.close(waits=True)
-    assert saver.take()[-1].step == 3 and saver.failure is None
 
 
 def test_a_run_that_leaves_at_once_waits_for_no_save(tmp_path):
@@ -166,25 +158,6 @@ def test_a_run_that_leaves_at_once_waits_for_no_save(tmp_path):
     saver.close(waits=False)
     assert not saver.pending.done() and store.steps() == []
     store.opened.set()  # for the thread of this process
-
-
-def test_a_save_waits_a_while_for_the_one_before(tmp_path, monkeypatch):
-    store, waited = Gate(tmp_path), []
-
-    waiting = saver_module.wait_for
-
-    def wait_for(flights, timeout):
-        waited.append(timeout)
-        store.opened.set()
-        return waiting(flights, timeout=PATIENCE_S)
-
-    saver, trained = saver_of(store, max_wait_s=30.0), built()
-    save(saver, 3, trained)
-    monkeypatch.setattr(saver_module, "wait_for", wait_for)
-    save(saver, 6, trained)
-    saver.close(waits=True)
-    assert len(waited) == 1 and 0 < waited[0] <= 30.0
-    assert [result.failure for result in saver.take()] == [None, None] and store.steps() == [3, 6]
 
 
 def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
@@ -276,9 +249,8 @@ def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_p
         saved(saver, number, trained)
         seen.append(saver.failure)
     assert seen[:3] == [None] * 3
-    cause = "OSError: [Errno 28] No space left on device"
-    assert str(seen[3]).startswith(f"2 saves in a row failed, the last: {cause}")
-    assert str(seen[3]).endswith(f"; the newest checkpoint is of step 2 ({tmp_path})")
+    for words in ("2 saves in a row failed", "No space left on device", f"newest checkpoint is of step 2 ({tmp_path})"):
+        assert words in str(seen[3])
     assert store.steps() == [2]
 
 

@@ -27,7 +27,7 @@ from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read
 from train.checkpoints.manifest import FILE, Manifest, Untrusted, check_files
 from train.checkpoints.progress import Progress
 from train.checkpoints.saver import AsyncSaver
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.config import BackendConfig, CheckpointConfig
 from train.parallel.data import Replica

@@ -48,6 +48,7 @@ def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER,
         (["stopped", "spot_notice"], {"cluster": LocalConfig()}, ("requeue", "stopped")),
         ([], {}, ("again", "failed")),
         ([], {"rejection": "no data"}, ("end", "refused")),  # before the run folder was taken
+        (["failed"], {"rejection": "no data"}, ("end", "refused")),  # the outcome is an earlier attempt's
         # A stop that was asked for ends even a run that failed, but hides no failure for good.
         (["failed"], {"history": ASKED}, ("end", "stopped")),
         (["failed"], {"history": ASKED, "goes_on": False}, ("end", "failed")),

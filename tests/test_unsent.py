@@ -132,32 +132,11 @@ def test_a_job_that_lost_the_run_folder_keeps_no_copy(store, unsent):
     assert copies(store) == []
 
 
-@pytest.mark.parametrize(
-    ("code", "error", "words"),
-    [
-        (403, "AccessDenied", "no permission to write it"),
-        (400, "ExpiredToken", "the AWS credentials have expired"),
-        (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
-        (404, "NoSuchBucket", "there is no such bucket"),
-        (503, "SlowDown", "S3 answers 503"),
-    ],
-)
-def test_the_error_that_ends_a_run_names_the_cause(bucket, store, code, error, words):
-    saver = saver_of(store, max_failures=2)
-    bucket.proxy.set(Fault("status", match="/checkpoints/", code=code, error=error))
-    for step in (3, 6):
-        saved(saver, step, built())
-    text = str(saver.failure)
-    assert text.startswith("2 saves in a row failed") and words in text and "\n" not in text
-
-
 def test_the_last_save_is_not_tried_again_after_max_run_s():
     def cfg(**changes):
-        data = ShardsConfig(path="x")
-        save = CheckpointConfig(patience_s=300.0)
-        task = MLMConfig()
+        save, data = CheckpointConfig(patience_s=300.0), ShardsConfig(path="x")
         return TrainConfig(
-            run_dir="run", max_steps=1, micro_batch_size=1, task=task, data=data, checkpoint=save, **changes
+            run_dir="run", max_steps=1, micro_batch_size=1, task=MLMConfig(), data=data, checkpoint=save, **changes
         )
 
     now_s = time.monotonic()

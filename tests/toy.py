@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from train import loop, ranks
 from train.attempt.preempt import StopRequest
-from train.checkpoints.store_disk import LocalStore
+from train.checkpoints.store import LocalStore
 from train.config import (
     BackendConfig,
     CheckpointConfig,

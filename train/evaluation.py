@@ -40,21 +40,18 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
     best, step = attempt.cfg.best, recorder.progress.step
     score = metrics[best.metric] if lower_is_better(best.metric) else -metrics[best.metric]
     if recorder.progress.saw(score, best.metric, min_delta=attempt.cfg.early_stop.min_delta):
-        failure = backend.world.run_on_rank0(lambda: write(attempt, rows, step), attempt.watch.beat)
+
+        def write() -> str | None:  # returns a failure: a full disk is no reason to stop training
+            try:
+                attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
+            except (InputError, Unreachable, OSError) as error:
+                return str(error)
+            return None
+
+        failure = backend.world.run_on_rank0(write, attempt.watch.beat)
         if failure is not None:
             recorder.alarm(f"the predictions of this evaluation are not written: {failure}")
     return score
-
-
-def write(attempt: Attempt, rows: np.ndarray, step: int) -> str | None:
-    """Write predictions and tables of an evaluation. Returns why that failed, if it did: a full disk is no reason to
-    stop training.
-    """
-    try:
-        attempt.task.write_evaluation(rows, attempt.folder.folder, step=step)
-    except (InputError, Unreachable, OSError) as error:
-        return str(error)
-    return None
 
 
 def write_samples(attempt: Attempt, step: int) -> None:

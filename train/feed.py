@@ -82,24 +82,16 @@ def train_order(
         f"{', growing to them at first' if windows.grow else ''}; leave it out "
         "or choose another run_dir",
     )
+    place: dict[str, int] = {
+        "seed": cfg.seed,
+        "global_batch_size": plan.global_batch_size,
+        "rank": engine.data_rank,
+        "world_size": engine.data_size,
+        "consumed_rows": progress.examples,
+    }
     if task.buckets is not None:
-        return BucketSampler(
-            task.buckets.train,
-            seed=cfg.seed,
-            global_batch_size=plan.global_batch_size,
-            rank=engine.data_rank,
-            world_size=engine.data_size,
-            consumed_rows=progress.examples,
-        )
-    return ShardSampler(
-        task.shard_rows,
-        seed=cfg.seed,
-        windows=windows,
-        global_batch_size=plan.global_batch_size,
-        rank=engine.data_rank,
-        world_size=engine.data_size,
-        consumed_rows=progress.examples,
-    )
+        return BucketSampler(task.buckets.train, **place)
+    return ShardSampler(task.shard_rows, windows=windows, **place)
 
 
 def draw(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.attempt.attempt import ENDS, Attempt, begin, record_end, refusals
+from train.attempt.attempt import ENDS, Attempt, begin, record_end
 from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
 from train.backend import Backend, open_backend
@@ -41,16 +41,14 @@ OnLine = Callable[[Recorder, str, dict[str, Any]], None]
 MOST_NAMED = 3  # ranks that were asked to stop
 
 
-def run(cfg: TrainConfig, stop: StopRequest, *, saves: bool = True, on_line: OnLine | None = None) -> tuple[str, int]:
-    """Train as cfg says, from scratch or from the newest checkpoint of its run folder.
+def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -> tuple[str, int]:
+    """Train as cfg says, from scratch or from the newest checkpoint of its run folder. Everything that can be rejected
+    is rejected before a device opens. Returns why it ended (done, early_stop or what asked for it) and the step.
 
-    Without `saves` each machine may have a run folder of its own. `on_line` takes the lines in place of metrics.jsonl:
-    the recorder, the kind and the fields of each, the first of kind "start". Both are for measurements.
-
-    Everything that can be rejected is rejected before a device opens. Returns why it ended (done, early_stop or what
-    asked for it) and the step.
+    For a measurement, which saves nothing, `on_line` takes the lines in place of metrics.jsonl: the recorder, the kind
+    and the fields of each, the first of kind "start".
     """
-    with stop.nothing_to_save(), refusals(cfg):
+    with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         if cfg.hub.push_to is not None:
             from train.publish.push import check_push  # tools are not for every run
@@ -61,7 +59,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, saves: bool = True, on_line: OnL
         plan = make_plan(cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len)
         identity = identity_of(cfg, plan, task.data_id)
     search_as_usual()  # all is imported
-    saves = saves and not cfg.collect_graphs
+    saves = on_line is None and not cfg.collect_graphs
     with begin(Attempt(cfg, plan, task, RunFolder(cfg.run_dir, cfg.s3), identity, stop, saves)) as attempt:
         attempt.watch.phase("join", is_start=True)
         with stop.nothing_to_save():
@@ -80,7 +78,7 @@ def run(cfg: TrainConfig, stop: StopRequest, *, saves: bool = True, on_line: OnL
     return reason, step
 
 
-def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None = None) -> tuple[str, int]:
+def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str, int]:
     """Build what the loop works with, resume from the newest checkpoint, train, export. Returns as `run` does."""
     cfg, plan, task, world = attempt.cfg, attempt.plan, attempt.task, backend.world
     folder, watch = attempt.folder, attempt.watch

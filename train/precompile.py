@@ -1,10 +1,8 @@
 """`python -m train.precompile key=value ...`: fill Neuron's compile cache before a run on Trainium.
 
-With backend.compile the same short run fills backend.compile_cache, without Neuron's tool. The rest is about Trainium.
-
 Takes the settings of `python -m train`, on each machine of the run. Neuron's neuron_parallel_compile then runs a few
 steps with NEURON_EXTRACT_GRAPHS_ONLY=1, in which graphs are collected and every number is 0, and compiles the graphs
-side by side; the run finds them in the cache. Exit codes as in cli: 0 all compiled, 1 failed, 2 rejected.
+side by side. With backend.compile the same short run fills backend.compile_cache, without Neuron's tool.
 
 Not run on hardware. What is known of the tool is from Neuron's documentation ("PyTorch NeuronX neuron_parallel_compile
 CLI", SDK 2.29), its source in torch-neuronx 2.6 and, for the files of the cache, optimum-neuron's cache guide:
@@ -47,15 +45,6 @@ EXAMPLE = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """The machines of the run, and the number of this one."""
-
-    count: int
-    rank: int
-    master: str | None  # host name of machine 0; None: there is only this machine
-
-
-@dataclass(frozen=True)
 class Job:
     """The command to run, and the variables that are added to the environment."""
 
@@ -81,7 +70,10 @@ def run(options: argparse.Namespace) -> int:
         return cli.DONE
     environ = {**os.environ, **job.added}
     if job.is_inductor:
-        return fill_kernel_cache(job, environ)
+        status = subprocess.run(job.command, env=environ, check=False).returncode
+        if status != 0:
+            return fail(f"the short run failed (exit status {status}), see above", job)
+        return finish(f"the graphs of this run are in {job.cache}", job)
     check(
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
@@ -121,12 +113,11 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cfg = cli.load_config(TrainConfig, options.overrides)
-    nodes = find_nodes(options, environ)
+    num_nodes, machines = find_machines(options, environ)
     ranks = options.nproc_per_node if options.nproc_per_node is not None else cfg.instance.devices or 0
     check(ranks > 0, f"ranks of this machine: {ranks}; give --nproc-per-node, or its type, as instance=trn1.32xlarge")
-    world = ranks * nodes.count
-    as_under_torchrun = Launched(world_size=world, local_world_size=ranks, is_distributed=True)
-    check_launch(cfg.instance, as_under_torchrun)
+    world = ranks * num_nodes
+    check_launch(cfg.instance, Launched(world_size=world, local_world_size=ranks, is_distributed=True))
     lengths = len(cfg.data.lengths) + 1 if isinstance(cfg.data, RecordsConfig) else 1
     overrides = [*options.overrides, *short_run(work / "run", lengths=lengths)]
     cli.load_config(TrainConfig, overrides)
@@ -140,8 +131,10 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
         added = environment(environ, instance=cfg.instance.name)
         cache, fault = machine.cache_location({**environ, **added}), machine.cache_fault({**environ, **added})
         check(fault is None, fault or "")
+    # torchrun runs in the user's folder, whatever folder the tool is in.
+    torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", "torch.distributed.run", *machines]
     return Job(
-        command=launch(nodes, port=options.master_port, ranks=ranks, overrides=overrides, folder=Path.cwd()),
+        command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train", *overrides],
         added=added,
         cache=str(cache),
         is_inductor=is_inductor,
@@ -172,30 +165,21 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     ]
 
 
-def find_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nodes:
-    """The machines by the options, or else by Slurm, or else this machine alone."""
+def find_machines(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int, list[str]]:
+    """The number of machines by the options, or else by Slurm, or else 1, and torchrun's flags for this one."""
     count = options.nnodes if options.nnodes is not None else int(environ.get("SLURM_NNODES") or 1)
     check(count > 0, f"--nnodes={count} must be above 0")
     if count == 1:
         check(not options.node_rank, f"--node-rank={options.node_rank} needs --nnodes")
-        return Nodes(count=1, rank=0, master=None)
+        return 1, ["--standalone"]
     rank = options.node_rank if options.node_rank is not None else int(environ.get("SLURM_NODEID") or -1)
     check(0 <= rank < count, f"{count} machines: give each its --node-rank, 0 to {count - 1}")
     task = environ.get("SLURM_LOCALID", "0")
     check(task == "0", f"Slurm task {task} of this machine: start one on each, srun --ntasks-per-node=1")
     master = options.master_addr or machine.first_slurm_host(environ)
     check(master is not None, f"{count} machines: give --master-addr, the host name of machine 0")
-    return Nodes(count=count, rank=rank, master=master)
-
-
-def launch(nodes: Nodes, *, port: int, ranks: int, overrides: list[str], folder: Path) -> list[str]:
-    """The command of the short run: torchrun in the user's folder, whatever folder the tool is in."""
-    machines = ["--standalone"]
-    if nodes.count > 1:
-        machines = [f"--nnodes={nodes.count}", f"--node-rank={nodes.rank}"]
-        machines += [f"--master-addr={nodes.master}", f"--master-port={port}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *machines, f"--nproc-per-node={ranks}"]
-    return ["env", f"--chdir={folder}", *torchrun, "-m", "train", *overrides]
+    flags = [f"--nnodes={count}", f"--node-rank={rank}", f"--master-addr={master}"]
+    return count, [*flags, f"--master-port={options.master_port}"]
 
 
 def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
@@ -265,17 +249,11 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
         return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", job)
     else:
         print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")
-    print(advice(job))
-    shutil.rmtree(job.work, ignore_errors=True)
-    return cli.DONE
+    return finish(advice(job), job)
 
 
-def fill_kernel_cache(job: Job, environ: dict[str, str]) -> int:
-    """Have the short run compile and keep its graphs; returns the exit code."""
-    status = subprocess.run(job.command, env=environ, check=False).returncode
-    if status != 0:
-        return fail(f"the short run failed (exit status {status}), see above", job)
-    print(f"the graphs of this run are in {job.cache}")
+def finish(message: str, job: Job) -> int:
+    print(message)
     shutil.rmtree(job.work, ignore_errors=True)
     return cli.DONE
 
@@ -293,16 +271,14 @@ def fail(message: str, job: Job) -> int:
 
 def read_results(folder: Path) -> dict[str, bool] | None:
     """Whether each graph, by the path of its HLO, is compiled; None if the tool wrote no results that can be read."""
-    is_compiled: dict[str, bool] | None = None
+    compiled: dict[str, bool] | None = None
     for path in sorted(folder.glob(f"{TOOL}_results_*.json")):  # the time is in the name
         try:
             report = json.loads(path.read_bytes())["compilation_report"]
-            statuses = {str(graph): entry["status"] is True for graph, entry in report.items()}
+            compiled = (compiled or {}) | {str(graph): entry["status"] is True for graph, entry in report.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             print(f"{path.name} is not as {TOOL} wrote it in torch-neuronx 2.6 ({error!r}); it is ignored")
-            continue
-        is_compiled = {**(is_compiled or {}), **statuses}
-    return is_compiled
+    return compiled
 
 
 def find_failed(graphs: Mapping[str, bool]) -> list[str]:

@@ -1,7 +1,6 @@
-"""Communication between the hosts of all ranks: every wait of one rank for another is a method of `World`.
+"""Communication between the hosts of all ranks, over gloo: every wait of one rank for another is a method of `World`.
 
-Values travel over gloo, beside the devices' own collectives. Methods whose names do not begin with `begin` wait for all
-ranks, and all ranks call them in the same order.
+Methods whose names do not begin with `begin` wait for all ranks, and all ranks call them in the same order.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class World:
         return -(-self.size // self.local_size)
 
     def beside(self, group: dist.ProcessGroup | None) -> World:
-        """The same ranks in a group of their own, for a thread of each that talks while the training does. None: this
-        rank by itself.
-        """
+        """The same ranks in a group of their own, for a thread of each. None: this rank by itself."""
         other = copy(self)
         other.group, other.is_distributed = group, group is not None
         return other

@@ -1,4 +1,4 @@
-"""One attempt at a run, from the check of its folder to its exit record: lease, watchdog, notices, and how it ended."""
+"""One attempt at a run, from the check of its folder to its exit record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from train.attempt.watchdog import Watchdog
 from train.backend.base import peak_device_bytes
 from train.checkpoints.manifest import NoneValid, OtherVersion, Untrusted
 from train.checkpoints.saver import SavesFail
-from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig, Unreachable
+from train.config import Failure, InputError, NotPermitted, Plan, TrainConfig
 from train.host import machine
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
@@ -27,7 +27,7 @@ from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
 from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_go_on
-from train.run_folder.ownership import LeaseLost, check_owner, find_identity
+from train.run_folder.ownership import LeaseLost, check_owner
 from train.storage.folders import make_folder
 from train.tasks import Task
 
@@ -37,11 +37,22 @@ KILLED_LOADER = "killed by signal: Killed"
 OOM_COUNTER = find_oom_counter()
 OOM_KILLS_BEFORE = count_oom_kills(OOM_COUNTER)
 HOST_MEMORY_ERRORS = ("can't allocate memory", "Cannot allocate memory")  # torch's CPU allocator, errno ENOMEM
+KINDS: dict[type[BaseException], str] = {
+    InputError: "refused",
+    NoneValid: "no_valid_checkpoint",
+    Untrusted: "untrusted_checkpoint",
+    OtherVersion: "other_version",
+    FloatingPointError: "not_finite",
+    LeaseLost: "lease_lost",
+    SavesFail: "saves_fail",
+    MemoryError: "out_of_host_memory",
+    SystemExit: "left_at_once",
+}
 
 
 @dataclass
 class Attempt:
-    """What an attempt knows of itself."""
+    """The parts and the state of one attempt."""
 
     cfg: TrainConfig
     plan: Plan
@@ -63,19 +74,14 @@ class Attempt:
     def failure(self) -> LeaseLost | None:
         return LeaseLost(self.lease.lost) if self.lease is not None and self.lease.lost else None
 
-    @property
-    def owner(self) -> str:
-        """The owner that rank 0's lease names; empty on other ranks."""
-        return "" if self.lease is None else str(self.lease.claim["owner"])
-
     def joined(self, world: World) -> None:
-        """Learn how the last attempt ended and who owns the folder from rank 0, which has joined because it owns it,
-        and the processes of this machine's ranks. Every rank calls it.
+        """Exchange what ranks have to know: from rank 0, who owns the folder and how the last attempt ended, and from
+        the ranks of this machine their processes. Every rank calls it.
         """
         process = read_process(os.getpid())
         here = os.getpid(), process.started if process else 0, self.watch.handle
-        own = self.folder.previous, self.owner, here
-        everyone = world.all_gather_object(own)
+        owner = self.lease.claim["owner"] if self.lease else ""
+        everyone = world.all_gather_object((self.folder.previous, owner, here))
         self.folder.previous, owner, _ = everyone[0]
         if self.lease is None:
             self.folder.guard = partial(check_owner, self.folder.storage, owner)
@@ -103,7 +109,7 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
     """
     cfg, folder, launch = attempt.cfg, attempt.folder, launched()
     set_up_logging(None)
-    folder.check_is_ours(attempt.identity, data_path=cfg.data.path, force=cfg.resume.force)
+    folder.check_is_ours(attempt.identity, force=cfg.resume.force)
     make_folder(folder.path)
     with ExitStack() as stack:
         if launch.rank == 0:
@@ -125,27 +131,13 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
                 stack.enter_context(notices)
             yield attempt
         except BaseException as error:
-            record_failure(error, attempt)
             kind = kind_of(error)
             if kind in OUT_OF_MEMORY:  # no mistake of the program: one line says what to change
-                raise OutOfMemory(kind, out_of_memory(kind, error, attempt.cfg)) from error
+                memory = OutOfMemory(kind, out_of_memory(kind, error, cfg))
+                record_failure(memory, attempt)
+                raise memory from error
+            record_failure(error, attempt)
             raise
-
-
-@contextmanager
-def refusals(cfg: TrainConfig) -> Iterator[None]:
-    """Record a refusal that comes before the run folder is taken. It replaces the outcome of an earlier attempt, which
-    may say `goes_on`.
-    """
-    try:
-        yield
-    except InputError as error:
-        folder = RunFolder(cfg.run_dir, cfg.s3)
-        with suppress(InputError, Unreachable, OSError):  # the refusal matters more than its record
-            if launched().rank == 0 and find_identity(folder.storage) is not None and folder.last_outcome():
-                outcome = Outcome("refused", "refused", f"refused: {error}", None, None, goes_on=False)
-                folder.outcome(outcome, is_of_all=True)
-        raise
 
 
 def record_end(attempt: Attempt, reason: str, step: int) -> None:
@@ -169,12 +161,9 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
 def record_failure(error: BaseException, attempt: Attempt) -> None:
     """Record that the run failed. The first rank's outcome stays."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
-    reason = f"{type(error).__name__}: {error}"
     attempt.folder.is_lost |= kind == "lease_lost"
     if not attempt.watch.is_ours or attempt.folder.is_lost:  # the folder is another job's
         return
-    if kind in OUT_OF_MEMORY:
-        reason = out_of_memory(kind, error, attempt.cfg)
     if kind == "refused":
         outcome, reason = "refused", f"refused: {error}"
     elif isinstance(error, StoppedEarly):
@@ -182,7 +171,8 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     elif isinstance(error, SystemExit):
         outcome, reason = "stopped", f"left at once on a second signal ({attempt.stop.signal} came first)"
     else:
-        outcome, reason = "failed", f"failed: {reason}"
+        name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
+        outcome, reason = "failed", f"failed: {name}{error}"
     goes_on = may_go_on(kind, attempt.folder.previous.get("kind", ""))
     attempt.folder.exit_file(reason, None)
     attempt.folder.outcome(Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on))
@@ -198,30 +188,15 @@ class OutOfMemory(Failure):
 
 def kind_of(error: BaseException) -> str:
     """The short name of a failure, by which launchers judge it."""
-    table: list[tuple[type[BaseException], str]] = [
-        (InputError, "refused"),
-        (NoneValid, "no_valid_checkpoint"),
-        (Untrusted, "untrusted_checkpoint"),
-        (OtherVersion, "other_version"),
-        (FloatingPointError, "not_finite"),
-        (LeaseLost, "lease_lost"),
-        (SavesFail, "saves_fail"),
-        (MemoryError, "out_of_host_memory"),
-        (SystemExit, "left_at_once"),
-    ]
     if isinstance(error, OutOfMemory):
         return error.kind
-    kind = next((name for cls, name in table if isinstance(error, cls)), type(error).__name__)
+    kind = next((name for cls, name in KINDS.items() if isinstance(error, cls)), type(error).__name__)
     if kind == "OutOfMemoryError" or "RESOURCE_EXHAUSTED" in str(error):  # torch's own; XLA's
         return "out_of_device_memory"
-    if any(text in str(error) for text in HOST_MEMORY_ERRORS) or lost_a_loader(error):
+    has_lost_loader = KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
+    if has_lost_loader or any(text in str(error) for text in HOST_MEMORY_ERRORS):
         return "out_of_host_memory"
     return kind
-
-
-def lost_a_loader(error: BaseException) -> bool:
-    """Whether the kernel killed a loader process to free memory, by torch's message and the kernel's counter."""
-    return KILLED_LOADER in str(error) and count_oom_kills(OOM_COUNTER) > OOM_KILLS_BEFORE
 
 
 def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:

@@ -51,7 +51,14 @@ class CheckpointManager:
 
         Raises NoneValid on all ranks if the metrics name a checkpoint and there is none.
         """
-        newest = self.world.run_on_rank0(self._tidy, self.beat)
+
+        def tidy() -> int | None:
+            if self.attempt.lease is not None:
+                with suppress(NotPermitted):
+                    self.store.collect_garbage(ended_below=self.attempt.lease.ended_below)
+            return goodput.newest_saved(self.attempt.folder.metrics)
+
+        newest = self.world.run_on_rank0(tidy, self.beat)
         self.loaded = self._load()
         if not self.loaded.ranks and newest is not None:
             raise NoneValid(
@@ -60,43 +67,20 @@ class CheckpointManager:
             )
         return self.loaded.progress
 
-    def _tidy(self) -> int | None:
-        """Returns the newest step that was saved according to the metrics."""
-        newest = goodput.newest_saved(self.attempt.folder.metrics)
-        if self.attempt.lease is not None:
-            with suppress(NotPermitted):
-                self.store.collect_garbage(ended_below=self.attempt.lease.ended_below)
-        return newest
-
     def _load(self) -> Loaded:
-        attempt, cfg = self.attempt, self.cfg
+        identity, settings, force = self.attempt.identity, flat(self.cfg), self.cfg.resume.force
         return load(
-            self.store,
-            self.engine,
-            self.backend,
-            identity=attempt.identity,
-            settings=flat(cfg),
-            force=cfg.resume.force,
-            beat=self.beat,
+            self.store, self.engine, self.backend, identity=identity, settings=settings, force=force, beat=self.beat
         )
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
-        """Continue the metrics where the checkpoint left them, and save beside what is inside. At the end this waits
-        for a save that is pending, unless the run has to leave at once.
+        """Continue the metrics where the checkpoint left them, and save beside the block. A pending save is waited for
+        at its end, unless the run has to leave at once.
         """
         self.recorder, attempt, lease = recorder, self.attempt, self.attempt.lease
-        draft = Manifest(
-            step=0,
-            fence=lease.number if lease else 0,
-            identity=attempt.identity,
-            settings=flat(self.cfg),
-            progress={},
-            world_size=self.world.size,
-            backend=self.backend.name,
-            metric=None,
-            versions=versions(),
-        )
+        world_size, name, fence = self.world.size, self.backend.name, lease.number if lease else 0
+        draft = Manifest(0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions())
         self.saver = AsyncSaver(
             self.cfg.checkpoint,
             self.store,
@@ -134,8 +118,8 @@ class CheckpointManager:
             self.saver.close(waits=waits)
 
     def _restore_window(self, loaded: Loaded) -> None:
-        """Give each rank its own sums; if the number of ranks has changed, rank 0 takes all of them. Labels and tokens
-        are saved as sums over the ranks, which rank 0 takes in any case.
+        """Restore each rank's own sums; if the number of ranks has changed, rank 0 takes all of them, as it always does
+        those that are saved as sums over the ranks: labels and tokens.
         """
         rank, ranks = self.world.rank, loaded.ranks
         if len(ranks) != self.world.size:
@@ -177,11 +161,9 @@ class CheckpointManager:
         self._report_saves()
 
     def _report_saves(self) -> list[Saved]:
-        saves = self.saver.take()
-        for saved in saves:
+        for saved in (saves := self.saver.take()):
             self.recorder.saved(saved)
-        self.attempt.checkpoint = self.saver.newest
-        self.attempt.stop.save_s = self.saver.save_s
+        self.attempt.checkpoint, self.attempt.stop.save_s = self.saver.newest, self.saver.save_s
         return saves
 
     def is_due(self, num_asked: float) -> bool:
@@ -205,23 +187,17 @@ class CheckpointManager:
         progress.attempts_s = self.attempt.folder.clock.attempts_s()
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
-        own = {
-            "loss_sum": float(self.backend.to_host([self.engine.loss_sum])[0]),
-            "wait_s": window.wait_s,
-            "work_s": window.work_s,
-        }
+        loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
+        own = {"loss_sum": loss_sum, "wait_s": window.wait_s, "work_s": window.work_s}
         must = is_last or (self.cfg.best.export and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
         if self.attempt.saves:
             self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=self.beat)
 
     def roll_back(self) -> Progress:
-        """Restore weights, optimizer and step of the newest checkpoint. The data continues from its present position,
-        so that the batches before the fault are not seen again. A second rollback to the same checkpoint takes the one
-        before it.
-
-        Raises:
-            FloatingPointError: there is no checkpoint to go back to, or this happened too often.
+        """Restore weights, optimizer and step of the newest checkpoint, or of the one before it if the last rollback
+        was to that one. The data continues from its present position. Raises FloatingPointError if there is no
+        checkpoint to go back to, or this happened too often.
         """
         now, limit, skips = self.recorder.progress, self.cfg.nonfinite.max_rollbacks, self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
@@ -270,10 +246,10 @@ class CheckpointManager:
         lost = self.attempt.failure
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)
-        saves = self._report_saves()
         failure = None
-        if saves and saves[-1].failure is not None and not saves[-1].num_bytes:  # earlier ones were alarms only
-            failure = f"saving step {saves[-1].step}: {saves[-1].failure}; {self.saver.newest_text}"
+        for saved in self._report_saves()[-1:]:  # earlier ones were alarms only
+            if saved.failure is not None and not saved.num_bytes:
+                failure = f"saving step {saved.step}: {saved.failure}; {self.saver.newest_text}"
         failure = self.world.broadcast(failure)
         if failure is not None:
             raise SavesFail(failure)

@@ -22,12 +22,9 @@ class Lost:
 def lost(
     metrics: Path, outcome: dict[str, Any], last_lease: dict[str, Any] | None, *, attempt: int, step: int
 ) -> Lost | None:
-    """The cost of the fault that ended the attempt before `attempt`; None if there was none or it ended in order.
-
-    Args:
-        outcome: outcome.json of that attempt, empty if it left none.
-        last_lease: its lease, which holds the step of its last heartbeat.
-        step: where this attempt begins. At least the steps between were lost: the last ones may have left no trace.
+    """The cost of the fault that ended the attempt before `attempt`, which begins at `step`; None if there was none or
+    it ended in order. `outcome` is that attempt's, empty if it left none; its `last_lease` holds the step of its last
+    heartbeat. At least the steps between were lost: the last ones may have left no trace.
     """
     lines = [line for line in read_lines(metrics) if line["attempt"] < attempt]
     if not lines or (outcome.get("outcome") in ("done", "stopped") and outcome.get("kind") != "left_at_once"):
@@ -37,18 +34,15 @@ def lost(
     if last_lease is not None and not last_lease.get("released"):
         reached = max(reached, int(last_lease["step"]))
     reason = outcome.get("reason", "killed, without an exit record")
-    return Lost(
-        f"the last attempt ended ({reason}) at step {reached} or later",
-        max(0, reached - step),
-        lines[-1]["time_unix_s"],
-    )
+    text = f"the last attempt ended ({reason}) at step {reached} or later"
+    return Lost(text, max(0, reached - step), lines[-1]["time_unix_s"])
 
 
 def facts(
     metrics: Path, *, wall_s: float, stall_s: float, save_s: float, step_s: float, max_loss_s: float
 ) -> dict[str, float | None]:
     """Fields of the summary line: what faults have cost so far, and how often to save."""
-    faults = [line for line in read_lines(metrics) if is_recovery(line)]
+    faults = [line for line in read_lines(metrics) if line["kind"] == "fault" and "steps_lost" in line]
     mttf_s = wall_s / len(faults) if faults else None
     interval_s = suggested_interval_s(stall_s, mttf_s, max_loss_s=max_loss_s, save_s=save_s)
     return {
@@ -65,9 +59,8 @@ def facts(
 
 def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: float, save_s: float = 0.0) -> float:
     """Seconds between two saves: sqrt(2 * stall * mean time to failure), the first order of J. T. Daly, "A higher order
-    estimate of the optimum checkpoint interval", FGCS 22 (2006), after J. W. Young, CACM 17 (1974).
-
-    It is at most `max_loss_s`, which it also is without a fault so far, and at least what a save takes.
+    estimate of the optimum checkpoint interval", FGCS 22 (2006), after J. W. Young, CACM 17 (1974). It is at most
+    `max_loss_s`, which it also is without a fault so far, and at least what a save takes.
     """
     best_s = math.inf if mttf_s is None else math.sqrt(2 * stall_s * mttf_s)
     return max(save_s, min(best_s, max_loss_s))
@@ -76,8 +69,3 @@ def suggested_interval_s(stall_s: float, mttf_s: float | None, *, max_loss_s: fl
 def newest_saved(metrics: Path) -> int | None:
     """The last step that was committed, if any."""
     return max((line["step"] for line in read_lines(metrics) if line["kind"] == "checkpoint"), default=None)
-
-
-def is_recovery(line: dict[str, Any]) -> bool:
-    """Whether a line states what a fault has cost. One is written for each fault that an attempt recovered from."""
-    return line["kind"] == "fault" and "steps_lost" in line

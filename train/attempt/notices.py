@@ -36,12 +36,12 @@ logger = logging.getLogger("train")
 
 
 class Notices:
-    """Threads that ask `stop` to leave or to save. Local rank 0 of each machine opens one such context.
+    """Threads that ask `stop` to leave or to save, a context of local rank 0 of each machine.
 
     Each source has a thread of its own, which asks at once and then every `cfg.poll_s`: S3 may take minutes to answer
-    whether a file exists, and a spot notice leaves two minutes. A source that fails is reported once and asked again.
-    `stop.save_s`, the seconds that the last save took, is kept free before an end that is known beforehand. Raises
-    InputError for a capacity block that has no time left and for an invalid address.
+    whether a file exists, and a spot notice leaves two. A source that fails is reported once and asked again. Before an
+    end that is known, `stop.save_s` is kept free, which the last save took. Raises InputError for a capacity block that
+    has no time left and for an invalid address.
     """
 
     def __init__(
@@ -117,7 +117,12 @@ class Notices:
             self.look_at_rebalance(self.metadata.get("events/recommendations/rebalance"))
         events = self.metadata.get("events/maintenance/scheduled")
         for event in events if isinstance(events, list) else ():
-            self.look_at_event(event)
+            if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
+                continue
+            begins = parsedate_to_datetime(field(event, "NotBefore"))  # as "21 Jan 2019 09:00:43 GMT"
+            if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
+                asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
+                self.stop.ask(asked, kind="scheduled_event")
 
     def look_at_rebalance(self, notice: Any) -> None:
         if notice is None or notice == self.rebalance:
@@ -128,15 +133,6 @@ class Notices:
             self.stop.ask(asked, kind="rebalance")
         else:
             self.stop.ask_save(asked)
-
-    def look_at_event(self, event: Any) -> None:
-        """Obey a stop for good once it is near. Its dates look like "21 Jan 2019 09:00:43 GMT"."""
-        if field(event, "Code") not in FOR_GOOD or field(event, "State") != "active":
-            return
-        begins = parsedate_to_datetime(field(event, "NotBefore"))
-        if now() >= begins - timedelta(seconds=EVENT_LEAD_S + self.stop.save_s):
-            asked = f"EC2 scheduled event: {field(event, 'Code')} at {as_text(begins)}"
-            self.stop.ask(asked, kind="scheduled_event")
 
 
 def watches_metadata(mode: str, environ: Mapping[str, str]) -> bool:

@@ -24,8 +24,7 @@ class StoppedEarly(BaseException):
 
 class StopRequest:
     """While open, this catches SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, unless it is ignored (nohup), SIGHUP. The second
-    signal ends the process at once; if the main thread waits for other ranks in a call that runs no Python handler,
-    another thread ends it.
+    signal ends the process at once; while the main thread is in a call that runs no Python handler, a thread does.
 
     Other threads call `ask` and `ask_save`. A signal after that counts as the first: EC2, Slurm and torchrun send
     SIGTERM after a notice, and the run must not leave without the checkpoint that it stops for.

@@ -1,13 +1,11 @@
 """The watchdog of a rank: it ends a process that makes no progress, so that torchrun can start the run again.
 
 A thread of each rank compares the age of the last heartbeats of its machine's ranks with their limits. The ranks of a
-step wait for each other, so the run is stuck when all local ranks at the lowest step have exceeded their limits: as
-long as one of them has time left, the others may be waiting for it. `outcome.json` names the least advanced one. The
-thread also reports ranks of its machine that ended without an exit record.
+step wait for each other, so the run is stuck when all local ranks at the lowest step have exceeded their limits.
+`outcome.json` names the least advanced one. The thread also reports ranks that ended without an exit record.
 
-No Python thread runs while another one holds Python's lock. For that case heartbeats arm a timer of `faulthandler`,
-whose C thread dumps the stacks to standard error and exits. Only Linux is supported; elsewhere nothing is watched. No
-torch here.
+While a thread holds Python's lock, no other one runs. For that case heartbeats arm a timer of `faulthandler`, whose C
+thread dumps the stacks to standard error and exits. Only Linux is supported. No torch here.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from train.config import WatchdogConfig
 from train.host.launched import launched
@@ -63,16 +61,11 @@ class Heartbeat(ctypes.Structure):
         return time.monotonic() - float(self.at_s)
 
     @property
-    def is_late(self) -> bool:
-        return self.age_s > self.limit_s
-
-    @property
     def where(self) -> str:
         return f"'{self.phase.decode()}'" + (f" of step {self.step}" * (self.step >= 0))
 
 
-@dataclass(frozen=True)
-class Peer:
+class Peer(NamedTuple):
     """Another rank of this machine."""
 
     pid: int
@@ -81,8 +74,8 @@ class Peer:
 
 
 class Watchdog:
-    """The heartbeats of this rank, and the thread that compares them, and those of the other ranks of its machine, with
-    the limits. Use it as a context, after `RunFolder.open`, which removes the exit records of the attempt before.
+    """The heartbeats of this rank, and the thread that compares those of its machine's ranks with their limits. Use it
+    as a context, after `RunFolder.open`, which removes the exit records of the attempt before.
     """
 
     def __init__(self, cfg: WatchdogConfig, folder: RunFolder, *, oom_counter: Path | None = None) -> None:
@@ -175,7 +168,7 @@ class Watchdog:
             stuck = self.find_stuck()
             if stuck is not None and self.is_open:
                 self.end(stuck)
-            if self.own.is_late and self.is_open:
+            if self.own.age_s > self.own.limit_s and self.is_open:
                 self.arm()  # this rank waits for another one that still has time
 
     def allow_compiling(self) -> None:
@@ -190,9 +183,8 @@ class Watchdog:
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """The present heartbeats of this machine's ranks."""
-        memories = {rank: peer.memory for rank, peer in list(self.peers.items())}
-        others = {rank: Heartbeat.from_buffer_copy(memory) for rank, memory in memories.items() if memory is not None}
-        return {self.rank: Heartbeat.from_buffer_copy(self.own), **others}
+        memories = {self.rank: self.own, **{rank: peer.memory for rank, peer in list(self.peers.items())}}
+        return {rank: Heartbeat.from_buffer_copy(each) for rank, each in memories.items() if each is not None}
 
     def find_stuck(self) -> int | None:
         """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left in
@@ -201,7 +193,7 @@ class Watchdog:
         beats = self.heartbeats()
         lowest = min(beat.step for beat in beats.values())
         behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
-        is_late = all(beat.is_late for beat in behind.values())
+        is_late = all(beat.age_s > beat.limit_s for beat in behind.values())
         before, self.suspects = self.suspects, {rank: beat.at_s for rank, beat in behind.items()} if is_late else {}
         if not is_late or before != self.suspects:
             return None
@@ -244,13 +236,12 @@ class Watchdog:
             is_reported = self.peers.pop(rank, None) is None  # by the other thread, while this context ends
             if is_reported or (self.folder.log / f"exit_rank_{rank:04d}.json").is_file():
                 continue
+            kind, reason = "killed", f"killed: rank {rank} ended without an exit record around {self.own.where}"
             if self.oom_kills[0] < count_oom_kills(self.oom_counter):
-                advice = "lower data.num_workers, data.prefetch or micro_batch_size"
-                reason = f"out of host memory: the kernel killed rank {rank} around {self.own.where}; {advice}"
-                self.report("out_of_host_memory", reason, {rank}, self.own)
-            else:
-                reason = f"killed: rank {rank} ended without an exit record around {self.own.where}"
-                self.report("killed", reason, {rank}, self.own)
+                kind = "out_of_host_memory"
+                reason = f"out of host memory: the kernel killed rank {rank} around {self.own.where}; lower "
+                reason += "data.num_workers, data.prefetch or micro_batch_size"
+            self.report(kind, reason, {rank}, self.own)
 
     def report(
         self, kind: str, reason: str, ranks: Collection[int], beat: Heartbeat, *, writes_stacks: bool = False
@@ -262,7 +253,10 @@ class Watchdog:
         with self.folder.logging_failures():
             self.folder.check_owner()
             if writes_stacks:
-                self.write_stacks(reason)
+                with (self.folder.log / f"stacks_rank_{self.rank:04d}.txt").open("a") as file:
+                    file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n")
+                    file.flush()
+                    faulthandler.dump_traceback(file, all_threads=True)
             if self.is_ours:
                 goes_on = may_go_on(kind, self.folder.previous.get("kind", ""))
                 outcome = Outcome("failed", kind, reason, step, None, goes_on=goes_on)
@@ -272,9 +266,3 @@ class Watchdog:
                 self.folder.folder.create(f"log/exit_rank_{rank:04d}.json", canonical_json(content))
         if is_first:
             logger.error("watchdog: %s", reason)
-
-    def write_stacks(self, reason: str) -> None:
-        with (self.folder.log / f"stacks_rank_{self.rank:04d}.txt").open("a") as file:
-            file.write(f"---- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)

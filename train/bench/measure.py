@@ -85,7 +85,7 @@ def measured(cfg: BenchConfig, folder: Path) -> dict[str, Any]:
     """The figures, on rank 0; empty on the others."""
     with StopRequest() as stop:
         meter = Meter(cfg, stop)
-        reason, step = loop.run(short_run(cfg, folder), stop, saves=False, on_line=meter.on_line)
+        reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
     if reason != MEASURED:
         raise Failure(f"stopped on {reason} at step {step}")
     return meter.result

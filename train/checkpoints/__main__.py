@@ -22,7 +22,6 @@ from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.host import machine
 from train.run_folder.lease import Lease, LeaseLost
-from train.run_folder.ownership import MAX_NUMBER
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
 REFUSED_TEXT = "arguments rejected, or a job holds the run"
@@ -54,18 +53,6 @@ def fetch(store: Store, step: int) -> Path:
         raise Damaged(f"step {step}: {error}") from error
 
 
-def newest_valid(store: Store) -> int | None:
-    """The newest step that matches its manifest. Damaged ones stay as they are; the start of a run puts them aside."""
-    for step in reversed(store.steps()):
-        try:
-            store.release(fetch(store, step))
-        except Damaged as error:
-            print(f"passed over: {error}", file=sys.stderr)
-            continue
-        return step
-    return None
-
-
 # ---- list ----------------------------------------------------------------------------------------------------------
 
 
@@ -73,16 +60,18 @@ def table(folder: Folder, store: Store) -> Iterator[str]:
     """A line for each step: what the manifest says, and whether the files have their lengths. No file is read."""
     whole, damaged = look_at_all(store)
     rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
-    for step, error in damaged.items():
-        rows[step] = [str(step), *["-"] * (len(COLUMNS) - 2), f"damaged: {error}"]
+    rows |= {step: [str(step), *"-----", f"damaged: {error}"] for step, error in damaged.items()}
     hint = latest(folder)
-    for step in rows:
-        names = {"newest": max(whole, default=None), "best": best(whole), LATEST: hint}
+    names = {"newest": max(whole, default=None), "best": best(whole), LATEST: hint}
+    for step, cells in rows.items():
         marks = [name for name, marked in names.items() if marked == step]
-        rows[step][-1] += f"  ({', '.join(marks)})" if marks else ""
-    if rows:
-        yield from aligned([list(COLUMNS), *(rows[step] for step in sorted(rows))])
-    else:
+        cells[-1] += f"  ({', '.join(marks)})" if marks else ""
+    lines = [list(COLUMNS), *(rows[step] for step in sorted(rows))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines if rows else ():
+        padded = [cell.rjust(width) for cell, width in zip(line[:-1], widths[:-1], strict=True)]
+        yield "  ".join([*padded, line[-1]])
+    if not rows:
         yield f"{store.location}: no checkpoint"
     if hint is not None and hint not in rows:
         yield f"{LATEST} says step {hint}, which is not there; it is only a hint"
@@ -94,13 +83,6 @@ def row(manifest: Manifest) -> list[str]:
     score = "-" if manifest.metric is None else f"{abs(manifest.metric):.4f}"
     numbers = [str(manifest.step), size(manifest), score, str(manifest.world_size)]
     return [*numbers, manifest.backend, str(manifest.fence)]
-
-
-def aligned(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells[:-1], widths[:-1], strict=True)]
-        yield "  ".join([*padded, cells[-1]])
 
 
 def size(manifest: Manifest) -> str:
@@ -120,8 +102,7 @@ def latest(folder: Folder) -> int | None:
 
 def verify(store: Store, step: int | None) -> int:
     """Read everything back. Prints a line after each step; returns the exit code."""
-    steps = store.steps() if step is None else [step]
-    valid = []
+    steps, valid = store.steps() if step is None else [step], []
     for each in steps:
         try:
             store.release(fetch(store, each))
@@ -130,25 +111,19 @@ def verify(store: Store, step: int | None) -> int:
         else:
             print(f"{step_name(each)}  whole, {size(store.manifest(each))}", flush=True)
             valid.append(each)
-    if step is not None:
-        return cli.DONE if valid else cli.FAILED
-    if valid:
-        print(f"the next start resumes from step {valid[-1]}")
-    elif steps or store.quarantined():
-        print("the next start fails: there are checkpoints, and none is valid")
-        return cli.FAILED
-    else:
-        print("the next start begins anew: there is no checkpoint")
-    return cli.DONE if len(valid) == len(steps) else cli.FAILED
+    is_lost = not valid and bool(steps or store.quarantined())
+    if step is None:
+        start = f"resumes from step {valid[-1]}" if valid else "begins anew: there is no checkpoint"
+        print(f"the next start {'fails: there are checkpoints, and none is valid' if is_lost else start}")
+    return cli.FAILED if is_lost or len(valid) < len(steps) else cli.DONE
 
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     """Say which steps would be removed, or remove them as the owner of the run folder."""
-    check(
-        keep >= ALWAYS_VALID, f"--keep {keep} must be at least {ALWAYS_VALID}: the last {ALWAYS_VALID} valid ones stay"
-    )
+    least = ALWAYS_VALID
+    check(keep >= least, f"--keep {keep} must be at least {least}: the last {least} valid ones stay")
     if not removes:
-        show(Retention(store, keep).reasons(), store.remove_uncommitted(range(MAX_NUMBER), dry=True), "would go")
+        show(Retention(store, keep).reasons(), store.remove_uncommitted(range(sys.maxsize), dry=True), "would go")
         print("nothing was removed: --yes does it, once no job holds the run")
         return cli.DONE
     with Lease(folder, LeaseConfig().ttl_s, on_wait=lambda text: print(text, file=sys.stderr)) as lease:
@@ -193,20 +168,18 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
 
 
 def chosen(store: Store, step: int | None) -> tuple[int, str]:
-    """The step to export and why: the step that was asked for, the best, or the newest that is valid."""
+    """The step to export and why: the one that was asked for, the best, or the newest."""
     if step is not None:
         return step, "as asked"
     whole, damaged = look_at_all(store)
     for damaged_step, error in damaged.items():
         print(f"passed over: step {damaged_step}: {error}", file=sys.stderr)
+    check(bool(whole), f"{store.location} holds no valid checkpoint; verify says what is wrong")
     best_step = best(whole)
-    if best_step is not None:
-        name, score = whole[best_step].settings.get("best.metric", "loss"), whole[best_step].metric
-        return best_step, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
-    newest = newest_valid(store)
-    if newest is None:
-        raise InputError(f"{store.location} holds no valid checkpoint; verify says what is wrong")
-    return newest, "the newest that is valid (none was evaluated)"
+    if best_step is None:
+        return max(whole), "the newest (none was evaluated)"
+    name, score = whole[best_step].settings.get("best.metric", "loss"), whole[best_step].metric
+    return best_step, f"the best (validation {name}{'' if score is None else f' {abs(score):.4f}'})"
 
 
 def diff(folder: Folder, options: argparse.Namespace) -> int:

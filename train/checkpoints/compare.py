@@ -3,55 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from train.checkpoints.loader import fitting, read_optimizer, read_weights
 from train.checkpoints.manifest import Manifest
-from train.checkpoints.staging import State, named
+from train.checkpoints.staging import named
 from train.config import flatten
 from train.run_folder.folder import differences
 
-CONTENTS: dict[str, Callable[[Path, Manifest], Any]] = {"weights": read_weights, "moments": read_optimizer}
 
-
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     name: str
-    largest: float  # absolute difference; NaN if either number is NaN
-    relative: float  # norm of the difference / norm of the first
     is_equal: bool  # bit by bit
+    largest: float = 0.0  # absolute difference; NaN if either number is NaN
+    relative: float = 0.0  # norm of the difference / norm of the first; infinite for tensors that cannot be compared
     fault: str = ""  # why they cannot be compared
 
-    @property
-    def order(self) -> float:
-        return -math.inf if self.fault or math.isnan(self.relative) else -self.relative
-
     def __str__(self) -> str:
-        if self.fault or self.is_equal:
-            return f"  {self.name}: {self.fault or 'equal'}"
-        return f"  {self.name}: relative {self.relative:.3g}, largest {self.largest:.3g}"
+        text = f"relative {self.relative:.3g}, largest {self.largest:.3g}"
+        return f"  {self.name}: {'equal' if self.is_equal else self.fault or text}"
 
 
 def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: int | None) -> Iterator[str]:
     """Lines on two verified steps, the second against the first. `limit`: tensors of each file; None: all of them."""
-    one, other = manifests
-    yield f"step {one.step} -> step {other.step}"
-    for name in ("identity", "settings", "progress", "versions"):
-        before, now = (dict(flatten(getattr(manifest, name))) for manifest in manifests)
-        yield from section(name, differences(before, now))
-    written = [
-        {"ranks": manifest.world_size, "backend": manifest.backend, "lease": manifest.fence} for manifest in manifests
+    yield f"step {manifests[0].step} -> step {manifests[1].step}"
+    names = ("identity", "settings", "progress", "versions")
+    tables = {name: [vars(manifest)[name] for manifest in manifests] for name in names}
+    tables["written by"] = [
+        {"ranks": each.world_size, "backend": each.backend, "lease": each.fence} for each in manifests
     ]
-    yield from section("written by", differences(*written))
+    for name, (before, now) in tables.items():
+        lines = differences(dict(flatten(before)), dict(flatten(now)))
+        yield f"{name}: {'differs' if lines else 'the same'}"
+        yield from (f"  {line}" for line in lines)
     num_different = 0
-    for content, read in CONTENTS.items():
-        states = []
+    for content, read in (("weights", read_weights), ("moments", read_optimizer)):
+        states: list[Mapping[str, Any]] = []
         for folder, manifest in zip(folders, manifests, strict=True):
             with fitting(folder):
                 states.append(read(folder, manifest))
@@ -66,29 +58,25 @@ def compare(manifests: Sequence[Manifest], folders: Sequence[Path], *, limit: in
     yield "weights and moments differ" if num_different else "weights and moments are bit-equal"
 
 
-def section(name: str, lines: list[str]) -> Iterator[str]:
-    yield f"{name}: {'differs' if lines else 'the same'}"
-    yield from (f"  {line}" for line in lines)
-
-
-def differences_of(one: State, other: State) -> list[Difference]:
+def differences_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
     """The differences of all tensors in two states, the largest relative ones first. Holds both in memory."""
     first, second = (dict(named(state)) for state in (one, other))
     compared = [difference(name, first.get(name), second.get(name)) for name in {**first, **second}]
-    return sorted(compared, key=lambda each: (each.is_equal, each.order))
+    return sorted(compared, key=lambda each: (each.is_equal, not math.isnan(each.relative), -each.relative))
 
 
 def difference(name: str, one: Tensor | None, other: Tensor | None) -> Difference:
     if one is None or other is None:
-        return Difference(name, math.nan, math.nan, False, f"only in the {'first' if other is None else 'second'}")
+        fault = f"only in the {'first' if other is None else 'second'}"
+        return Difference(name, False, relative=math.inf, fault=fault)
     if one.shape != other.shape or one.dtype != other.dtype:
         kinds = [f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for tensor in (one, other)]
-        return Difference(name, math.nan, math.nan, False, " -> ".join(kinds))
+        return Difference(name, False, relative=math.inf, fault=" -> ".join(kinds))
     if torch.equal(bits(one), bits(other)):
-        return Difference(name, 0.0, 0.0, True)
+        return Difference(name, True)
     gap, norm = other.double() - one.double(), float(one.double().norm())
     size = float(gap.norm())
-    return Difference(name, float(gap.abs().max()), size / norm if norm else math.inf if size else 0.0, False)
+    return Difference(name, False, float(gap.abs().max()), size / norm if norm else math.inf if size else 0.0)
 
 
 def bits(tensor: Tensor) -> Tensor:

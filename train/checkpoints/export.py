@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
-from train.config import InputError, TrainConfig, check, flat
+from train.config import TrainConfig, check, flat
 from train.models.encoder import Network
 from train.models.pretrained import without_weights
 from train.run_folder.folder import differences
+from train.run_folder.ownership import find_identity
 from train.storage.folders import Folder, make_folder, scratch_folder
 from train.tasks import build_task, spec_of
 
@@ -28,7 +28,11 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     check(not changed, f"config.yaml is not of the run that wrote step {manifest.step}: {', '.join(changed)}")
     data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
-        check(data_id_of(run) == data, f"step {manifest.step} learnt from other data than {run.location}/model is for")
+        identity = find_identity(run) or {}
+        check(
+            identity.get("data") == data,
+            f"step {manifest.step} learnt from other data than {run.location}/model is for",
+        )
         export_described(source, manifest, spec_of(cfg.task).head, run, target)
         return
     task = build_task(cfg)
@@ -40,14 +44,6 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     model = task.build_model()
     put_weights(model, source, manifest)
     task.export(model, make_folder(target))
-
-
-def data_id_of(run: Folder) -> str:
-    """The id of a run's data. InputError if its environment.json does not say it."""
-    try:
-        return str(json.loads(run.read("environment.json"))["identity"]["data"])
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InputError(f"{run.location}/environment.json is damaged: it does not say the run's data") from error
 
 
 def put_weights(model: Network, source: Path, manifest: Manifest) -> None:

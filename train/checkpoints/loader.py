@@ -1,4 +1,4 @@
-"""Put back the newest valid checkpoint, the same on all ranks, whatever their number and backend."""
+"""Restores the newest valid checkpoint, the same on all ranks, whatever their number and backend."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load(
     force: bool,
     beat: Callable[[], None] = no_wait,
 ) -> Loaded:
-    """Put back weights, optimizer and random numbers from the newest valid checkpoint; all ranks call it.
+    """Restore weights, optimizer and random numbers of the newest valid checkpoint; all ranks call it.
 
     Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
     """
@@ -88,7 +88,7 @@ def load(
     world.run_on_local_rank0(lambda: bring(store, manifest.step, world), beat)
     path = store.path_of(manifest)
 
-    def put_back() -> list[State]:
+    def restore() -> list[State]:
         with world.stagger_local_ranks(), fitting(path):
             engine.load(read_weights(path, manifest), read_optimizer(path, manifest))
             ranks = read(path / "ranks.pt")["ranks"]
@@ -97,7 +97,7 @@ def load(
             # Copies: `ranks` may be mapped from the file, which is removed below.
             return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
 
-    plain = world.agree(put_back)
+    plain = world.agree(restore)
     if world.local_rank == 0:
         store.release(path)
     logger.info("resuming from the checkpoint of step %d", manifest.step)
@@ -159,10 +159,8 @@ def read(path: Path) -> State:
     """
     try:
         return load_file(path)
-    except FileNotFoundError as error:
-        raise Untrusted(f"{path} is missing, and its manifest does not name it; who wrote it?") from error
-    except pickle.UnpicklingError as error:
-        raise Untrusted(
-            f"{path} is rejected: it holds more than tensors and plain containers, though its checksum is right; who "
-            "wrote it?"
-        ) from error
+    except (FileNotFoundError, pickle.UnpicklingError) as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        content = "holds more than tensors and plain containers, though its checksum is right"
+        fault = "is missing, and its manifest does not name it" if is_missing else content
+        raise Untrusted(f"{path} is rejected: it {fault}; who wrote it?") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from train.checkpoints.progress import Progress
 from train.config import Failure
 from train.storage.folders import canonical_json
-from train.storage.manifest import fault_of, fault_of_file, sealed, unsealed
+from train.storage.manifest import fault_of_file, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 2
@@ -66,8 +65,10 @@ class Manifest:
         return canonical_json(sealed({"format": number, **asdict(self), "folder": self.folder or ""}))
 
     @classmethod
-    def from_json(cls, content: bytes) -> Manifest:
-        """Raises Damaged for a manifest that was changed or holds what none holds, OtherVersion for another format."""
+    def from_json(cls, content: bytes, *, step: int | None = None) -> Manifest:
+        """Raises Damaged for a manifest that was changed, holds what none holds, or is not of `step`; OtherVersion for
+        another format.
+        """
         try:
             body = read_object(content)
             if isinstance(body.get("format"), int) and body["format"] not in (FORMAT, FORMAT_OF_PARTS):
@@ -81,13 +82,11 @@ class Manifest:
                 raise BadContent("it does not say its format")
             manifest = record(cls, {**body, "folder": body.get("folder") or None})
             record(Progress, manifest.progress, "progress")
-            return manifest
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{FILE} cannot be read: {error}") from error
-
-    def check_step(self, step: int) -> None:
-        if self.step != step:
-            raise Damaged(f"{FILE} is of step {self.step}")
+        if step not in (None, manifest.step):
+            raise Damaged(f"{FILE} is of step {manifest.step}")
+        return manifest
 
 
 def file_name(content: str, rank: int) -> FileName:
@@ -106,13 +105,6 @@ def step_of(name: str) -> int | None:
     """The step that a folder's name says; None for other names."""
     match = re.fullmatch("step_([0-9]{1,18})", name)
     return int(match[1]) if match else None
-
-
-def check_sizes(size_of: Callable[[FileName], int | None], manifest: Manifest) -> None:
-    """Raises Damaged for the first file that is missing or of another length."""
-    for name, entry in manifest.files.items():
-        if (fault := fault_of(entry, size_of(name))) is not None:
-            raise Damaged(f"{name} {fault}")
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ ALWAYS_VALID = 2
 
 
 class Retention:
-    """Decides which steps stay. It remembers which steps it has verified, so that each is read once."""
+    """Decides which steps stay, and reads each once to verify it."""
 
     def __init__(self, store: Store, keep: int) -> None:
         self.store, self.keep = store, keep

@@ -1,11 +1,8 @@
-"""Save beside the training.
+"""Saves beside the training, which waits for a copy to host memory only.
 
-A save costs the training a copy to host memory. A thread of each rank that has a part of the state writes and uploads
-that part, and rank 0's thread commits the step; at most one save is pending. A save that fails is an alarm, several in
+A thread of each rank that has a part of the state writes and uploads that part, and rank 0's thread commits the step;
+the threads communicate in a group of their own. At most one save is pending. A save that fails is an alarm, several in
 a row end the run.
-
-The threads communicate in a group of their own. An engine that splits nothing has its whole state on rank 0: then no
-other rank takes part.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
@@ -75,8 +73,8 @@ class AsyncSaver:
         after_commit: Callable[[], None],
         newest: int | None = None,
     ) -> None:
-        """`draft` has what the manifests of this attempt have in common. `may_commit` raises if the run folder belongs
-        to another job by now; `after_commit` is called in the thread. `newest` is the step that the run resumes from.
+        """`draft` has what the manifests of this attempt have in common. `may_commit` and `after_commit` raise if the
+        run folder belongs to another job by now. `newest` is the step that the run resumes from.
         """
         self.cfg, self.store, self.draft = cfg, store, draft
         self.engine, self.backend, self.world = engine, backend, backend.world
@@ -106,10 +104,9 @@ class AsyncSaver:
         patience_s: float = 0.0,
         beat: Callable[[], None] = no_wait,
     ) -> None:
-        """Begin to save this step. `own` is this rank's own state: small, plain values or tensors on the host.
-
-        While the last save is pending, the next one waits for checkpoint.max_wait_s and is then left out; with `must`
-        it waits as long as it takes. A request to S3 that fails is retried for `patience_s`.
+        """Begin to save this step, with this rank's `own` small state. While the last save is pending, this waits for
+        checkpoint.max_wait_s and then leaves the step out; with `must` it waits as long as it takes. A request to S3
+        that fails is retried for `patience_s`.
         """
         began_s = time.monotonic()
         if must:
@@ -152,10 +149,9 @@ class AsyncSaver:
 
     def is_free(self, step: int, began_s: float) -> bool:
         """Whether the last save has ended, on rank 0; waits for it a while."""
-        if self.pending is None:
-            return True
-        wait_for([self.pending], timeout=max(0.0, self.cfg.max_wait_s - (time.monotonic() - began_s)))
-        self.collect()
+        if self.pending is not None:
+            wait_for([self.pending], timeout=max(0.0, self.cfg.max_wait_s - (time.monotonic() - began_s)))
+            self.collect()
         if self.pending is None:
             return True
         now_s = time.monotonic()
@@ -182,7 +178,7 @@ class AsyncSaver:
             self.results.append(saved)
 
     def take(self) -> list[Saved]:
-        """Return the results of the saves that ended since the last call."""
+        """The results of the saves that ended since the last call."""
         self.collect()
         results, self.results = self.results, []
         return results
@@ -192,13 +188,12 @@ class AsyncSaver:
         """The reason why the run has to end; None if saves succeed."""
         if len(self.failures) < self.cfg.max_failures:
             return None
-        return SavesFail(
-            f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}; {self.newest_text}"
-        )
+        text = f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}"
+        return SavesFail(f"{text}; {self.newest_text}")
 
     @property
     def newest_text(self) -> str:
-        newest = "there is no checkpoint" if self.newest is None else f"the newest checkpoint is of step {self.newest}"
+        newest = f"the newest checkpoint is of step {self.newest}" if self.newest else "there is no checkpoint"
         return f"{newest} ({self.store.location}){self.unsent_text}"
 
     @property
@@ -213,9 +208,7 @@ class AsyncSaver:
     def _save(
         self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float
     ) -> Saved | None:
-        """Write a step and, on rank 0, commit and prune. A failure is logged and returned; several in a row end the
-        run.
-        """
+        """Write a step and, on rank 0, commit and prune. A failure is logged and returned."""
         num_bytes, failure = 0, None
         try:
             num_bytes = self._write(state, manifest, time.monotonic() + patience_s)
@@ -240,6 +233,7 @@ class AsyncSaver:
         taken by S3 stays there: `unsent`.
         """
         is_first, num_bytes = self.world.rank == 0, num_bytes_of(state)
+        retried = partial(self._retried, step=manifest.step, until_s=until_s)
         scratch = self._on_all(lambda: self.store.begin(manifest.step, num_bytes) if is_first else None)[0]
         assert scratch is not None  # of rank 0
         folder, keeps = scratch if is_first else None, False
@@ -251,21 +245,17 @@ class AsyncSaver:
                 return {} if folder is None else self._write_files(state, folder)
 
             def prepare() -> Manifest:
-                prepared = self._retried(lambda: self.store.prepare(scratch, manifest), manifest.step, until_s)
-                self._retried(self.may_commit, manifest.step, until_s)
+                prepared = retried(lambda: self.store.prepare(scratch, manifest))
+                retried(self.may_commit)
                 return prepared
-
-            def send() -> None:
-                if folder is not None:
-                    self._retried(lambda: self.store.send(folder, manifest, list(own)), manifest.step, until_s)
 
             parts = self._on_all(write_files)
             own = parts[self.world.rank if len(parts) > 1 else 0]
             manifest = replace(manifest, files={name: entry for part in parts for name, entry in part.items()})
             manifest = self._on_all(lambda: prepare() if is_first else manifest)[0]
-            self._on_all(send)
+            self._on_all(lambda: folder and retried(lambda: self.store.send(folder, manifest, list(own))))
             if is_first:
-                self._retried(lambda: self.store.commit(scratch, manifest), manifest.step, until_s)
+                retried(lambda: self.store.commit(scratch, manifest))
                 self.unsent = None
             return manifest.num_bytes
         except UNSENT:
@@ -283,8 +273,7 @@ class AsyncSaver:
         failed, its rank raises that failure, and the others a RuntimeError that names it.
         """
         assert self.writers is not None
-        result: Result | None = None
-        failure: Exception | None = None
+        result, failure = None, None
         try:
             result = action()
         except Exception as error:  # raised below: the other ranks wait

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from train.backend import Backend
 
 State = dict[str, Any]  # tensors and plain containers
-Leaf = TypeVar("Leaf")
 
 
 class Staging:
@@ -25,9 +24,10 @@ class Staging:
 
     def copy(self, state: State, backend: Backend) -> State:
         """The same state, its tensors copied to the host. Waits for the device."""
-        tensors, numbered = self.laid_out(state, backend)
+        tensors = self.laid_out(state, backend)
         backend.copy_to_host([tensor.detach() for tensor in tensors], self.buffers)
-        return replaced(numbered, Number, self.buffers.__getitem__)
+        copies = dict(zip(map(id, tensors), self.buffers, strict=True))
+        return replaced(state, lambda tensor: copies[id(tensor)])
 
     def warm(self, state: State, backend: Backend) -> None:
         """Allocate the memory that `copy` will need, and touch it."""
@@ -35,37 +35,24 @@ class Staging:
         for buffer in self.buffers:
             buffer.zero_()
 
-    def laid_out(self, state: State, backend: Backend) -> tuple[list[Tensor], Any]:
-        """The tensors, one for each buffer, and the state with their numbers instead of them."""
-        numbers: dict[int, int] = {}  # by identity: tied weights are one parameter, and stay one
-        tensors: list[Tensor] = []
-
-        def number(tensor: Tensor) -> Number:
-            if id(tensor) not in numbers:
-                numbers[id(tensor)] = len(tensors)
-                tensors.append(tensor)
-            return Number(numbers[id(tensor)])
-
-        numbered = replaced(state, Tensor, number)
+    def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
+        """The tensors, one for each buffer: tied weights are one parameter, and stay one."""
+        tensors = list({id(tensor): tensor for _, tensor in named(state)}.values())
         if [(each.shape, each.dtype) for each in self.buffers] != [(each.shape, each.dtype) for each in tensors]:
             self.buffers = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=backend.pin_memory) for tensor in tensors
             ]
-        return tensors, numbered
+        return tensors
 
 
-class Number(int):
-    """Stands for a tensor in a state."""
-
-
-def replaced(value: Any, kind: type[Leaf], change: Callable[[Leaf], Any]) -> Any:
-    """Copy a state, with each object of one kind changed; tuples become lists."""
-    if isinstance(value, kind):
+def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Copy a state, with each tensor changed; tuples become lists."""
+    if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: replaced(item, kind, change) for key, item in value.items()}
+        return {key: replaced(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replaced(item, kind, change) for item in value]
+        return [replaced(item, change) for item in value]
     return value
 
 

@@ -13,47 +13,33 @@ from pathlib import Path
 
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
-from train.checkpoints.manifest import (
-    FILE,
-    Damaged,
-    Manifest,
-    OtherVersion,
-    check_files,
-    check_sizes,
-    is_part,
-    step_name,
-    step_of,
-)
+from train.checkpoints.manifest import FILE, Damaged, Manifest, OtherVersion, check_files, is_part, step_name, step_of
+from train.checkpoints.store import Store
 from train.config import Failure, InputError
-from train.run_folder.folder import SAVING
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import READS, canonical_json, check_space
+from train.storage.folders import READS, canonical_json, check_space, read_json
 from train.storage.s3 import S3Folder
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
 logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-PARTS = "parts"  # in the folder of this machine
+SAVING, PARTS = "saving", "parts"  # in the folder of this machine; a save with a manifest is whole and not in S3
 UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
 
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 
-class S3Store:
-    """See `train.checkpoints.store.Store`. There is no LATEST: a hint is not worth a request that fails after the
-    commit.
+class S3Store(Store):
+    """There is no LATEST: a hint is not worth a request that fails after the commit.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random one: each save has its own
     checkpoints/step_00001000/00000007-5f0c1a2b.unfinished   names the files that are being written or removed
     checkpoints/step_00001000/manifest.damaged-9e1f.json     in quarantine, with the files it names
 
-    Only files that such a mark names are ever removed. All else stays: the files of a checkpoint whose manifest
-    somebody deleted, and objects of the user.
-
-    Parts of a large file whose upload was killed are in no listing but cost money: a lifecycle rule of the bucket
-    removes them (AbortIncompleteMultipartUpload).
+    Only files that such a mark names are ever removed, so neither the files of a checkpoint whose manifest somebody
+    deleted nor objects of the user.
     """
 
     compares_when_written = True
@@ -64,6 +50,9 @@ class S3Store:
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
+
+    def file_key(self, manifest: Manifest, name: str) -> str:
+        return self.key(manifest.step, f"{manifest.folder}/{name}")
 
     def names(self) -> list[tuple[int, str]]:
         """The objects of all steps: step, and name below it."""
@@ -79,18 +68,15 @@ class S3Store:
     @read_again
     def manifest(self, step: int) -> Manifest:
         try:
-            manifest = Manifest.from_json(self.folder.read(self.key(step, FILE)))
+            manifest = Manifest.from_json(self.folder.read(self.key(step, FILE)), step=step)
         except FileNotFoundError as error:
             raise Damaged(f"{FILE} is missing") from error
-        manifest.check_step(step)
         if manifest.folder is None:
             raise Damaged(f"{FILE} does not say which folder the files are in")
         return manifest
 
-    def look(self, step: int) -> Manifest:
-        manifest = self.manifest(step)
-        check_sizes(lambda name: self.folder.size(self.key(step, f"{manifest.folder}/{name}")), manifest)
-        return manifest
+    def size(self, manifest: Manifest, name: FileName) -> int | None:
+        return self.folder.size(self.file_key(manifest, name))
 
     def fetch(self, step: int) -> Path:
         manifest = self.look(step)
@@ -106,7 +92,7 @@ class S3Store:
     @read_again
     def download(self, manifest: Manifest, name: FileName, target: Path) -> None:
         try:
-            self.folder.download(self.key(manifest.step, f"{manifest.folder}/{name}"), target / name)
+            self.folder.download(self.file_key(manifest, name), target / name)
         except FileNotFoundError as error:
             raise Damaged(f"{name} is missing") from error
         check_files(target, replace(manifest, files={name: manifest.files[name]}))
@@ -151,7 +137,7 @@ class S3Store:
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
         for name in names:
-            self.folder.upload(self.key(manifest.step, f"{manifest.folder}/{name}"), folder / name)
+            self.folder.upload(self.file_key(manifest, name), folder / name)
 
     def commit(self, scratch: Path, manifest: Manifest) -> None:
         """Raises LeaseLost, and commits nothing, if another job took the run folder during the upload."""
@@ -190,13 +176,11 @@ class S3Store:
         self.mark(manifest)
         self.folder.remove(self.key(step, FILE))  # first: from here on there is no such checkpoint
         for name in manifest.files:
-            self.folder.remove(self.key(step, f"{manifest.folder}/{name}"))
+            self.folder.remove(self.file_key(manifest, name))
         self.remove_mark(manifest)
 
     def collect_garbage(self, *, ended_below: int) -> None:
-        """Remove files that a mark names and no manifest does. Marks of a lease that may not have ended stay: its owner
-        may be about to commit.
-        """
+        """Remove files that a mark names and no manifest does, unless their lease may not have ended."""
         self.clear("fetched")
         self.tidy_saving(max(self.steps(), default=0))
         self.remove_uncommitted(range(ended_below))
@@ -212,39 +196,27 @@ class S3Store:
     def tidy_saving(self, newest: int) -> None:
         """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
         for folder in (self.local / SAVING).glob("*"):
-            step = None  # of a manifest that cannot be read
-            with suppress(Damaged, OtherVersion):
-                step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
-            if step is not None and step <= newest:
+            manifest = read_json(folder / FILE)
+            if manifest is None or manifest["step"] <= newest:
                 shutil.rmtree(folder)
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"
                 logger.warning("%s holds a save that is not in S3: %s", folder, text)
-        with suppress(OSError):  # it is not empty, or absent
-            (self.local / SAVING).rmdir()
 
     def leftovers(self, leases: range) -> Iterator[tuple[int, str, list[str]]]:
         """Yield step, folder and names of what the marks of these leases name, in the order in which it is removed: the
-        mark is the last. Steps with a manifest in quarantine are left out, because that may be unreadable, and marks
-        that are not certainly of a save of a run.
+        mark is the last. Steps with a manifest in quarantine, which may be unreadable, and strange marks are left out.
         """
-        for step, names in by_step(self.names()):
-            for match in filter(None, map(UNFINISHED.fullmatch, names)):
-                if int(match[2]) in leases and not any(map(in_quarantine, names)):
-                    with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
-                        yield step, match[1], self.leftover(step, match[1], names)
-
-    def leftover(self, step: int, folder: str, names: list[str]) -> list[str]:
-        mark = self.key(step, f"{folder}.unfinished")
-        if FILE in names and self.manifest(step).folder == folder:
-            return [mark]
-        files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
-        return [*(self.key(step, f"{folder}/{name}") for name in files), mark]
-
-
-def by_step(objects: list[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-    for step in sorted({step for step, _ in objects}):
-        yield step, [name for number, name in objects if number == step]
+        objects = self.names()
+        in_doubt = {step for step, name in objects if in_quarantine(name)}
+        for step, name in objects:
+            match = UNFINISHED.fullmatch(name)
+            if match and int(match[2]) in leases and step not in in_doubt:
+                folder, mark, files = match[1], self.key(step, name), []
+                with suppress(Damaged, OtherVersion, FileNotFoundError, BadContent):
+                    if (step, FILE) not in objects or self.manifest(step).folder != folder:
+                        files = of_type(list[FileName], read_object(self.folder.read(mark)).get("files"), "files")
+                    yield step, folder, [*(self.key(step, f"{folder}/{file}") for file in files), mark]
 
 
 def in_quarantine(name: str) -> bool:

@@ -3,10 +3,9 @@
     config.yaml  environment.json  metrics.jsonl  outcome.json  checkpoints/step_00001000/  lease/
     model/  tensorboard/  log/  export/  report/
 
-A folder belongs to one run. The run's identity (what is learnt, from which data, in which batches) may not change;
-where, how fast and how long it runs may. For a folder in S3 each machine writes to a copy of its own under
-`machine.cache_root()/runs`. Rank 0's copy is uploaded at every checkpoint and at the end, of the others only the exit
-records. TensorBoard's files and the stacks of a stuck rank stay on their machine.
+A folder belongs to one run, whose identity (what is learnt, from which data, in which batches) may not change. For a
+folder in S3 each machine writes to a copy under `machine.cache_root()/runs`. Rank 0's is uploaded at every checkpoint
+and at the end, of the others only the exit records. TensorBoard's files and stacks stay on their machine.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from train.host import machine
 from train.host.environment import environment
 from train.host.launched import launched
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
-from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_location, check_no_links
+from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
 from train.storage.atomic_io import sync_file, write_atomic
 from train.storage.folders import (
     Folder,
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
 logger = logging.getLogger("train")
-SAVING = "saving"  # in `staging`: a folder for each save; one with a manifest is whole and not in S3
 MIRRORED = ("environment.json", "config.yaml", "data.json", "metrics.jsonl", "log/rank_0000.txt")
 
 
@@ -93,19 +91,12 @@ class RunFolder:
         self.log = self.path / "log"
         self.staging = self.path / "staging"  # files on their way to and from S3
 
-    def check_is_ours(self, identity: dict[str, Any], *, data_path: str, force: bool) -> None:
+    def check_is_ours(self, identity: dict[str, Any], *, force: bool) -> None:
         """InputError for a folder that is another run's, or is no run folder, before anything is written to it."""
-        check_location(self.location, data_path)
         names = self.storage.names_here()
         before = check_is_run_folder(self.storage, names)
         if not self.is_remote:
             check_no_links(self.location)
-        elif not before:
-            for manifest in self.staging.glob(f"{SAVING}/*/manifest.json"):
-                raise InputError(
-                    f"{self.location} is empty, and {manifest.parent} holds a save of its run that is not in S3: "
-                    f"docs/faults.md says how to upload it; to begin anew, remove {self.path}"
-                )
         if before and names & {"metrics.jsonl", "checkpoints"}:
             check_same_run(before, identity, source=self.location, force=force)
 
@@ -129,8 +120,8 @@ class RunFolder:
         return True
 
     def open(self, last_owner: dict[str, Any] | None = None) -> None:
-        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended, and
-        names the lease that it took over: an outcome on this machine is older if another one had the folder since.
+        """Make the folder, or this machine's copy of it. Rank 0 removes the records of how earlier attempts ended;
+        `last_owner` is the lease before its own: after another machine's an outcome on this one is older.
         """
         self.log.mkdir(exist_ok=True)
         if self.is_remote:
@@ -190,8 +181,7 @@ class RunFolder:
 
     def mirror(self) -> None:
         """Upload what rank 0 has written if the run folder is in S3, otherwise sync the metrics. The caller has just
-        checked the owner. The last line may be half written: the next attempt cuts it off. The thread that saves calls
-        this too; of two calls at once, the later one wins.
+        checked the owner. The last line may be half written: the next attempt cuts it off.
         """
         with self.mirroring:
             if not self.is_remote and self.metrics.is_file():
@@ -235,9 +225,9 @@ class RunFolder:
                 self.folder.write(f"log/{self.exit_path.name}", content)
 
     def outcome(self, outcome: Outcome, *, is_of_all: bool = False) -> None:
-        """Write how the attempt ended; launchers go by it, and take a missing outcome for a kill. The outcome of the
-        rank that failed first stays: the others failed because of it. With `is_of_all`, all ranks ended in order, and
-        an outcome that is there is another attempt's. If S3 is away it is written on this machine.
+        """Write how the attempt ended; launchers take a missing outcome for a kill. The outcome of the rank that failed
+        first stays. With `is_of_all`, all ranks ended in order, and an outcome that is there is another attempt's. If
+        S3 is away it is written on this machine.
         """
         if self.log.is_dir():
             with self.logging_failures():

@@ -2,13 +2,12 @@
 
     lease/00000007.json   a file for each owner; the highest number is the owner's, and its fencing number
 
-A job takes the folder by creating the file of the next number, which only one of several jobs can do. The owner writes
-its file again and again, with one beat more. No clocks are compared: a job that cannot ask the owner's kernel watches
-the beats.
+A job takes the folder by creating the file of the next number, which only one of several jobs can do, and leaves the
+two newest files. The owner writes its file again and again, with one heartbeat more. No clocks are compared: a job that
+cannot ask the owner's kernel watches the heartbeats.
 
-The owner is always the one that wrote the highest file in a listing. A job that takes the folder leaves the two newest
-files. An owner that slept through several others sees them in the listing; asking for the file of the next number would
-not show them.
+The owner is always the one that wrote the highest file in a listing: asking for the file of the next number would not
+show an owner that slept the several others after it.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, NotPermitted, check
+from train.config import InputError, NotPermitted
 from train.host.launched import launched
 from train.host.processes import is_alive, read_process
-from train.run_folder.ownership import MAX_NUMBER, LeaseLost, describe, name_of, newest, numbers, parse
+from train.run_folder.ownership import LeaseLost, check_owner, describe, name_of, newest, numbers, parse
 from train.storage.folders import Folder, canonical_json
 
 logger = logging.getLogger("train")
@@ -38,8 +37,8 @@ BEATS, LOOKS = 6, 12  # of the owner, and of a job that watches it, in `ttl_s`
 class Lease:
     """The lease of the one process of a job that commits: a context manager, or `take` and `release`.
 
-    A thread renews it. `check` is to be called before each commit; a job that stops beating for `ttl_s` (suspended, cut
-    off, or in a call that holds Python's lock) may lose the folder to another one.
+    A thread renews it. `check` is to be called before each commit: without a heartbeat for `ttl_s` (suspended, cut off,
+    or in a call that holds Python's lock) a job may lose the folder to another one.
     """
 
     def __init__(self, folder: Folder, ttl_s: float, *, on_wait: Callable[[str], None] = logger.info) -> None:
@@ -67,10 +66,11 @@ class Lease:
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self.claim = {**identity(), "owner": uuid.uuid4().hex, "ttl_s": self.ttl_s, "started": started}
         # The answer to `create` may be lost, and a job that slept may create a file that others have long removed.
-        while not self.owns(*(seen := newest(self.folder))):
-            number, content = seen
-            path = f"{self.folder.location}/{name_of(number)}"
-            check(number <= MAX_NUMBER, f"{path} is no lease of a run: no run has had so many owners; remove it")
+        while True:
+            number, content = newest(self.folder)
+            lease = parse(content)
+            if lease is not None and lease["owner"] == self.claim["owner"]:
+                break
             if number == 0 or self.is_over(number, content):
                 self.number, self.beats, self.previous = number + 1, 0, parse(content)
                 self.folder.create(name_of(self.number), self.content())
@@ -93,12 +93,12 @@ class Lease:
             )
 
     def check(self) -> None:
-        """Raise LeaseLost if another job owns the folder. This takes two requests to S3, and raises their errors."""
-        number, content = newest(self.folder)
-        if not self.owns(number, content):
-            now = f"{describe(content)} owns it, with lease {number}" if number >= self.number else "its file is gone"
-            self.lost = f"lease {self.number} of {self.folder.location} is lost: {now}; this job may not commit there"
-            raise LeaseLost(self.lost)
+        """Raise LeaseLost if another job owns the folder, as `check_owner` does."""
+        try:
+            check_owner(self.folder, self.claim["owner"])
+        except LeaseLost as error:
+            self.lost = str(error)
+            raise
 
     def release(self) -> None:
         """Let the next job take the folder at once. This never raises: if it fails, the next job waits."""
@@ -106,13 +106,11 @@ class Lease:
         if self.thread.ident is None:  # never taken
             return
         self.thread.join(self.ttl_s)
-        if self.thread.is_alive():
-            logger.warning(f"{self.folder.location} is not released: a heartbeat is still on its way")
-            return
         try:
-            self.beat(released=True)
-        except LeaseLost:  # there is nothing to release
-            return
+            if self.thread.is_alive():
+                raise TimeoutError("a heartbeat is still on its way")
+            with suppress(LeaseLost):  # there is nothing to release
+                self.beat(released=True)
         except Exception as error:
             logger.warning(f"{self.folder.location} is not released: {type(error).__name__}: {error}")
 
@@ -144,10 +142,6 @@ class Lease:
     def content(self, *, released: bool = False) -> bytes:
         changing = {"number": self.number, "beats": self.beats, "step": self.step, "released": released}
         return canonical_json({**self.claim, **changing})
-
-    def owns(self, number: int, content: bytes) -> bool:
-        lease = parse(content)
-        return number == self.number and lease is not None and lease["owner"] == self.claim["owner"]
 
     # ---- is the owner gone? -----------------------------------------------------------------------------------------
 

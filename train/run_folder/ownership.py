@@ -7,17 +7,15 @@ lease/00000007.json   one file for each owner; the owner's has the highest numbe
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from train.config import Failure, check
-from train.storage.folders import Folder, is_s3, local_path
+from train.storage.folders import Folder, local_path
 
 LEASES = "lease/"
-LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,18}})\.json")
+LEASE_FILE = re.compile(rf"{LEASES}(\d{{8,}})\.json")
 ENVIRONMENT = "environment.json"
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 # Files that ranks other than 0 write before rank 0 has taken the folder, and the files of a new disk.
@@ -39,7 +37,6 @@ KINDS: dict[str, Any] = {
     "step": int,
     "released": bool,
 }
-MAX_NUMBER = 10**18 - 2  # of a lease: the next number still has 18 digits
 MAX_PID, MAX_TTL_S = 2**31, 1e6  # of a lease that this program can have written
 
 
@@ -62,19 +59,6 @@ class Owned:
 
 
 # ---- is it a run folder? --------------------------------------------------------------------------------------------
-
-
-def check_location(location: str, data_path: str) -> None:
-    """InputError for a folder that no run should have for itself, whatever it holds."""
-    mixed = f"run_dir={location} is data.path={data_path}: a run's files would mix with the data; choose another folder"
-    if is_s3(location):
-        check(location.rstrip("/") != data_path.rstrip("/"), mixed)
-        return
-    path = local_path(location).resolve()
-    for name, reserved in {"the root folder": "/", "your home folder": os.path.expanduser("~")}.items():  # noqa: PTH111
-        check(path != Path(reserved).resolve(), f"run_dir={location} is {name}; choose a folder for this run alone")
-    if "://" not in data_path.removeprefix("file://") and local_path(data_path).exists():
-        check(local_path(data_path).resolve() != path, mixed)
 
 
 def check_no_links(location: str) -> None:
@@ -167,9 +151,7 @@ def describe(content: bytes) -> str:
 
 
 def check_owner(folder: Folder, owner: str) -> None:
-    """Raise LeaseLost unless the newest lease is `owner`'s, in processes of its job that do not hold it themselves.
-    This takes two requests to S3, and raises their errors.
-    """
+    """Raise LeaseLost unless the newest lease is `owner`'s. This takes two requests to S3, and raises their errors."""
     number, content = newest(folder)
     lease = parse(content)
     if lease is None or lease["owner"] != owner:

@@ -25,8 +25,7 @@ class Guess:
     probability: float
 
     def __post_init__(self) -> None:
-        check_length(self.text)
-        check_share(self.probability)
+        check_limits(self.probability, self.text)
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class Answer:
     score: float  # of the answer: 1 is right, 0 is wrong
 
     def __post_init__(self) -> None:
-        check_length(self.truth)
-        check_share(self.score)
-        check_number(self.guesses, MOST_GUESSES)
+        check_limits(self.score, self.truth)
+        check_number(self.guesses, 1, MOST_GUESSES)
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,8 @@ class Sample:
     context: str = ""
 
     def __post_init__(self) -> None:
-        check_length(self.text)
-        check_length(self.context)
-        check_number(self.answers, MOST_ANSWERS)
+        check_limits(0, self.text, self.context)
+        check_number(self.answers, 1, MOST_ANSWERS)
 
 
 @dataclass(frozen=True)
@@ -63,23 +60,21 @@ class Samples:
     samples: list[Sample] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if len(self.samples) > MAX_SAMPLES:
-            raise BadContent(f"it holds {len(self.samples)} samples, more than {MAX_SAMPLES}")
+        check_number(self.samples, 0, MAX_SAMPLES)
 
 
-def check_length(text: str) -> None:
-    if len(text) > MOST_CHARS:
-        raise BadContent(f"a text has {len(text):,} characters, more than {MOST_CHARS}")
+def check_limits(share: float, *texts: str) -> None:
+    """BadContent for a number that is none from 0 to 1 and for a text that is too long."""
+    if not 0 <= share <= 1:  # nor is NaN
+        raise BadContent(f"{share} is no number from 0 to 1")
+    for text in texts:
+        if len(text) > MOST_CHARS:
+            raise BadContent(f"a text has {len(text):,} characters, more than {MOST_CHARS}")
 
 
-def check_share(value: float) -> None:
-    if not 0 <= value <= 1:  # nor is NaN
-        raise BadContent(f"{value} is no number from 0 to 1")
-
-
-def check_number(items: Sequence[object], most: int) -> None:
-    if not 1 <= len(items) <= most:
-        raise BadContent(f"a list has {len(items)} items instead of 1 to {most}")
+def check_number(items: Sequence[object], least: int, most: int) -> None:
+    if not least <= len(items) <= most:
+        raise BadContent(f"a list has {len(items)} items instead of {least} to {most}")
 
 
 def write(folder: Folder, samples: Samples) -> None:
