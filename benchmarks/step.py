@@ -48,7 +48,7 @@ from benchmarks.pretraining import (
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
-from train.bench.peak import matmul_flops_per_s
+from train.bench.measure import matmul_flops_per_s
 from train.config import BackendConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.models.encoder import build_masked_lm

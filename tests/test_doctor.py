@@ -332,7 +332,6 @@ def test_rank_counts(trn1, gpus, laptop):
 
 def test_efa(trn1, laptop):
     check = checks_devices.efa
-    assert len(checks_devices.read_fi_info(recorded("fi_info_efa.txt"))) == 8
     find(check, trn1, "ok", "8 interfaces of 8, libfabric sees all")
     none = with_answers(trn1, {FI_INFO: ToolOutput("fi_info", 61, "", recorded("fi_info_none.txt"))})
     find(check, none, "bad", "sees 0", "No data available", "efa_installer.sh")
@@ -458,7 +457,6 @@ def test_limits(trn1, laptop):
 
 def test_reserved_ports(trn1, laptop):
     check, file = checks_host.reserved_ports, "/proc/sys/net/ipv4/ip_local_reserved_ports"
-    assert [list(ports) for ports in checks_host.read_ports("8080,9000-9002\n")] == [[8080], [9000, 9001, 9002]]
     find(check, trn1, "ok")
     write(trn1.root, file, "8080,48600-48700\n")
     find(check, trn1, "ok")
@@ -509,7 +507,6 @@ def test_disk_memory_and_shared_memory(trn1, laptop):
 
 def test_clock(trn1, laptop):
     check = checks_host.clock
-    assert checks_host.read_chrony(recorded("chronyc_tracking.txt")) == (pytest.approx(6.26e-7), "Normal")
     find(check, trn1, "ok", "kept by chrony")
     find(check, with_answers(trn1, {CHRONY: said("chronyc_far_off.txt")}), "bad", "1557.763", "chronyc makestep")
     near = recorded("chronyc_far_off.txt").replace("1557.763061523", "2.5")
@@ -641,34 +638,28 @@ def test_the_clock_is_compared_with_that_of_s3(s3):
     find(lambda _: s3(403, off_s=-1000)["clock and S3"], None, "bad", "behind", "rejects", "chronyc makestep")
 
 
-def test_without_boto3_the_bucket_is_red_and_says_what_to_install(laptop, monkeypatch):
-    monkeypatch.setattr(checks.util, "find_spec", lambda name: None)
-    finding = checks.examine(laptop, bucket="s3://corpus")["S3"]
-    assert (finding.state, finding.cure) == ("bad", "pip install boto3")
-
-
 # ---- explain -------------------------------------------------------------------------------------------------------
 
 TEXTS = json.loads(recorded("error_texts.json"))
 
 
 def test_every_row_has_a_recorded_text():
-    assert list(TEXTS) == [cause.name for cause in CAUSES]
-    assert all(cause.cause and cause.cure for cause in CAUSES)
+    assert list(TEXTS) == [cause["name"] for cause in CAUSES]
+    assert all(cause["cause"] and cause["cure"] for cause in CAUSES)
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_is_explained_by_its_row(name):
     for text in TEXTS[name]:
-        assert explain(text)[0].name == name
-        assert explain(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n")[0].name == name
+        assert explain(text)[0]["name"] == name
+        assert explain(f"Traceback ...\n  File a.py\n{text.upper()}\nmore\n")[0]["name"] == name
 
 
 def test_a_whole_log_gives_every_cause_the_most_specific_first():
     log = "\n".join(texts[0] for texts in reversed(TEXTS.values()))
-    assert [cause.name for cause in explain(log)] == list(TEXTS)
+    assert [cause["name"] for cause in explain(log)] == list(TEXTS)
     wrapped = "subprocess.CalledProcessError: neuronx-cc ... died with SIGKILL"
-    assert [cause.name for cause in explain(wrapped)] == ["the compiler was killed", "the system killed a rank"]
+    assert [cause["name"] for cause in explain(wrapped)] == ["the compiler was killed", "the system killed a rank"]
 
 
 def test_healthy_text_is_not_explained():

@@ -9,6 +9,7 @@ import shutil
 import stat
 import tempfile
 import time
+import timeit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,9 +21,9 @@ import torch
 from train import loop
 from train.attempt.attempt import OutOfMemory
 from train.attempt.preempt import StoppedEarly, StopRequest
+from train.backend import Backend
 from train.backend.base import peak_device_bytes
 from train.bench.config import BenchConfig
-from train.bench.peak import matmul_flops_per_s
 from train.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 from train.cli import compose as cli
 from train.config import Failure, HubConfig, InputError, TrainConfig, check
@@ -42,35 +43,36 @@ from train.telemetry.metrics import Recorder
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
 OTHERS_END_S = 10.0  # for the other ranks of this machine to leave the run folder
+SIZES = (512, 1024, 2048, 4096, 8192)  # rows and columns of the matrices
+LONG_ENOUGH_S = 0.05  # a product that takes longer shows the peak
+REPEATS = 8
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     """Measure, write the figures to cfg.output, print them on rank 0. Every rank calls it."""
     launch = launched()
     try:
-        with own_folder(launch) as folder:
-            result = measured(cfg, folder)
+        with own_folder(launch) as folder, StopRequest() as stop:
+            meter = Meter(cfg, stop)
+            reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
     except InputError:
         raise
     except Exception as error:
-        if isinstance(error, (StoppedEarly, *AGREED)) and not isinstance(error, OutOfMemory):
+        if isinstance(error, OutOfMemory):
+            write(cfg, {"kind": error.kind, "reason": str(error)})
+        elif isinstance(error, (StoppedEarly, *AGREED)):
             raise Failure(f"nothing was measured: {error}") from error
-        end_apart(error, cfg, launch)
+        if launch.world_size > 1:  # the others may wait for this rank for ever
+            logger.exception("rank %d: %s", launch.rank, error)
+            logging.shutdown()
+            os._exit(cli.FAILED)
         raise
+    if reason != MEASURED:
+        raise Failure(f"stopped on {reason} at step {step}")
     if launch.rank == 0:
-        print(table(result), flush=True)
-        write(cfg, {**result, "settings": list(settings)})
+        print(table(meter.result), flush=True)
+        write(cfg, {**meter.result, "settings": list(settings)})
     return cli.DONE
-
-
-def end_apart(error: Exception, cfg: BenchConfig, launch: Launched) -> None:
-    """End this rank for an error of its own: the others may wait for it for ever. A single process returns."""
-    if isinstance(error, OutOfMemory):
-        write(cfg, {"kind": error.kind, "reason": str(error)})
-    if launch.world_size > 1:
-        logger.exception("rank %d: %s", launch.rank, error)
-        logging.shutdown()
-        os._exit(cli.FAILED)
 
 
 def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
@@ -79,16 +81,6 @@ def write(cfg: BenchConfig, content: dict[str, Any]) -> None:
 
 
 # ---- the run -------------------------------------------------------------------------------------------------------
-
-
-def measured(cfg: BenchConfig, folder: Path) -> dict[str, Any]:
-    """The figures, on rank 0; empty on the others."""
-    with StopRequest() as stop:
-        meter = Meter(cfg, stop)
-        reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
-    if reason != MEASURED:
-        raise Failure(f"stopped on {reason} at step {step}")
-    return meter.result
 
 
 def short_run(cfg: BenchConfig, folder: Path) -> TrainConfig:
@@ -124,30 +116,28 @@ class Meter:
     cfg: BenchConfig
     stop: StopRequest
     windows: list[TimedSteps] = field(default_factory=list)
-    line_s: float | None = None  # time of the last line
+    line_s: float = 0.0  # time of the last line; whole windows that are not timed come first
     result: dict[str, Any] = field(default_factory=dict)
 
     def on_line(self, recorder: Recorder, kind: str, values: dict[str, Any]) -> None:
         """See `train.loop.run`."""
-        if kind == "start":
-            limit_gib = self.cfg.max_memory_gib
-            if limit_gib is not None and recorder.backend.monitor_kind == "cpu":  # others map more than they use
-                limit_allocations(round(limit_gib * GIB))
+        limit_gib = self.cfg.max_memory_gib
+        if kind == "start" and limit_gib is not None and recorder.backend.monitor_kind == "cpu":
+            limit_allocations(round(limit_gib * GIB))  # not of other devices, which map more than they use
         elif kind == "train":
             self.keep(recorder, values)
         elif kind == "summary" and values["reason"] == MEASURED:
             self.summarise(recorder)
 
     def keep(self, recorder: Recorder, values: dict[str, Any]) -> None:
-        window, now_s = recorder.window, time.perf_counter()
-        before_s, self.line_s = self.line_s, now_s
-        end = self.cfg.untimed + self.cfg.steps
-        if before_s is not None and self.cfg.untimed < values["step"] <= end:
-            wall_s = max(now_s - before_s - window.compile_s, 1e-9)
+        window, now_s, end = recorder.window, time.perf_counter(), self.cfg.untimed + self.cfg.steps
+        if self.cfg.untimed < values["step"] <= end:
+            wall_s = max(now_s - self.line_s - window.compile_s, 1e-9)
             wait_s, compile_s = values["data_wait_s"], window.compile_s
             self.windows.append(
                 TimedSteps(window.steps, wall_s, window.tokens, window.slots, window.flops, wait_s, compile_s)
             )
+        self.line_s = now_s
         if values["step"] >= end:
             self.stop.ask(MEASURED)
 
@@ -187,6 +177,9 @@ class Meter:
         }
 
 
+# ---- the peak ------------------------------------------------------------------------------------------------------
+
+
 def peak(recorder: Recorder) -> Peak:
     """The instance's, or else what all ranks measure side by side."""
     backend, world, instance = recorder.backend, recorder.world, recorder.cfg.instance
@@ -199,6 +192,26 @@ def peak(recorder: Recorder) -> Peak:
     device = plural(torch.get_num_threads(), "thread") if backend.device.type == "cpu" else backend.device_name
     ranks = f", {world.size} ranks side by side" if world.size > 1 else ""
     return Peak(total, f"measured here: product of {size} x {size} matrices in {backend.precision} on {device}{ranks}")
+
+
+def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
+    """The most operations a second in a product of two n x n matrices (2 n^3 of them) in the run's precision, on this
+    rank's device with its number of threads, and n.
+    """
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(backend.precision.partition("_")[0], torch.float32)
+
+    def least_s(size: int) -> float:
+        left, right = (torch.rand(size, size).to(backend.device, kind) for _ in range(2))
+        # Reading the product's maximum waits for the device.
+        return min(timeit.repeat(lambda: backend.to_host([(left @ right).amax()]), number=1, repeat=REPEATS))
+
+    best = (0.0, 0)
+    for size in SIZES:
+        took_s = least_s(size)
+        best = max(best, (2 * size**3 / took_s, size))
+        if took_s > LONG_ENOUGH_S:
+            break
+    return best
 
 
 # ---- the folder ----------------------------------------------------------------------------------------------------

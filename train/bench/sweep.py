@@ -32,7 +32,7 @@ from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
 from train.report.texts import plural
 from train.run_folder.outcome import OUT_OF_MEMORY
 from train.storage.atomic_io import write_atomic
-from train.storage.schema import BadContent, read_object
+from train.storage.schema import read_object
 
 GROWTH = 1.02  # a larger micro batch is faster if it is so by this factor; less is noise
 MOST_SLOWER = 2  # larger micro batches in a row that are no faster, after which none is tried
@@ -40,7 +40,6 @@ FIRST = 8  # the first micro batch that is tried, if none is given
 HOST_SHARE = 0.9  # of the memory that is available, for the ranks of a try on CPUs
 MANY_ROWS = 2**62  # more than any data: a try checks the data itself
 OWN = {each.name for each in fields(BenchConfig)} - {each.name for each in fields(TrainConfig)}
-HEADER = f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict"
 
 
 @dataclass(frozen=True)
@@ -74,31 +73,12 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
 
     build_task(cfg)  # or else the first try finds out, after a minute, what cannot be opened
     limit_gib = cfg.max_memory_gib or HOST_SHARE * available_bytes() / GIB / cfg.nproc
-    print(HEADER, flush=True)
-    tries: list[Try] = []
-    share = (cfg.global_batch_size or 0) // cfg.nproc
-    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-") as work:
-
-        def attempt(size: int) -> Try:
-            command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
-            tries.append(try_size(command, size, share // size, Path(work)))
-            tried = tries[-1]
-            peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
-            speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
-            print(f"{size:11}  {share // size:12}  {speed:>10}  {peak:>10}  {tried.verdict}", flush=True)
-            return tried
-
-        ended = search(sizes, first, attempt)
+    tries, ended = measure_all(cfg, settings, sizes, first, limit_gib)
     fitting = [each for each in tries if each.bench is not None]
     best = max(fitting, key=lambda each: each.tokens_per_s, default=None)
     largest = max((each.micro_batch_size for each in fitting), default=None)
     is_limit = len(fitting) < len(tries) or largest == sizes[-1]  # otherwise larger ones were no faster, and not tried
-    text = "" if best is None else experiment(settings, best, global_batch_size=cfg.global_batch_size or 0)
-    if best is not None:
-        size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"
-        print(f"{ended}; the fastest is {size}", flush=True)
-        if target is None:
-            print(text, end="", flush=True)
+    text = experiment(settings, best, global_batch_size=cfg.global_batch_size or 0) if best else ""
     if cfg.output is not None:
         result = {
             "kind": "sweep",
@@ -116,28 +96,48 @@ def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
         write_atomic(Path(cfg.output), json.dumps(result, indent=2).encode() + b"\n")
     if best is None:
         raise Failure(f"no micro batch fits, not even {tries[-1].micro_batch_size}: {tries[-1].verdict}")
-    if target is not None:
+    size = f"micro_batch_size={best.micro_batch_size} with an accumulation of {best.accumulation}"
+    print(f"{ended}; the fastest is {size}")
+    if target is None:
+        print(text, end="")
+    else:
         write_atomic(target, text.encode())
         print(f"{target}: python -m train experiment={cfg.save_as}")
     return cli.DONE
+
+
+def measure_all(
+    cfg: BenchConfig, settings: Sequence[str], sizes: Sequence[int], first: int, limit_gib: float
+) -> tuple[list[Try], str]:
+    """The tries, each printed as it ends, and why there are no more."""
+    tries: list[Try] = []
+    share = (cfg.global_batch_size or 0) // cfg.nproc
+    print(f"{'micro batch':>11}  {'accumulation':>12}  {'tokens/s':>10}  {'GiB a rank':>10}  verdict", flush=True)
+    with tempfile.TemporaryDirectory(prefix="baretrain-sweep-") as work:
+
+        def attempt(size: int) -> Try:
+            command = command_of(cfg, settings, size, limit_gib=limit_gib, output=f"{work}/{size}.json")
+            tried = try_size(command, size, share // size, Path(work))
+            tries.append(tried)
+            peak = "" if tried.peak_bytes is None else f"{tried.peak_bytes / GIB:.2f}"
+            speed = "" if tried.bench is None else f"{tried.tokens_per_s:,.0f}"
+            print(f"{size:11}  {tried.accumulation:12}  {speed:>10}  {peak:>10}  {tried.verdict}", flush=True)
+            return tried
+
+        return tries, search(sizes, first, attempt)
 
 
 def sizes_of(cfg: BenchConfig) -> tuple[list[int], int]:
     """The micro batches that divide a rank's share of the global batch, in order, and the first one to try."""
     check(cfg.global_batch_size is not None, "a sweep keeps the global batch: set global_batch_size")
     whole = cfg.global_batch_size or 0
-    check(
-        whole % cfg.nproc == 0,
-        f"global_batch_size={whole} does not divide over nproc={cfg.nproc} ranks; make it a multiple",
-    )
-    share, most = whole // cfg.parallel.replicas(cfg.nproc), cfg.max_micro_batch or whole
-    sizes = [size for size in range(1, min(share, most) + 1) if share % size == 0]
-    usable = [size for size in sizes if is_usable(cfg, size)]
-    check(
-        usable != [],
-        f"none of the micro batches up to {min(most, share)} that divide global_batch_size={whole} over nproc="
-        f"{cfg.nproc} suits the backend and the instance",
-    )
+    text = f"global_batch_size={whole} does not divide over nproc={cfg.nproc} ranks; make it a multiple"
+    check(whole % cfg.nproc == 0, text)
+    share = whole // cfg.parallel.replicas(cfg.nproc)
+    most = min(share, cfg.max_micro_batch or whole)
+    usable = [size for size in range(1, most + 1) if share % size == 0 and is_usable(cfg, size)]
+    text = f"none of the micro batches up to {most} that divide global_batch_size={whole} over nproc={cfg.nproc}"
+    check(usable != [], f"{text} suits the backend and the instance")
     wanted = cfg.micro_batch_size or FIRST
     return usable, max((size for size in usable if size <= wanted), default=usable[0])
 
@@ -209,26 +209,16 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     counter = find_oom_counter()
     before = count_oom_kills(counter)
     environ = {**os.environ, "TMPDIR": str(work)}  # what a killed process leaves is removed with the folder
-    done = subprocess.run(
-        command,
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    try:
-        result = read_object((work / f"{size}.json").read_bytes())
-    except (FileNotFoundError, BadContent):  # it was killed
-        result = {}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
+    output = work / f"{size}.json"  # absent if the process was killed
+    result = read_object(output.read_bytes()) if output.exists() else {}
     kills = count_oom_kills(counter) - before
     outcome = outcome_of(done.returncode, result, kills, is_counted=counter is not None)
     if outcome is not None:
         return Try(size, accumulation, outcome, result if outcome == "fits" else None)
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    refusals = [line for line in lines if line.startswith("error: ")]
-    why = (refusals or lines or ["it printed nothing"])[-1].removeprefix("error: ")
+    errors = [line for line in lines if line.startswith("error: ")]
+    why = (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
     if done.returncode == cli.REFUSED or any(work.rglob(REFUSAL)):  # torchrun exits with 1 whatever a rank's code was
         raise InputError(why)
     raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")

@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,12 @@ from train.host.launcher import leave_it_to_the_first
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    # Without --collectives this process is no rank of a job, even where the environment is that of one.
-    after_refusal = inform_others if "--collectives" in arguments else lambda _: None
-    return guarded(lambda: examine(read_arguments(arguments)), before_error=is_reported, after_refusal=after_refusal)
-
-
-def is_reported() -> bool:
-    """Whether another rank of this machine has reported the error."""
-    return leave_it_to_the_first(int(os.environ.get("LOCAL_RANK") or 0))
+    return guarded(
+        lambda: examine(read_arguments(arguments)),
+        before_error=lambda: leave_it_to_the_first(int(os.environ.get("LOCAL_RANK") or 0)),
+        # Without --collectives this process is no rank of a job, even where the environment is that of one.
+        after_refusal=inform_others if "--collectives" in arguments else lambda _: None,
+    )
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -144,31 +142,23 @@ def columns() -> int:
 # ---- explain -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cause:
-    name: str
-    pattern: str
-    cause: str
-    cure: str
+CAUSES: list[dict[str, str]] = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
 
 
-CAUSES = [Cause(**row) for row in yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))]
-
-
-def explain(text: str) -> list[Cause]:
-    """Rows whose pattern occurs in the text (a message or a whole log), in the order of the table."""
-    return [cause for cause in CAUSES if re.search(cause.pattern, text, re.IGNORECASE | re.MULTILINE)]
+def explain(text: str) -> list[dict[str, str]]:
+    """Rows of causes.yaml whose pattern occurs in the text (a message or a whole log), in the order of the table."""
+    return [cause for cause in CAUSES if re.search(cause["pattern"], text, re.IGNORECASE | re.MULTILINE)]
 
 
 def print_causes(text: str) -> int:
     causes = explain(text)
     for cause in causes:
-        print(cause.name)
-        for line in (*wrap(cause.cause, width=columns() - 4), *wrap(f"-> {cause.cure}", width=columns() - 4)):
-            print(f"    {line}")
+        print(cause["name"])
+        for paragraph in (cause["cause"], f"-> {cause['cure']}"):
+            print(textwrap.indent("\n".join(wrap(paragraph, width=columns() - 4)), "    "))
     if not causes:
         print("nothing known about this text: try the first error of the rank that failed first (log/rank_*.txt)")
-    return 0 if causes else 1
+    return DONE if causes else FAILED
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import platform
 import resource
@@ -10,23 +11,22 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from importlib import util
 from pathlib import Path
 
 import psutil
 
 from train.doctor import checks_devices, checks_host, checks_versions
-from train.doctor.finding import Finding, bad, ok, warn
+from train.doctor.finding import Finding, ok, warn
 from train.doctor.probe import Probe, ask_tool, instance_names, read_instance
-from train.host.machine import installed_versions
+from train.host.machine import installed_versions, instance_type
 
-PRODUCT_NAME = Path("/sys/devices/virtual/dmi/id/product_name")  # on EC2's Nitro machines: the instance type
-LIMITS = {"nofile": "RLIMIT_NOFILE", "memlock": "RLIMIT_MEMLOCK", "nproc": "RLIMIT_NPROC"}
+PRODUCT_NAME = "/sys/devices/virtual/dmi/id/product_name"  # on EC2's Nitro machines: the instance type
+LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "nproc": resource.RLIMIT_NPROC}
 
 
 def machine(probe: Probe) -> Finding:
     """Name of this machine; a warning if --instance names another."""
-    firmware = (probe.text(str(PRODUCT_NAME)) or "").strip()
+    firmware = probe.text(PRODUCT_NAME) or ""
     text = f"{probe.system} {probe.kernel}, {probe.num_cpus} CPU cores"
     if probe.instance is None:
         return ok(text)
@@ -64,19 +64,16 @@ CHECKS: dict[str, Callable[[Probe], Finding]] = {  # by their names on the scree
 def examine(probe: Probe, *, bucket: str | None = None) -> dict[str, Finding]:
     """Run all checks; findings come by name, in the order of the screen."""
     findings = {name: check(probe) for name, check in CHECKS.items()}
-    if bucket is None:
-        return findings
-    if util.find_spec("boto3") is None:
-        return {**findings, "S3": bad("boto3 is not installed", cure="pip install boto3")}
-    from train.doctor import checks_s3
+    if bucket is not None:
+        from train.doctor import checks_s3  # late: boto3 takes long to import
 
-    return findings | checks_s3.bucket(bucket, now_s=probe.now_s)
+        findings |= checks_s3.bucket(bucket, now_s=probe.now_s)
+    return findings
 
 
 def here(*, instance: str | None = None, num_ranks: int | None = None, num_machines: int = 1) -> Probe:
     """Probe this machine. Without a name, the instance type is that of the firmware if it is a known one."""
-    firmware = PRODUCT_NAME.read_text().strip() if PRODUCT_NAME.is_file() else ""
-    name = instance or (firmware if firmware in instance_names() else None)
+    name = instance or (instance_type() if instance_type() in instance_names() else None)
     memory = psutil.virtual_memory()
     return Probe(
         ask=functools.cache(ask_tool),
@@ -88,9 +85,9 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
         python=sys.version_info[:3],
         glibc=platform.libc_ver()[1] if platform.libc_ver()[0] == "glibc" else "",
         num_cpus=os.cpu_count() or 1,
-        limits={name: read_limit(kind) for name, kind in LIMITS.items() if hasattr(resource, kind)},
+        limits={name: read_limit(kind) for name, kind in LIMITS.items()},
         memory_bytes=(memory.available, memory.total),
-        free_bytes=free_bytes,
+        free_bytes=lambda path: shutil.disk_usage(path).free if os.access(path, os.F_OK) else None,
         cwd=Path.cwd(),
         now_s=time.time(),
         instance=read_instance(name) if name else None,
@@ -99,13 +96,7 @@ def here(*, instance: str | None = None, num_ranks: int | None = None, num_machi
     )
 
 
-def read_limit(kind: str) -> tuple[float, float]:
+def read_limit(kind: int) -> tuple[float, float]:
     """Soft and hard limit; inf for no limit."""
-    soft, hard = resource.getrlimit(getattr(resource, kind))
-    unlimited = resource.RLIM_INFINITY
-    return (float("inf") if soft == unlimited else soft), (float("inf") if hard == unlimited else hard)
-
-
-def free_bytes(path: Path) -> int | None:
-    """Free space of the disk that holds a path, for this user; None if there is no such path."""
-    return shutil.disk_usage(path).free if os.access(path, os.F_OK) else None
+    soft, hard = (math.inf if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
+    return soft, hard

@@ -11,8 +11,9 @@ import re
 
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, ToolOutput
-from train.host.machine import read_neuron_ls
+from train.host.machine import Chip, read_neuron_ls
 
+CHIP_QUERY = ("neuron-ls", "-j")
 GPU_QUERY = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader,nounits")
 HOLDER_QUERY = ("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron"
@@ -20,9 +21,18 @@ OFI_NCCL = "/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:$LD_LIBRARY_PATH"
 WATCHERS = ("neuron-monitor", "neuron-top", "neuron-ls")  # these open the device files but hold no core
 
 
-def read_csv(text: str) -> list[list[str]]:
-    """Parse nvidia-smi's CSV without header and units."""
-    return [row for row in csv.reader(text.splitlines(), skipinitialspace=True) if len(row) > 1]
+def neuron_chips(probe: Probe) -> list[Chip]:
+    """The chips that neuron-ls names; none if it cannot be asked or read, which `devices` reports."""
+    try:
+        return read_neuron_ls(probe.ask(*CHIP_QUERY).out)
+    except ValueError:  # also if it printed nothing
+        return []
+
+
+def read_csv(answer: ToolOutput) -> list[list[str]]:
+    """Parse nvidia-smi's CSV without header and units; nothing if it failed."""
+    lines = [] if answer.fault else answer.out.splitlines()
+    return [row for row in csv.reader(lines, skipinitialspace=True) if len(row) > 1]
 
 
 # ---- devices -------------------------------------------------------------------------------------------------------
@@ -30,7 +40,7 @@ def read_csv(text: str) -> list[list[str]]:
 
 def devices(probe: Probe) -> Finding:
     if probe.is_trainium:
-        return neuron_devices(probe, probe.ask("neuron-ls", "-j"))
+        return neuron_devices(probe, probe.ask(*CHIP_QUERY))
     if probe.has_gpu:
         return gpu_devices(probe, probe.ask(*GPU_QUERY))
     if probe.instance and probe.num_devices:
@@ -56,11 +66,8 @@ def neuron_devices(probe: Probe, answer: ToolOutput) -> Finding:
         cure = "sudo apt-get install --only-upgrade aws-neuronx-tools"
         return bad(f"neuron-ls -j cannot be read ({error})", cure=cure)
     num_cores = sum(chip.num_cores for chip in chips)
-    text = f"{num_cores} NeuronCores on {len(chips)} chips"
-    if probe.instance and probe.num_devices not in (None, num_cores):
-        cure = f"{RELOAD}; if it stays, stop and start the instance (it moves to another host)"
-        return bad(f"{text}; {probe.instance.name} has {probe.num_devices} cores", cure=cure)
-    return ok(text)
+    cure = f"{RELOAD}; if it stays, stop and start the instance (it moves to another host)"
+    return counted(probe, num_cores, f"{num_cores} NeuronCores on {len(chips)} chips", " cores", cure)
 
 
 def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
@@ -70,14 +77,19 @@ def gpu_devices(probe: Probe, answer: ToolOutput) -> Finding:
     if answer.fault:
         cure = "sudo modprobe nvidia; after a kernel update install the driver again; then reboot (dmesg | grep NVRM)"
         return bad(answer.fault, cure=cure)
-    rows = read_csv(answer.out)
+    rows = read_csv(answer)
     if not rows:
         return bad("nvidia-smi lists no GPU", cure="reboot; look for errors in: dmesg | grep NVRM")
     kinds = sorted({f"{row[1]}, {gib(row[2])}" for row in rows if len(row) > 3})
     text = f"{len(rows)} GPU ({'; '.join(kinds)}), driver {rows[0][-1]}"
-    if probe.instance and probe.num_devices not in (None, len(rows)):
-        cure = "look for a lost GPU (dmesg | grep -i xid), unset CUDA_VISIBLE_DEVICES, stop and start the instance"
-        return bad(f"{text}; {probe.instance.name} has {probe.num_devices}", cure=cure)
+    cure = "look for a lost GPU (dmesg | grep -i xid), unset CUDA_VISIBLE_DEVICES, stop and start the instance"
+    return counted(probe, len(rows), text, "", cure)
+
+
+def counted(probe: Probe, number: int, text: str, unit: str, cure: str) -> Finding:
+    """The finding on this number of devices, by that of the instance type."""
+    if probe.instance and probe.num_devices not in (None, number):
+        return bad(f"{text}; {probe.instance.name} has {probe.num_devices}{unit}", cure=cure)
     return ok(text)
 
 
@@ -85,68 +97,49 @@ def gib(mebibytes: str) -> str:
     return f"{int(mebibytes) / 1024:.0f} GiB" if mebibytes.isdigit() else "memory unknown"
 
 
-def count_devices(probe: Probe) -> int | None:
-    """Number of devices for ranks, as the tools count them; None if they name none."""
-    answer = probe.ask("neuron-ls", "-j") if probe.is_trainium else probe.ask(*GPU_QUERY)
-    if answer.fault or not probe.is_accelerated:
-        return None
-    try:
-        return sum(c.num_cores for c in read_neuron_ls(answer.out)) if probe.is_trainium else len(read_csv(answer.out))
-    except ValueError:
-        return None  # the check `devices` reports it
-
-
 # ---- processes that hold them --------------------------------------------------------------------------------------
 
 
 def holders(probe: Probe) -> Finding:
     if probe.is_trainium:
-        return neuron_holders(probe, probe.ask("neuron-ls", "-j"))
+        return neuron_holders(probe, neuron_chips(probe))
     if probe.has_gpu:
         return gpu_holders(probe.ask(*HOLDER_QUERY))
     return skip("no accelerator")
 
 
-def neuron_holders(probe: Probe, answer: ToolOutput) -> Finding:
-    try:
-        chips = read_neuron_ls(answer.out)  # ValueError too if it printed nothing
-    except ValueError:
-        chips = []
+def neuron_holders(probe: Probe, chips: list[Chip]) -> Finding:
     if not chips:
         return skip("neuron-ls does not say")
-    held: dict[int, list[int]] = {}
+    numbers: set[int] = set()
     commands: dict[int, str] = {}
     for chip in chips:
         for pid, command in chip.holders:
             command = command or (probe.text(f"/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
             if not any(watcher in command.split(" ")[0] for watcher in WATCHERS):
-                held.setdefault(pid, []).append(chip.number)
-                commands[pid] = command or "?"
-    if not held:
+                numbers.add(chip.number)
+                commands[pid] = command[:60] or "?"
+    if not commands:
         return ok("no process: every core is free")
-    first = min(held)
-    num_chips = len({number for numbers in held.values() for number in numbers})
-    text = f"process {first} ({commands[first][:60]}){more(len(held))} on {num_chips} of {len(chips)} chips"
-    return bad(text, cure=kill(sorted(held)))
+    text, cure = held_by(dict(sorted(commands.items())))
+    return bad(f"{text} on {len(numbers)} of {len(chips)} chips", cure=cure)
 
 
 def gpu_holders(answer: ToolOutput) -> Finding:
+    rows = [row for row in read_csv(answer) if row[0].isdigit()]
     if answer.fault:
         return skip(answer.fault)
-    rows = read_csv(answer.out)
     if not rows:
         return ok("no process computes on a GPU")
-    used = f", {gib(rows[0][2])}" if len(rows[0]) > 2 and rows[0][2].isdigit() else ""
-    text = f"process {rows[0][0]} ({rows[0][1][:60]}{used}){more(len(rows))}"
-    return warn(text, cure=kill(sorted({int(row[0]) for row in rows if row[0].isdigit()})))
+    text, cure = held_by({int(row[0]): ", ".join([row[1][:60], *map(gib, row[2:3])]) for row in rows})
+    return warn(text, cure=cure)
 
 
-def more(count: int) -> str:
-    return f" and {count - 1} more" if count > 1 else ""
-
-
-def kill(pids: list[int]) -> str:
-    return f"kill {' '.join(map(str, pids))} (unless it is a run that you need; after a minute kill -9)"
+def held_by(names: dict[int, str]) -> tuple[str, str]:
+    """Text on the processes of these ids, and its cure."""
+    first, more = min(names), f" and {len(names) - 1} more" if len(names) > 1 else ""
+    cure = f"kill {' '.join(map(str, sorted(names)))} (unless it is a run that you need; after a minute kill -9)"
+    return f"process {first} ({names[first]}){more}", cure
 
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
@@ -157,7 +150,10 @@ def ranks(probe: Probe) -> Finding:
     counts = ", ".join(map(str, (instance and instance.rank_counts) or []))
     if wanted is None:
         return skip(f"--ranks-per-machine checks a number{f'; here: {counts}' if counts else ''}")
-    full = probe.num_devices or count_devices(probe)
+    full = probe.num_devices
+    if full is None:
+        chips = neuron_chips(probe) if probe.is_trainium else []
+        full = sum(chip.num_cores for chip in chips) or len(read_csv(probe.ask(*GPU_QUERY)))
     if instance and instance.rank_counts and wanted not in instance.rank_counts:
         best = max((count for count in instance.rank_counts if count <= wanted), default=min(instance.rank_counts))
         text = f"{wanted} ranks on {instance.name}: the runtime takes {counts}"
@@ -173,11 +169,6 @@ def ranks(probe: Probe) -> Finding:
 # ---- EFA -----------------------------------------------------------------------------------------------------------
 
 
-def read_fi_info(text: str) -> set[str]:
-    """Devices in `fi_info -p efa`, where each has a domain for each endpoint type ("rdmap16s27-rdm", "-dgrm")."""
-    return {re.sub(r"-(rdm|dgrm)$", "", domain) for domain in re.findall(r"^\s*domain:\s*(\S+)", text, re.MULTILINE)}
-
-
 def efa(probe: Probe) -> Finding:
     num_seen = len(probe.efa_devices)
     wanted = probe.instance.efa_interfaces if probe.instance else None
@@ -191,21 +182,21 @@ def efa(probe: Probe) -> Finding:
         cure = "they are attached at launch only: launch again with InterfaceType=efa on every network card; "
         return fault(text, cure=cure + "if they are: the EFA installer, sudo ./efa_installer.sh -y")
     answer = probe.ask("fi_info", "-p", "efa")
-    usable = 0 if answer.fault else len(read_fi_info(answer.out))
+    # A device has a domain for each endpoint type ("rdmap16s27-rdm", "-dgrm").
+    usable = len(set(re.findall(r"^\s*domain:\s*(\S+?)(?:-rdm|-dgrm)?$", answer.out, re.MULTILINE)))
     if usable < num_seen:
-        text = (
-            f"{num_seen} interfaces, libfabric sees {usable}" + (f" ({answer.fault})" if answer.fault else "") + alone
-        )
+        why = f" ({answer.fault})" if answer.fault else ""
+        text = f"{num_seen} interfaces, libfabric sees {usable}{why}{alone}"
         cure = "install EFA's libfabric: sudo ./efa_installer.sh -y, then export PATH=/opt/amazon/efa/bin:$PATH"
         return fault(text, cure=cure)
-    if probe.has_gpu and not nccl_plugins(probe):
+    if probe.has_gpu and not has_nccl_plugin(probe):
         cure = f"install aws-ofi-nccl (sudo ./efa_installer.sh -y), then export LD_LIBRARY_PATH={OFI_NCCL}"
         return fault(f"{num_seen} interfaces; NCCL has no libnccl-net*.so and would use TCP{alone}", cure=cure)
     return ok(f"{num_seen} interfaces" + (f" of {wanted}" if wanted else "") + ", libfabric sees all")
 
 
-def nccl_plugins(probe: Probe) -> list[str]:
-    """The network plugins of NCCL (aws-ofi-nccl's for EFA) that the dynamic linker finds, in ld.so(8)'s places."""
+def has_nccl_plugin(probe: Probe) -> bool:
+    """Whether the dynamic linker finds a network plugin of NCCL (aws-ofi-nccl's for EFA), in ld.so(8)'s places."""
     folders = filter(None, probe.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    given = [str(file) for folder in folders for file in probe.files(f"{folder}/libnccl-net*.so")]
-    return given + re.findall(r"^\s*(libnccl-net\S*\.so)", probe.ask("ldconfig", "-p").out, re.MULTILINE)
+    is_given = any(probe.files(f"{folder}/libnccl-net*.so") for folder in folders)
+    return is_given or re.search(r"^\s*libnccl-net\S*\.so", probe.ask("ldconfig", "-p").out, re.MULTILINE) is not None

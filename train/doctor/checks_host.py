@@ -22,6 +22,7 @@ RANK_MEMORY = GIB  # measured: importing torch and transformers takes 0.65 GiB i
 COMPILER_MEMORY = 8 * GIB  # neuronx-cc is killed (exit code -9) if memory is short; an estimate, not run on hardware
 OLD_LOCK_S = 3600.0  # the longest compilations take some 45 minutes
 WANTED_CLOCK_S, LEAST_CLOCK_S = 1.0, 60.0
+LOOPBACK = ("127.", "::1")
 
 
 # ---- limits and ports ----------------------------------------------------------------------------------------------
@@ -65,20 +66,15 @@ def locked_memory(probe: Probe) -> Finding:
     return bad(text, cure="add '* - memlock unlimited' to /etc/security/limits.conf and log in again")
 
 
-def read_ports(text: str) -> list[range]:
-    """Parse ip_local_reserved_ports, such as "8080,48600-48700"."""
-    pairs = (part.partition("-") for part in re.findall(r"\d+(?:-\d+)?", text))
-    return [range(int(low), int(high or low) + 1) for low, _, high in pairs]
-
-
 def reserved_ports(probe: Probe) -> Finding:
     port = machine.ROOT_COMM_PORT
     if not probe.is_trainium:
         return skip("no Trainium")
-    reserved = probe.text("/proc/sys/net/ipv4/ip_local_reserved_ports")
+    reserved = probe.text("/proc/sys/net/ipv4/ip_local_reserved_ports")  # such as "8080,48600-48700"
     if reserved is None:
         return skip("not Linux, or /proc cannot be read")
-    if any(port in ports for ports in read_ports(reserved)):
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", reserved)
+    if any(int(low) <= port <= int(high or low) for low, high in ranges):
         return ok(f"{port} is kept for Neuron's collectives")
     low, high = map(int, (probe.text("/proc/sys/net/ipv4/ip_local_port_range") or "32768 60999").split())
     if not low <= port <= high:
@@ -89,8 +85,7 @@ def reserved_ports(probe: Probe) -> Finding:
 
 
 def fork_safety(probe: Probe) -> Finding:
-    efa = probe.efa_devices
-    if not efa:
+    if not probe.efa_devices:
         return skip("no EFA")
     if probe.is_old_kernel and probe.environ.get("FI_EFA_FORK_SAFE", "0") == "0":
         text = f"Linux {probe.kernel} with EFA: a loader worker that forks corrupts what EFA sends"
@@ -113,16 +108,13 @@ def cache(probe: Probe) -> Finding:
     fault = machine.cache_fault(probe.environ)
     if fault:
         what, _, cure = fault.partition("; ")
-        cure = cure or f"export NEURON_COMPILE_CACHE_URL={machine.DEFAULT_CACHE}"
-        return bad(what, cure=cure)
+        return bad(what, cure=cure or f"export NEURON_COMPILE_CACHE_URL={machine.DEFAULT_CACHE}")
     if "://" in location:
         return ok(location)
     folder = nearest(Path(location).expanduser())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        cure = (
-            f"sudo mkdir -p {location} && sudo chown $USER {location}, or "
-            "export NEURON_COMPILE_CACHE_URL=$HOME/neuron-cache"
-        )
+        cure = f"sudo mkdir -p {location} && sudo chown $USER {location}"
+        cure += ", or export NEURON_COMPILE_CACHE_URL=$HOME/neuron-cache"
         return bad(f"{location} cannot be written to", cure=cure)
     locks = [file for file in Path(location).expanduser().rglob("*.lock") if is_old(file, probe.now_s)]
     if locks:
@@ -139,11 +131,14 @@ def is_old(file: Path, now_s: float) -> bool:
 
 
 def disk(probe: Probe) -> Finding:
-    paths = {"this folder": probe.cwd, "/tmp": Path(probe.environ.get("TMPDIR", "/tmp"))}
-    cache_location = machine.cache_location(probe.environ)
-    if probe.is_trainium and "://" not in cache_location:
-        paths["the compile cache"] = Path(cache_location).expanduser()
-    free = {name: probe.free_bytes(nearest(path)) for name, path in paths.items()}
+    location = machine.cache_location(probe.environ)
+    places = {
+        "this folder": (probe.cwd, "run_dir="),
+        "/tmp": (Path(probe.environ.get("TMPDIR", "/tmp")), "export TMPDIR="),
+    }
+    if probe.is_trainium and "://" not in location:
+        places["the compile cache"] = (Path(location).expanduser(), "export NEURON_COMPILE_CACHE_URL=")
+    free = {name: probe.free_bytes(nearest(path)) for name, (path, _) in places.items()}
     known = {name: value for name, value in free.items() if value is not None}
     if not known:
         return skip("free space unknown")
@@ -151,10 +146,8 @@ def disk(probe: Probe) -> Finding:
     text = ", ".join(f"{value / GIB:,.0f} GiB free in {name}" for name, value in known.items())
     if known[least] >= WANTED_DISK:
         return ok(text)
-    setting = {"this folder": "run_dir=", "/tmp": "export TMPDIR="}.get(least, "export NEURON_COMPILE_CACHE_URL=")
-    cure = (
-        f"free some space in {paths[least]}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
-    )
+    path, setting = places[least]
+    cure = f"free some space in {path}, or point {setting} to a larger disk; 20 GiB hold a few large checkpoints"
     return (bad if known[least] < LEAST_DISK else warn)(text, cure=cure)
 
 
@@ -166,8 +159,10 @@ def memory(probe: Probe) -> Finding:
     if free >= wanted:
         return ok(text)
     cure = "end other programs (ps aux --sort=-rss | head)"
-    cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed" if probe.is_trainium else ""
-    text += f", some {wanted / GIB:,.0f} wanted for {num_ranks} ranks" + (" and the compiler" * probe.is_trainium)
+    text += f", some {wanted / GIB:,.0f} wanted for {num_ranks} ranks"
+    if probe.is_trainium:
+        cure += "; NEURON_PARALLEL_COMPILE_MAX_RETRIES=1 if the compiler is killed"
+        text += " and the compiler"
     return (bad if free < LEAST_MEMORY else warn)(text, cure=cure)
 
 
@@ -184,21 +179,16 @@ def shared_memory(probe: Probe) -> Finding:
 # ---- clock, environment, names -------------------------------------------------------------------------------------
 
 
-def read_chrony(text: str) -> tuple[float, str]:
-    """Parse offset in seconds and leap status of `chronyc tracking`; (nan, "") if they are missing."""
-    offset = re.search(r"^System time\s*:\s*([\d.]+) seconds", text, re.MULTILINE)
-    leap = re.search(r"^Leap status\s*:\s*(.+?)\s*$", text, re.MULTILINE)
-    return (float(offset[1]) if offset else math.nan), (leap[1] if leap else "")
-
-
 def clock(probe: Probe) -> Finding:
     """Check that the clock is kept: S3 rejects signatures that are 15 minutes off, and logs are compared by seconds."""
     restart = "sudo systemctl enable --now chrony && sudo chronyc makestep"
     answer = probe.ask("chronyc", "tracking")
     if not answer.fault:
-        offset_s, leap = read_chrony(answer.out)
-        if leap != "Normal":
-            return warn(f"chrony does not follow a server ({leap or 'status unknown'})", cure=restart)
+        offset = re.search(r"^System time\s*:\s*([\d.]+) seconds", answer.out, re.MULTILINE)
+        leap = re.search(r"^Leap status\s*:\s*(.+?)\s*$", answer.out, re.MULTILINE)
+        if offset is None or leap is None or leap[1] != "Normal":
+            return warn(f"chrony does not follow a server ({leap[1] if leap else 'status unknown'})", cure=restart)
+        offset_s = float(offset[1])
         text = f"{offset_s:.6f} s off, kept by chrony"
         if offset_s <= WANTED_CLOCK_S:
             return ok(text)
@@ -223,10 +213,9 @@ def knobs(probe: Probe) -> Finding:
 
 
 def malloc(probe: Probe) -> Finding:
-    value = probe.environ.get("MALLOC_ARENA_MAX")
     if not probe.is_trainium:
         return skip("no Trainium")
-    if value:
+    if value := probe.environ.get("MALLOC_ARENA_MAX"):
         return ok(value)
     text = "MALLOC_ARENA_MAX unset: host memory grows with every thread until ranks are killed"
     return warn(text, cure="export MALLOC_ARENA_MAX=64")
@@ -235,19 +224,12 @@ def malloc(probe: Probe) -> Finding:
 def hostname(probe: Probe) -> Finding:
     name = probe.hostname
     if len(name) > 63:
-        return bad(
-            f"{len(name)} characters: Neuron's bootstrap takes at most 63",
-            cure="sudo hostnamectl set-hostname NAME",
-        )
-    loop = next((line for line in (probe.text("/etc/hosts") or "").splitlines() if is_loop(line, name)), None)
-    if loop and (probe.num_machines > 1 or probe.efa_devices):
-        text = f"/etc/hosts maps {name} to {loop.split()[0]}: other machines would connect to themselves"
+        text = f"{len(name)} characters: Neuron's bootstrap takes at most 63"
+        return bad(text, cure="sudo hostnamectl set-hostname NAME")
+    hosts = [line.partition("#")[0].split() for line in (probe.text("/etc/hosts") or "").splitlines()]
+    loops = [address for address, *names in filter(None, hosts) if name in names and address.startswith(LOOPBACK)]
+    if loops and name != "localhost" and (probe.num_machines > 1 or probe.efa_devices):
+        text = f"/etc/hosts maps {name} to {loops[0]}: other machines would connect to themselves"
         cure = f"in /etc/hosts put the address that `hostname -I` prints first before {name}"
         return (bad if probe.num_machines > 1 else warn)(text, cure=cure)
     return ok(name)
-
-
-def is_loop(line: str, name: str) -> bool:
-    """Whether a line of /etc/hosts maps the name to the loopback address."""
-    address, *names = line.partition("#")[0].split() or [""]
-    return name != "localhost" and name in names and (address.startswith("127.") or address == "::1")

@@ -16,8 +16,7 @@ NEEDED_GLIBC = (2, 35)  # of torch-neuronx 2.9's wheel: Ubuntu 22.04 and 24.04 h
 
 def python(probe: Probe) -> Finding:
     """Python and glibc: both decide whether Neuron's wheels can be installed at all."""
-    version = ".".join(map(str, probe.python[:3]))
-    text = f"{version}" + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
+    text = ".".join(map(str, probe.python)) + (f", glibc {probe.glibc}" if probe.glibc else f", {probe.system}")
     if probe.python[:2] < (3, 10):
         return bad(f"{text}: too old", cure="python3.11 -m venv .venv (3.10 or newer)")
     if not probe.is_trainium:
@@ -64,29 +63,19 @@ def neuron_packages(text: str, versions: dict[str, str]) -> Finding:
     missing = [package for package in ("torch-neuronx", "neuronx-cc", "torch-xla") if package not in versions]
     if missing:
         return bad(f"{', '.join(missing)} missing ({text})", cure=install)
-    build = plain(versions["torch-neuronx"]).split(".", 3)[-1]
-    sdks = [sdk for sdk in table.sdks if sdk.torch_neuronx == build]
+    neuronx, compiler, library = (
+        versions.get(package, "").partition("+")[0] for package in ("torch-neuronx", "neuronx-cc", "libneuronxla")
+    )
+    sdks = [sdk for sdk in table.sdks if sdk.torch_neuronx == neuronx.split(".", 3)[-1]]
     if not sdks:
-        return warn(f"torch-neuronx {versions['torch-neuronx']} is in no SDK of the table", cure=install)
-    sdks = [sdk for sdk in sdks if sdk.neuronx_cc == plain(versions["neuronx-cc"])]
-    if not sdks:
-        both = f"torch-neuronx {versions['torch-neuronx']} with neuronx-cc {versions['neuronx-cc']}"
-        return warn(f"{both}: no SDK ships them together", cure=install)
-    library = plain(versions.get("libneuronxla", sdks[0].libneuronxla))
-    if sdks[0].libneuronxla and library != sdks[0].libneuronxla:
-        cure = f"pip install libneuronxla=={sdks[0].libneuronxla} {INDEX}"
-        return warn(f"libneuronxla {library}: SDK {sdks[0].name} ships {sdks[0].libneuronxla}", cure=cure)
-    return ok(f"{text}: SDK {sdks[0].name}")
-
-
-def plain(version: str) -> str:
-    return version.split("+")[0]
-
-
-def read_dpkg(text: str) -> dict[str, str]:
-    """Versions of `dpkg-query -W -f='${Package} ${Version}\\n'`; a removed package has a name and no version."""
-    rows = (line.split() for line in text.splitlines())
-    return {row[0]: row[1] for row in rows if len(row) == 2}
+        return warn(f"torch-neuronx {neuronx} is in no SDK of the table", cure=install)
+    sdk = next((sdk for sdk in sdks if sdk.neuronx_cc == compiler), None)
+    if sdk is None:
+        return warn(f"torch-neuronx {neuronx} with neuronx-cc {compiler}: no SDK ships them together", cure=install)
+    if library and sdk.libneuronxla not in ("", library):
+        cure = f"pip install libneuronxla=={sdk.libneuronxla} {INDEX}"
+        return warn(f"libneuronxla {library}: SDK {sdk.name} ships {sdk.libneuronxla}", cure=cure)
+    return ok(f"{text}: SDK {sdk.name}")
 
 
 def driver(probe: Probe) -> Finding:
@@ -96,7 +85,8 @@ def driver(probe: Probe) -> Finding:
     answer = probe.ask("dpkg-query", "-W", "-f=${Package} ${Version}\\n", *SYSTEM_PACKAGES)
     if answer.code is None:
         return skip(f"{answer.fault}: versions unknown")
-    installed = read_dpkg(answer.out)  # a package that is not known makes the exit code 1, the others are listed
+    rows = (line.split() for line in answer.out.splitlines())  # a removed package has a name and no version;
+    installed = {row[0]: row[1] for row in rows if len(row) == 2}  # an unknown one makes the exit code 1
     missing = [p for p in ("aws-neuronx-runtime-lib", "aws-neuronx-collectives") if p not in installed]
     if missing:
         return bad(f"{', '.join(missing)} not installed", cure=f"sudo apt-get install {' '.join(missing)}")
@@ -104,13 +94,12 @@ def driver(probe: Probe) -> Finding:
     dkms, runtime = loaded or installed.get("aws-neuronx-dkms", ""), installed["aws-neuronx-runtime-lib"]
     text, wanted = f"driver {dkms or 'unknown'}, runtime {runtime}", read_versions().sdk
     if not dkms:
-        cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*"
-        return bad(f"{text}: no driver is installed", cure=cure)
+        return bad(f"{text}: no driver is installed", cure=f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}*")
     if numbers(dkms, 2) >= (2, 29) and numbers(runtime, 2) < (2, 33):
         cure = f"sudo apt-get install aws-neuronx-runtime-lib={wanted.runtime}* (or newer)"
         return bad(f"{text}: driver 2.29 needs runtime 2.33", cure=cure)
     both = numbers(dkms), numbers(runtime)
-    sdk = next((s for s in read_versions().sdks if (numbers(s.dkms), numbers(s.runtime)) == both), None)
+    sdk = next((each for each in read_versions().sdks if (numbers(each.dkms), numbers(each.runtime)) == both), None)
     if sdk is None:
         cure = f"sudo apt-get install aws-neuronx-dkms={wanted.dkms}* aws-neuronx-runtime-lib={wanted.runtime}*"
         return warn(f"{text}: no SDK of the table ships them together", cure=cure)

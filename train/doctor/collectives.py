@@ -10,7 +10,7 @@ import socket
 import statistics
 import sys
 import threading
-import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -146,7 +146,7 @@ def all_reduce(
 
     def median_s(tensors: list[Tensor]) -> float:
         """Median duration over repeats and ranks."""
-        of_ranks = world.all_gather_object(durations_s(lambda: add_up(tensors)))
+        of_ranks = world.all_gather_object(timeit.repeat(lambda: add_up(tensors), number=1, repeat=REPEATS))
         return statistics.median(took_s for durations in of_ranks for took_s in durations)
 
     latency_s, took_s = median_s([small]), median_s([large, small])
@@ -157,15 +157,6 @@ def all_reduce(
 def bus_bandwidth(num_bytes: int, took_s: float, *, num_ranks: int) -> float:
     """Bytes a second of an all-reduce over each link, by the formula of nccl-tests (doc/PERFORMANCE.md)."""
     return 2 * (num_ranks - 1) / num_ranks * num_bytes / took_s
-
-
-def durations_s(action: Callable[[], object]) -> list[float]:
-    durations = []
-    for _ in range(REPEATS):
-        began_s = time.perf_counter()
-        action()
-        durations.append(time.perf_counter() - began_s)
-    return durations
 
 
 def measure_links(
@@ -183,7 +174,7 @@ def measure_links(
                 exchange = partial(world.sendrecv, sum(pair) - world.rank, sent, received)
                 with deadline(f"the exchange {name}", timeout_s):
                     # The shortest one: other work on a machine only ever makes an exchange longer.
-                    mine[name] = min(durations_s(exchange))
+                    mine[name] = min(timeit.repeat(exchange, number=1, repeat=REPEATS))
     durations: dict[str, float] = {}
     with deadline("gathering the links", timeout_s):
         for of_rank in world.all_gather_object(mine):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 State = Literal["ok", "warn", "bad", "skip"]
@@ -23,20 +24,8 @@ class Finding:
         assert bool(self.cure) == (self.state in ("warn", "bad")), self
 
 
-def ok(text: str) -> Finding:
-    return Finding("ok", text)
-
-
-def skip(text: str) -> Finding:
-    return Finding("skip", text)
-
-
-def warn(text: str, *, cure: str) -> Finding:
-    return Finding("warn", text, cure)
-
-
-def bad(text: str, *, cure: str) -> Finding:
-    return Finding("bad", text, cure)
+ok, skip = partial(Finding, "ok"), partial(Finding, "skip")
+warn, bad = partial(Finding, "warn"), partial(Finding, "bad")
 
 
 def is_red(findings: Mapping[str, Finding]) -> bool:
@@ -45,25 +34,17 @@ def is_red(findings: Mapping[str, Finding]) -> bool:
 
 def screen(findings: Mapping[str, Finding], *, width: int, colour: bool) -> str:
     """All findings as text of at most `width` columns; words, and so commands, are never broken."""
-    lines = []
+    lines, count = [], dict.fromkeys(COLOURS, 0)
     for name, finding in findings.items():
-        lines += show(name, finding, width=width, colour=colour)
-    count = {state: sum(finding.state == state for finding in findings.values()) for state in COLOURS}
+        count[finding.state] += 1
+        mark = f"{MARKS[finding.state]:{NAME_COLUMN}}"
+        mark = f"\033[{COLOURS[finding.state]}m{mark}\033[0m" if colour else mark
+        text, *more = wrap(finding.text, width=width - TEXT_COLUMN)
+        more += wrap(f"-> {finding.cure}", width=width - TEXT_COLUMN) if finding.cure else []
+        lines.append(f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text}")
+        lines += [" " * TEXT_COLUMN + line for line in more]
     summary = f"{count['ok']} ok, {count['warn']} to look at, {count['bad']} to fix"
-    if count["skip"]:
-        summary += f", {count['skip']} that do not apply"
-    return "\n".join([*lines, summary])
-
-
-def show(name: str, finding: Finding, *, width: int, colour: bool) -> list[str]:
-    text = wrap(finding.text, width=width - TEXT_COLUMN)
-    cure = wrap(f"-> {finding.cure}", width=width - TEXT_COLUMN) if finding.cure else []
-    mark = f"{MARKS[finding.state]:{NAME_COLUMN}}"
-    mark = f"\033[{COLOURS[finding.state]}m{mark}\033[0m" if colour else mark
-    return [
-        f"{mark}{name:{TEXT_COLUMN - NAME_COLUMN}}{text[0]}",
-        *(" " * TEXT_COLUMN + line for line in [*text[1:], *cure]),
-    ]
+    return "\n".join([*lines, summary + (f", {count['skip']} that do not apply" if count["skip"] else "")])
 
 
 def wrap(text: str, *, width: int) -> list[str]:

@@ -15,10 +15,11 @@ import yaml
 
 from train.config import InstanceConfig
 from train.host.cluster import AMAZON, efa_devices
+from train.host.machine import nvidia_gpus
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
 TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds
-NVIDIA = "0x10de"  # PCI vendor
+PCI = "/sys/bus/pci/devices"
 TRAINIUM_PCI = ("0x7164", "0x7364")  # trn1, trn2: PCI ids of the Neuron driver's neuron_device.h
 
 
@@ -43,10 +44,8 @@ class ToolOutput:
             return f"{self.tool} is not installed"
         if self.code is None:
             return f"{self.tool} gave no answer in {self.waited_s:g} s"
-        if self.code:
-            message = (self.error.strip() or self.out.strip() or "no message").splitlines()[0]
-            return f"{self.tool} failed ({self.code}): {message[:160]}"
-        return None
+        message = (self.error.strip() or self.out.strip() or "no message").splitlines()[0]
+        return f"{self.tool} failed ({self.code}): {message[:160]}" if self.code else None
 
 
 def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> ToolOutput:
@@ -110,14 +109,9 @@ class Probe:
         return sorted(self.root.glob(pattern.lstrip("/")))
 
     @property
-    def kernel_number(self) -> tuple[int, int] | None:
-        match = re.match(r"(\d+)\.(\d+)", self.kernel)
-        return (int(match[1]), int(match[2])) if match and self.system == "Linux" else None
-
-    @property
     def is_old_kernel(self) -> bool:
         """Whether Linux is older than 5.15; there EFA has to protect its memory when a process forks."""
-        return self.kernel_number is not None and self.kernel_number < (5, 15)
+        return self.system == "Linux" and () < numbers(self.kernel, 2) < (5, 15)
 
     @property
     def num_devices(self) -> int | None:
@@ -134,25 +128,19 @@ class Probe:
 
     @property
     def is_trainium(self) -> bool:
-        if self.instance and self.instance.device == "neuron":
+        if (self.instance and self.instance.device == "neuron") or self.neuron_devices:
             return True
-        chips = (file for file in self.pci(AMAZON) if reads(file.with_name("device"), *TRAINIUM_PCI))
-        return bool(self.neuron_devices) or any(chips)
+        chips = [file for file in self.files(f"{PCI}/*/device") if file.read_text().strip() in TRAINIUM_PCI]
+        return any(chip.with_name("vendor").read_text().strip() == AMAZON for chip in chips)
 
     @property
     def has_gpu(self) -> bool:
-        """Whether an NVIDIA display or 3D controller (PCI class 03) is on the bus, or its driver shows one."""
-        classes = (file.with_name("class") for file in self.pci(NVIDIA))
-        is_on_bus = any(file.is_file() and file.read_text().startswith("0x03") for file in classes)
-        return is_on_bus or bool(self.files("/dev/nvidia[0-9]*"))
+        """Whether an NVIDIA display or 3D controller is on the bus, or its driver shows one."""
+        return bool(nvidia_gpus(self.root / PCI.lstrip("/")) or self.files("/dev/nvidia[0-9]*"))
 
     @property
     def is_accelerated(self) -> bool:
         return self.is_trainium or self.has_gpu
-
-    def pci(self, vendor: str) -> list[Path]:
-        """The vendor files of this vendor's devices."""
-        return [file for file in self.files("/sys/bus/pci/devices/*/vendor") if reads(file, vendor)]
 
 
 def instance_names() -> list[str]:
@@ -165,13 +153,9 @@ def read_instance(name: str) -> InstanceConfig:
     return InstanceConfig(**yaml.safe_load((resources.files("conf") / "instance" / f"{name}.yaml").read_text()))
 
 
-def reads(file: Path, *wanted: str) -> bool:
-    return file.is_file() and file.read_text().strip() in wanted
-
-
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
     """The first numbers of a version: (2, 33, 10) for "2.33.10.0-e2ac4bb8c"."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:count])
+    return tuple(map(int, re.findall(r"\d+", version)[:count]))
 
 
 def nearest(path: Path) -> Path:
