@@ -4,7 +4,8 @@
 # make demo-slurm    a two-node job on a Slurm cluster of this machine (root, Debian's packages of Slurm)
 # make engines   for tests: AWS ParallelCluster and SkyPilot, which check what is written for them
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
-# make test    run the tests          make lint   style and types          make bench   the benchmarks (make bench-smoke: each in its smallest form)
+# make test    run the tests that need no service      make test-services    those with Slurm, S3, EC2, images, several machines
+# make lint    style and types        make bench    the benchmarks (make bench-smoke: each in its smallest form)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +29,7 @@ TWEETS_ARGS ?=
 SLURM_DIR ?= runs/slurm
 SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
-.PHONY: setup demo demo-tweets demo-slurm engines test test-newest lint types bench bench-smoke clean
+.PHONY: setup demo demo-tweets demo-slurm engines test test-services test-newest lint types bench bench-smoke clean
 
 setup: $(VENV)/.ready
 
@@ -66,8 +67,13 @@ $(ENGINES)/.ready: $(VENV)/.ready
 	@$(ENGINES)/skypilot/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) skypilot==0.14.1
 	@touch $@
 
+PYTEST = $(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4
+
 test: setup
-	@$(BIN)/python -m pytest --numprocesses=$$($(BIN)/python -c "import os; print(os.cpu_count() + 1)") --maxprocesses=4 $(TEST_ARGS) # tests wait a lot
+	@$(PYTEST) -m "not services" $(TEST_ARGS)
+
+test-services: setup
+	@$(PYTEST) -m services $(TEST_ARGS)
 
 # What is deprecated there is an error. To renew the environment: rm .venv/newest/.ready
 $(NEWEST)/.ready: $(VENV)/.ready

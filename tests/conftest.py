@@ -31,9 +31,23 @@ if importlib.util.find_spec("torch_xla") is not None:
 
     torch_xla.device()
 
+# Tests that use one of these fixtures need a service, as all tests of the modules do whose names begin so.
+SERVICE_FIXTURES = {"s3_server", "shared_slurm", "machines"}
+SERVICE_MODULES = ("test_ec2_", "test_ami", "test_launch_engines")
+SLOWEST = "test_xla test_compiled test_fsdp test_launch_slurm test_ami_provision test_ec2_machines".split()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-services", action="store_true", help="fail where something to test with is missing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a service, and begin with the slowest modules, so that no worker ends with one of them alone."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if fixtures & SERVICE_FIXTURES or item.path.stem.startswith(SERVICE_MODULES):
+            item.add_marker("services")
+    items.sort(key=lambda item: item.path.stem not in SLOWEST)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

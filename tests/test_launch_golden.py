@@ -105,6 +105,7 @@ def test_the_torchrun_of_a_node(monkeypatch, tmp_path, meets: str, first: str):
     check_golden(f"torchrun_{meets}.txt", lines(machine.torchrun("train", job.overrides), runs=tmp_path, code=code))
 
 
+@pytest.mark.services
 def test_shell_scripts_are_clean(request):
     if shutil.which("shellcheck") is None:
         reason = "no shellcheck to test with: apt-get install shellcheck"
