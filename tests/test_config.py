@@ -92,10 +92,10 @@ def test_every_corpus_composes():
     [
         (["max_steps=ten"], "max_steps=ten: max_steps must be a whole number"),
         (["global_batch_size=0"], "global_batch_size=0 must be above 0"),
-        (["task.mask_rate=1.5"], "task.mask_rate=1.5 must lie between 0 and 1"),
+        (["task.mask_rate=1.5"], "task.mask_rate=1.5 must be below 1"),
         (["optim.name=sgd"], "optim.name=sgd is not known; choose one of: adamw, lamb"),
         (["checkpoint.keep=1"], "checkpoint.keep=1 must be 0 (all) or at least 2"),
-        (["model.hidden_dropout=1.5"], "model.hidden_dropout=1.5 must lie in [0, 1)"),
+        (["model.hidden_dropout=1.5"], "model.hidden_dropout=1.5 must be below 1"),
         (["data.prefetch=1000000000"], "data.prefetch=1000000000 must be at most 1,000"),
         (["data.num_workers=100000"], "data.num_workers=100000 must be at most 128"),
         (["data.downloads=1000"], "data.downloads=1000 must be at most 64"),

@@ -106,12 +106,6 @@ def test_a_link_into_a_network_home_is_on_the_network(mounts, tmp_path):
 
 def test_without_a_mount_table_the_file_system_is_unknown(tmp_path):
     assert machine.filesystem("/", mountinfo=tmp_path / "none") == ""
-    assert not machine.is_network_filesystem("")
-
-
-def test_network_file_systems_are_known_by_their_kinds():
-    assert all(map(machine.is_network_filesystem, ["nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "fuse.s3"]))
-    assert not any(map(machine.is_network_filesystem, ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs"]))
 
 
 def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch):

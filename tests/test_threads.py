@@ -9,7 +9,7 @@ import torch
 from running import ROOT, train_overrides
 from test_layers import FILES
 
-from train.host.threads import pool_beside_training
+from train.host.runtime import pool_beside_training
 
 # Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
 NATIVE = """if True:

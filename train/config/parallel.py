@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from train.config.backend import BackendConfig
-from train.config.checks import InputError, check, check_at_least, check_choice
+from train.config.checks import InputError, Section, check, setting
+
+SPLITTING = ("auto", "ddp")  # backends that run a step whose parts are on several ranks
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,11 @@ class Held:
 
 
 @dataclass(kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section, prefix="parallel."):
     name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp, pipeline: see below
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(
             type(self) is ParallelConfig or self.name == type(self).name,
             f"parallel.name={self.name} has settings of its own: use parallel={self.name}",
@@ -68,11 +71,11 @@ class ParallelConfig:
 
     def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
         """Settings of the split that would need less memory of a rank, and go with the backend."""
-        proposed = {
+        splits = {
             "parallel.shard_optimizer=true": DataParallelConfig(shard_optimizer=True),
             "parallel=fsdp": FSDPConfig(),
         }
-        return [text for text, split in proposed.items() if world_size > 1 and self != split and goes(split, backend)]
+        return [text for text, split in splits.items() if world_size > 1 and self != split and goes(split, backend)]
 
 
 @dataclass(kw_only=True)
@@ -110,12 +113,7 @@ class FSDPConfig(ParallelConfig):
         return [*more, *(["parallel.reduce_once=false"] if self.reduce_once else []), "more ranks"]
 
     def check_goes_with(self, backend: BackendConfig) -> None:
-        check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
-        check(
-            backend.reduces_plainly,
-            "parallel=fsdp reduces gradients by itself, in parts: leave out backend.grad_compression and "
-            "backend.hierarchical_reduction",
-        )
+        check_split("parallel=fsdp", backend)
         check(
             backend.compile == "none",
             f"backend.compile={backend.compile} was never seen to run with parallel=fsdp, which gathers weights "
@@ -132,16 +130,25 @@ def goes(split: ParallelConfig, backend: BackendConfig) -> bool:
 
 
 def check_shards(setting: str, *, backend: str, precision: str) -> None:
-    """InputError for a backend or a precision with which state is not split over ranks."""
+    """InputError for a backend or a precision with which a step is not split over ranks."""
     check(
-        backend in ("auto", "ddp"),
-        f"{setting} runs with backend=ddp, not backend={backend}: it splits tensors by collectives between the "
-        "operations of a step, and that device compiles whole steps or was never seen to run them",
+        backend in SPLITTING,
+        f"{setting} runs with backend=ddp, not backend={backend}: ranks communicate between the operations of a step, "
+        "and that device compiles whole steps or was never seen to do it",
     )
     check(
         precision != "fp16",
         f"{setting} does not go with backend.precision=fp16: each rank would scale its losses by the gradients that it "
         "holds; set bf16 or fp32",
+    )
+
+
+def check_split(setting: str, backend: BackendConfig) -> None:
+    """The same, and InputError for reductions that only whole gradients have."""
+    check_shards(setting, backend=backend.name, precision=backend.precision)
+    check(
+        backend.reduces_plainly,
+        f"{setting} reduces gradients by itself: leave out backend.grad_compression and backend.hierarchical_reduction",
     )
 
 
@@ -153,20 +160,18 @@ class PipelineConfig(ParallelConfig):
     """
 
     name: str = "pipeline"
-    stages: int = 2  # ranks that hold the model between them
-    micro_batches: int = 4  # equal parts of micro_batch_size, which follow one another through the stages
-    schedule: str = "1f1b"  # gpipe: all forward passes, then all backward passes | 1f1b: a backward pass as soon as it
-    # can be, which keeps the activations of `stages` micro batches at most | interleaved: 1f1b with several parts of
-    # the model on each rank, which waits less and sends more
-    parts_per_rank: int = 2  # with schedule=interleaved
+    stages: int = setting(2, least=2)  # ranks that hold the model between them
+    micro_batches: int = setting(4, least=1)  # equal parts of micro_batch_size, which follow one another
+    schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # gpipe: all forward passes, then all
+    # backward passes | 1f1b: a backward pass as soon as it can be, which keeps the activations of `stages` micro
+    # batches at most | interleaved: 1f1b with several parts of the model on each rank, which waits less and sends more
+    parts_per_rank: int = setting(2, least=2)  # with schedule=interleaved
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("parallel.schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
-        check_at_least("parallel.", self, stages=2, micro_batches=1, parts_per_rank=2)
         is_interleaved = self.schedule == "interleaved"
         check(
-            is_interleaved or self.parts_per_rank == PipelineConfig.parts_per_rank,
+            is_interleaved or self.parts_per_rank == 2,
             f"parallel.parts_per_rank={self.parts_per_rank} is for parallel.schedule=interleaved; leave it out",
         )
         # PyTorch's interleaved schedule starts passes whose input is not there yet for fewer micro batches than stages,
@@ -232,25 +237,11 @@ class PipelineConfig(ParallelConfig):
         return [cuts, "more parallel.stages"]
 
     def check_goes_with(self, backend: BackendConfig) -> None:
-        check(
-            backend.name in ("auto", "ddp"),
-            f"parallel=pipeline sends hidden states in the middle of a step, which backend={backend.name} compiles as "
-            "a whole; use backend=ddp, or parallel=data",
-        )
-        check(
-            backend.reduces_plainly,
-            "parallel=pipeline adds gradients up by itself: leave out backend.grad_compression and "
-            "backend.hierarchical_reduction",
-        )
+        check_split("parallel=pipeline", backend)
         check(
             backend.compile != "model" and not backend.cuda_graphs,
             "parallel=pipeline leaves the model in the middle of its forward pass: set backend.compile=layers, without "
             "backend.cuda_graphs",
-        )
-        check(
-            backend.precision != "fp16",
-            "parallel=pipeline does not go with backend.precision=fp16: stages would scale the loss apart; set bf16 or "
-            "fp32",
         )
 
 

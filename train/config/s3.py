@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from train.config.checks import check, check_positive
+from train.config.checks import Section, check, setting
 
 
 @dataclass(kw_only=True)
-class S3Config:
+class S3Config(Section, prefix="s3."):
     """How S3 is reached. None: as AWS's own tools find it (environment, ~/.aws, the instance's role)."""
 
     endpoint: str | None = None  # URL of an S3-compatible server
     region: str | None = None
     profile: str | None = None  # of ~/.aws: the credentials that are used
     path_style: bool = False  # the bucket is in the path, not in the host name; most S3-compatible servers need it
-    timeout_s: float = 60.0  # time after which a request without an answer fails, all its retries included
+    timeout_s: float = setting(60.0, above=0)  # after which a request without an answer fails, all its retries included
 
     def __post_init__(self) -> None:
-        check_positive("s3.", self, "timeout_s")
+        super().__post_init__()
         if self.endpoint is not None:
             check_endpoint("s3.endpoint", self.endpoint)
 

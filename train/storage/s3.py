@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -166,20 +165,13 @@ class S3Folder:
         return {"Bucket": self.bucket, "Key": self.key(name)}
 
     def read(self, name: str) -> bytes:
-        began_s = time.monotonic()
-        until_s = began_s + self.s3.timeout_s
+        retrying = Retrying(  # boto3 retries requests, but not the reading of their answers
+            retry=retry_if_exception_type(BODY_BROKEN),
+            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
+            reraise=True,
+        )
         with self.explained("read", name):
-            # boto3 retries requests, but not the reading of their answers.
-            retrying = Retrying(
-                retry=retry_if_exception_type(BODY_BROKEN),
-                stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
-                before_sleep=lambda _: self.retries.warn(f"{self.key(name)} breaks off", began_s, until_s, 0.0),
-                reraise=True,
-            )
-            return retrying(self._get, name)
-
-    def _get(self, name: str) -> bytes:
-        return bytes(self.client.get_object(**self.address(name))["Body"].read())
+            return retrying(lambda: bytes(self.client.get_object(**self.address(name))["Body"].read()))
 
     def write(self, name: str, content: bytes) -> None:
         """A large file goes in parts, several at a time; readers see the whole or nothing."""
