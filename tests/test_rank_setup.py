@@ -54,20 +54,16 @@ def test_efa_takes_no_huge_pages_where_the_loader_forks(tmp_path):
 # ---- open files ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def open_files():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield lambda soft: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(open_files, log):
-    open_files(256)
-    rank_setup.prepare(Launched(), forks=False)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == min(hard, rank_setup.OPEN_FILES)
-    assert not log.messages
-    rank_setup.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
+def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(log):
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        rank_setup.prepare(Launched(), forks=False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == min(hard, rank_setup.OPEN_FILES) and not log.messages
+        rank_setup.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     (text,) = log.messages
     assert text.startswith(f"{hard} open files at most, one of {hard} ranks may need {hard + 1023}: add '* -")
 
@@ -115,40 +111,26 @@ def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(tmp_path):
     assert seen == [{first}, *[all_cpus] * 5]
 
 
-NEURON_LS = (ROOT / "tests/recorded/doctor/neuron_ls_trn1_32xlarge.json").read_text()
-
-
-@pytest.fixture
-def neuron_ls(tmp_path, monkeypatch):
-    """Gives a function that sets what neuron-ls prints and its exit code."""
-
+def test_a_ranks_chip_is_that_of_its_core(tmp_path, monkeypatch, log):
     def prints(text, code=0):
         (tmp_path / "answer").write_text(text)
-        tool = tmp_path / "neuron-ls"
-        tool.write_text(f"#!/bin/sh\n[ $1 = -j ] && /bin/cat {tmp_path}/answer; exit {code}\n")
-        tool.chmod(0o755)
+        (tmp_path / "neuron-ls").write_text(f"#!/bin/sh\n[ $1 = -j ] && /bin/cat {tmp_path}/answer; exit {code}\n")
+        (tmp_path / "neuron-ls").chmod(0o755)
 
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    prints(NEURON_LS)
-    return prints
-
-
-def test_a_ranks_chip_is_that_of_its_core(neuron_ls, log):
     def address(core, **user):
         return rank_setup.neuron_address({**os.environ, "TORCHELASTIC_RUN_ID": "x", **user}, core)
 
-    assert [address(core) for core in (0, 1, 2)] == ["0000:10:1c.0", "0000:10:1c.0", "0000:10:1d.0"]
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    prints((ROOT / "tests/recorded/doctor/neuron_ls_trn1_32xlarge.json").read_text())
+    assert [address(core) for core in (0, 1, 2, 32)] == ["0000:10:1c.0", "0000:10:1c.0", "0000:10:1d.0", None]
     assert address(31) is not None
-    assert address(32) is None
-    assert address(0, NEURON_RT_VISIBLE_CORES="8") is None
-    assert address(0, NEURON_RT_NUM_CORES="2") is None
+    assert address(0, NEURON_RT_VISIBLE_CORES="8") is None and address(0, NEURON_RT_NUM_CORES="2") is None
     assert rank_setup.neuron_address(os.environ, 0) is None  # a process by itself takes any core that is free
-    assert not log.messages
+    assert address(0, PATH="/nowhere") is None and not log.messages
     for text, code in (("{", 0), ("", 1)):
-        neuron_ls(text, code)
+        prints(text, code)
         assert address(0) is None
     assert len(log.messages) == 2 and all("neuron-ls -j" in text for text in log.messages)
-    assert rank_setup.neuron_address({"PATH": "/nowhere"}, 0) is None
 
 
 def test_a_rank_on_a_gpu_is_pinned_to_it(monkeypatch):

@@ -67,7 +67,7 @@ OTHERS = {
     "train/data/text/encoding.py",
     "train/data/text/preparation.py",
     "train/entry.py",
-    "train/host/threads.py",
+    "train/host/runtime.py",
     "train/doctor/collectives.py",
     "train/run_folder/lease.py",
     "train/shards.py",

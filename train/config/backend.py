@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from datetime import date
 
 from train.config.checks import Section, check, check_choice, setting
 from train.config.data import MAX_MICRO_BATCHES_AHEAD
@@ -125,8 +123,6 @@ class InstanceConfig(Section, prefix="instance."):
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
-        is_date = self.price_date is None or is_iso_date(self.price_date)
-        check(is_date, f"instance.price_date={self.price_date} must be a date, as 2026-11-09")
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Peak of one rank's device; None if it is unknown."""
@@ -134,14 +130,6 @@ class InstanceConfig(Section, prefix="instance."):
         # NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; on the H100 SXM 989 and 1,979, both with sparsity.
         share = 0.5 if precision == "tf32" else 1.0
         return None if tflops is None else tflops * share * 1e12
-
-
-def is_iso_date(text: str) -> bool:
-    """Whether a text is a date such as 2026-11-09."""
-    try:
-        return bool(re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text) and date.fromisoformat(text))
-    except ValueError:
-        return False
 
 
 def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:

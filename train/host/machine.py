@@ -105,7 +105,8 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
     """Reason why the compile cache has to be elsewhere; None if there is none."""
     location = cache_location(environ)
     if "://" in location:
-        return None if location.startswith("s3://") else f"compile cache {location} must be a folder or s3://bucket/..."
+        is_usable = location.startswith("s3://")
+        return None if is_usable else f"compile cache {location} must be a folder or s3://bucket/folder"
     kind = filesystem(location)
     if not kind.startswith(NETWORK_FILESYSTEMS):
         return None

@@ -81,7 +81,7 @@ def source_address(host: str) -> str:
         with socket.socket(family, kind) as unused:
             unused.connect(address)  # of UDP: nothing is sent
             return str(unused.getsockname()[0])
-    except OSError:  # the meeting of the ranks says why a master is out of reach
+    except OSError:  # joining the ranks says why a master is out of reach
         return ""
 
 
