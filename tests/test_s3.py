@@ -271,7 +271,7 @@ def test_what_no_try_changes_is_asked_once_and_named(bucket, error, code):
     bucket.proxy.set(Fault("status", code=code, error=error, headers=EUROPE))
     with pytest.raises(InputError, match=f"^s3://.*/runs/data/a: {re.escape(REFUSALS[error, code])}"):
         in_s3(bucket).read("a")
-    assert len(bucket.proxy.requests()) == 1
+    assert len(bucket.proxy.requests()) == 1 + (error == "ExpiredToken")  # ~/.aws may hold others by now
 
 
 @pytest.mark.parametrize("fault", [Fault("reset", after=MIB), Fault("stall", after=MIB)], ids=["reset", "stall"])
