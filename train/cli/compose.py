@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on r
 
 from __future__ import annotations
 
-import argparse
 import copy
 import difflib
 import functools
@@ -107,9 +106,7 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """Convert settings to dataclasses; InputError for one that is missing or impossible."""
     try:
-        plain = OmegaConf.to_container(
-            composed
-        )  # nothing is looked up: config.yaml would keep what ${oc.env:...} holds
+        plain = OmegaConf.to_container(composed)  # ${oc.env:...} is not looked up: config.yaml would keep its value
         assert isinstance(plain, dict)
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
@@ -276,7 +273,6 @@ def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence
     parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
     parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
-    parser.add_argument("-m", "--multirun", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -300,7 +296,6 @@ def run(
             is_setting = "=" in flag or key in known_keys(schema)
             hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
             raise InputError(f"{flag} is not a flag; {hint}")
-        check(not options.multirun, "sweeps are not supported: start one run for each value")
         keys = {override.partition("=")[0] for override in options.settings}
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
