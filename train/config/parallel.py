@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from train.config.backend import BackendConfig
-from train.config.checks import InputError, Section, check, setting
+from train.config.checks import Section, check, setting
 
 SPLITTING = ("auto", "ddp")  # backends that run a step whose parts are on several ranks
 
@@ -27,6 +28,8 @@ class Held:
 
 @dataclass(kw_only=True)
 class ParallelConfig(Section, prefix="parallel."):
+    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # memory of a rank
+
     name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp, pipeline: see below
 
     def __post_init__(self) -> None:
@@ -69,14 +72,6 @@ class ParallelConfig(Section, prefix="parallel."):
     def held(self, world_size: int) -> Held:
         return Held()
 
-    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
-        """Settings of the split that would need less memory of a rank, and go with the backend."""
-        splits = {
-            "parallel.shard_optimizer=true": DataParallelConfig(shard_optimizer=True),
-            "parallel=fsdp": FSDPConfig(),
-        }
-        return [text for text, split in splits.items() if world_size > 1 and self != split and goes(split, backend)]
-
 
 @dataclass(kw_only=True)
 class DataParallelConfig(ParallelConfig):
@@ -96,6 +91,8 @@ class DataParallelConfig(ParallelConfig):
 class FSDPConfig(ParallelConfig):
     """Every rank holds its part of each weight, gradient and moment, and gathers the weights of a layer to use them."""
 
+    frees: ClassVar[str] = "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
+
     name: str = "fsdp"
     reshard_after_forward: bool = True  # drop a layer's gathered weights after its forward pass and gather them again
     # for the backward pass; false keeps those of all layers until then, which sends a third less
@@ -108,10 +105,6 @@ class FSDPConfig(ParallelConfig):
         part, gathers = 1 / world_size, "layer" if self.reshard_after_forward else "model"
         return Held(weights=part, gradients=part, moments=part, gathers=gathers, sums_whole=self.reduce_once)
 
-    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
-        more = [] if self.reshard_after_forward else ["parallel.reshard_after_forward=true"]
-        return [*more, *(["parallel.reduce_once=false"] if self.reduce_once else []), "more ranks"]
-
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=fsdp", backend)
         check(
@@ -119,14 +112,6 @@ class FSDPConfig(ParallelConfig):
             f"backend.compile={backend.compile} was never seen to run with parallel=fsdp, which gathers weights "
             "between the kernels; leave it out",
         )
-
-
-def goes(split: ParallelConfig, backend: BackendConfig) -> bool:
-    try:
-        split.check_goes_with(backend)
-    except InputError:
-        return False
-    return True
 
 
 def check_shards(setting: str, *, backend: str, precision: str) -> None:
@@ -158,6 +143,8 @@ class PipelineConfig(ParallelConfig):
 
     Ranks that are not needed for one pipeline make others, which are data parallel.
     """
+
+    frees: ClassVar[str] = "parallel.schedule=1f1b, more parallel.micro_batches or more parallel.stages"
 
     name: str = "pipeline"
     stages: int = setting(2, least=2)  # ranks that hold the model between them
@@ -231,10 +218,6 @@ class PipelineConfig(ParallelConfig):
             activations=min(1.0, kept / self.micro_batches),
             buffers=2 * self.num_parts // self.stages,
         )
-
-    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
-        cuts = "parallel.schedule=1f1b" if self.schedule == "gpipe" else "more parallel.micro_batches"
-        return [cuts, "more parallel.stages"]
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=pipeline", backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
@@ -77,12 +78,9 @@ class PrepareConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.part is not None:
-            number, _, count = self.part.partition("/")
-            ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()
-            check(
-                ok and 1 <= int(number) <= int(count),
-                f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts",
-            )
+            match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part)
+            ok = match is not None and 1 <= int(match[1]) <= int(match[2])
+            check(ok, f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts")
         check(
             not (self.merge and (self.part is not None or self.processes > 1)),
             "merge=true prepares nothing: give it without part and processes",
