@@ -23,7 +23,7 @@ from train.config.checks import (
     check_values,
     setting,
 )
-from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
+from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, S3Config, ShardsConfig, check_endpoint
 from train.config.learning import HeadSize, ModelConfig, OptimConfig, TaskConfig
 from train.config.parallel import (
     SPLITS,
@@ -41,5 +41,4 @@ from train.config.prepare import (
     HFDataset,
     PrepareConfig,
 )
-from train.config.s3 import S3Config, check_endpoint
 from train.config.train import HubConfig, StragglerConfig, TrainConfig, flat, flatten, to_dict

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from train.config.checks import Section, check, setting
-from train.config.s3 import S3Config
+from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have as many processors, and each holds a tokenizer
