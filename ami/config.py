@@ -5,34 +5,33 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from train.config import InstanceConfig, check, check_choice
-from train.config.checks import check_at_least, check_positive
+from train.config import InstanceConfig, Section, check, setting
 
 IMAGES = {"neuron": "trn1.2xlarge", "cuda": "g5.xlarge"}  # and the smallest machine with the device that is tested
 IMAGE_ID = r"ami-[0-9a-f]{8,17}"
-LONGEST_DEPRECATION_DAYS = 730  # EC2's limit for images
+MAX_DEPRECATION_DAYS = 730  # EC2's limit for images
 
 
 @dataclass(kw_only=True)
-class AmiConfig:
+class AmiConfig(Section):
     """One build: `python -m ami neuron --cfg job` prints it."""
 
-    image: str = "neuron"  # neuron | cuda
+    image: str = setting("neuron", among=tuple(IMAGES))
     base: str = "dlami"  # what it is built from: dlami (Neuron's or the GPU Deep Learning AMI) | ubuntu | ami-...
     build: bool = False  # do it; without this the plan is shown and nothing starts
     regions: list[str] = field(default_factory=list)  # the first one builds, the others get copies; []: the profile's
     profile: str | None = None  # of ~/.aws: the credentials that are used
     instance: InstanceConfig = field(default_factory=InstanceConfig)  # the builder
     subnet: str | None = None  # id, with a way to the internet; None: one of the default VPC
-    disk_gib: int = 150  # root volume; launch may give a machine a larger one, never a smaller one
+    disk_gib: int = setting(150, least=50)  # root volume; launch may give a machine a larger one, never a smaller one
     kms_key: str | None = None  # for the disks; None: the account's key of EBS, which cannot be shared
     compile_cache: str | None = None  # s3://bucket/prefix of graphs that are compiled already, put into the image
     wheel: str | None = None  # file of baretrain's wheel; None: one is built from this checkout
-    deprecate_days: int = 365  # after which EC2 no longer offers the image
-    max_minutes: int = 120  # after which the builder ends itself
+    deprecate_days: int = setting(365, above=0, most=MAX_DEPRECATION_DAYS)  # after which EC2 no longer offers the image
+    max_minutes: int = setting(120, least=30)  # after which the builder ends itself
 
     def __post_init__(self) -> None:
-        check_choice("image", self.image, tuple(IMAGES))
+        super().__post_init__()
         is_known = self.base in ("dlami", "ubuntu") or re.fullmatch(IMAGE_ID, self.base) is not None
         check(is_known, f"base={self.base} must be dlami, ubuntu or the id of an image")
         check(len(set(self.regions)) == len(self.regions), f"regions={self.regions} names one twice")
@@ -43,12 +42,6 @@ class AmiConfig:
         check(
             self.compile_cache is None or re.fullmatch(r"s3://[a-z0-9.-]+/[\w./-]+", self.compile_cache) is not None,
             f"compile_cache={self.compile_cache} must be s3://bucket/prefix, of letters, digits and ._-/",
-        )
-        check_positive("", self, "deprecate_days")
-        check_at_least("", self, disk_gib=50, max_minutes=30)
-        check(
-            self.deprecate_days <= LONGEST_DEPRECATION_DAYS,
-            f"deprecate_days={self.deprecate_days} must be at most {LONGEST_DEPRECATION_DAYS}: EC2 takes no more",
         )
         name = self.instance.name
         has_device = name.startswith("trn1") if self.image == "neuron" else self.instance.device == "cuda"

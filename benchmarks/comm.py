@@ -46,7 +46,7 @@ from train.cli import compose as cli
 from train.config import BackendConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.shards.order import ShardSampler
-from train.host import cluster
+from train.host import rank_setup
 from train.host.launched import launched
 from train.models.encoder import build_masked_lm
 from train.parallel import Engine, build_engine
@@ -122,7 +122,7 @@ class Contestant:
 
 def rank_main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    cluster.prepare(launched(), forks=False)  # gloo's network card
+    rank_setup.prepare(launched(), forks=False)  # gloo's network card
     cfg = train_config(options)
     backend = DDP(BackendConfig(device="cpu", precision="fp32"))
     world, task = backend.world, build_task(cfg)

@@ -20,8 +20,7 @@ from launch.job import Job
 from launch.plan import safe_name
 from launch.record import Record
 from launch.show import line
-from train.config import InputError, check
-from train.config.checks import check_positive
+from train.config import InputError, check, setting
 from train.storage.folders import LocalFolder, is_s3, local_path
 
 INSTANCE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
@@ -41,14 +40,13 @@ class EngineConfig(ClusterConfig):
     folder: str = "."  # local folder in which the file is written
     region: str = "us-east-1"
     image: str | None = None  # ami-...; None: the engine's own
-    disk_gib: int = 200  # root volume of a machine
+    disk_gib: int = setting(200, above=0)  # root volume of a machine
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for each in fields(self):
             ok = each.name not in self.UNUSED or getattr(self, each.name) == each.default
             check(ok, f"cluster.{each.name} is for baretrain's own schedulers; leave it out with cluster={self.kind}")
-        check_positive("cluster.", self, "disk_gib")
         given = f"cluster.name={self.name!r} is not letters, digits and single hyphens, at most 39 or so, as my-fleet"
         check(self.name is None or re.fullmatch(NAME, self.name) is not None, given)
         given = f"cluster.region={self.region!r} is not a region of the partition aws, as us-east-1"

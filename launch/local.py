@@ -30,7 +30,7 @@ from launch.supervise import (
 )
 from train.cli.command import DONE, FAILED
 from train.config import InputError, Unreachable
-from train.host import children
+from train.host import processes
 from train.host.processes import is_alive, read_process
 
 ORPHANS_S = 600.0  # for ranks to save and end after something has killed their torchrun
@@ -94,7 +94,7 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            children.kill([pid, *children.descendants(pid)])  # torchrun gives each rank a session of its own
+            processes.kill([pid, *processes.descendants(pid)])  # torchrun gives each rank a session of its own
 
 
 def supervisor(job: Job, record: Record) -> list[str]:
@@ -148,11 +148,11 @@ def train(record: Record, job: Job) -> Decision:
 
 def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopRequest | None = None) -> int:
     """Run a command of launch.node, and wait for the ranks that outlive it; its exit code."""
-    children.adopt_orphans()
+    processes.adopt_orphans()
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.s3.flags()]
-    process = children.start(words, env=os.environ)
-    code = children.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
-    children.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
+    process = processes.start(words, env=os.environ)
+    code = processes.exit_code(process, meanwhile=stop.write if stop is not None else lambda: None)
+    processes.end_orphans(ORPHANS_S)  # while they run, the run folder is theirs
     return code
 
 

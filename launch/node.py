@@ -24,10 +24,10 @@ from launch.record import Record
 from launch.schedulers import cluster_of
 from train.cli.command import DONE, add_s3_flags, command_parser, printable, run_flags
 from train.config import S3Config, check
-from train.host import children
-from train.host.launcher import REFUSAL
+from train.host import processes
 from train.host.machine import cache_root
-from train.storage.folders import canonical_json, wait_for_file
+from train.host.torchrun import REFUSAL
+from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
 DOCTOR_S = 300.0  # for train.doctor, which takes seconds
@@ -84,8 +84,7 @@ class Node:
 
     def start_py(self) -> str:
         """The job's code, unpacked; its entry point."""
-        file = self.job.code.file
-        content = wait_for_file(self.record.folder, file, self.record.folder.read)
+        content = self.record.folder.read(self.job.code.file)
         return str(code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code") / code.START)
 
     def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
@@ -99,10 +98,10 @@ class Node:
         """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / log).open("ab") as output:
-            process = children.start(command, env=self.environment(), output=output)
-            for number in children.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
+            process = processes.start(command, env=self.environment(), output=output)
+            for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
                 signal.signal(number, lambda number, _: process.send_signal(number))
-            code = children.exit_code(process)
+            code = processes.exit_code(process)
         for path in sorted(self.logs.rglob("*")) if self.record.is_remote else ():
             if path.is_file() and self.name in path.relative_to(self.logs).as_posix():
                 name = path.relative_to(self.record.local_folder()).as_posix()
@@ -145,10 +144,10 @@ def preflight(node: Node) -> int:
     command += [f"--machines={job.nodes}", *([f"--instance={instance}"] if instance != "local" else [])]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, env=node.environment(), stdout=output)
-        code = children.exit_code(process, limit_s=DOCTOR_S)
+        code = processes.exit_code(process, limit_s=DOCTOR_S)
         output.seek(0)
         answer = output.read()
-    if code == children.TIMED_OUT:  # a driver, or a file system, that never answers
+    if code == processes.TIMED_OUT:  # a driver, or a file system, that never answers
         answer = canonical_json({"ok": False, "fault": f"train.doctor did not end in {DOCTOR_S:g} s"})
     node.answer(answer or canonical_json({"ok": False, "fault": f"train.doctor ended with {code}"}))
     return DONE

@@ -13,8 +13,7 @@ from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.engines import Engine, EngineConfig
 from launch.job import Job
-from train.config import check, check_choice
-from train.config.checks import check_positive
+from train.config import check, setting
 from train.storage.folders import is_s3
 
 QUEUE = "train"
@@ -31,19 +30,16 @@ class ParallelClusterConfig(EngineConfig):
     subnet: str | None = None  # id of a private subnet with a NAT gateway, in the zone of the machines; needed
     head_subnet: str | None = None  # None: the same
     head_instance: str = "c6i.xlarge"  # it runs all the time
-    os: str = "ubuntu2204"
+    os: str = setting("ubuntu2204", among=("ubuntu2204", "ubuntu2404", "alinux2023"))
     key: str | None = None  # name of an EC2 key pair; None: no SSH, sessions by Systems Manager only
     setup_script: str | None = None  # s3://... (of one of the buckets) or https://..., run as root on every machine
     buckets: list[str] = field(default_factory=list)  # that jobs may read and write, besides the run folder's
-    market: str = "on-demand"  # on-demand | spot | capacity-block
+    market: str = setting("on-demand", among=tuple(MARKETS))
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
-    idle_minutes: int = 10  # after which a machine without a job ends
+    idle_minutes: int = setting(10, above=0)  # after which a machine without a job ends
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("cluster.os", self.os, ("ubuntu2204", "ubuntu2404", "alinux2023"))
-        check_choice("cluster.market", self.market, tuple(MARKETS))
-        check_positive("cluster.", self, "idle_minutes")
         if self.market != "on-demand":
             is_block, is_given = self.market == "capacity-block", self.capacity_reservation is not None
             need = "needs the block's id: cluster.capacity_reservation=cr-..." if is_block else "has no reservation"

@@ -104,7 +104,7 @@ def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int
     """Return the variables that every process of a job starts with. A variable of the user overrides them.
 
     What `python -m train` sets itself before the ranks join is not among them: network cards, huge pages, open files
-    and processors (train.host.cluster), and what Neuron's runtime and compiler read (train.host.machine). Nor is
+    and processors (train.host.rank_setup), and what Neuron's runtime and compiler read (train.host.machine). Nor is
     FI_EFA_FORK_SAFE, which is for kernels before 5.15 only (train.doctor looks at it), and what PyTorch sets by default
     (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """

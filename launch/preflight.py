@@ -10,7 +10,6 @@ from launch.node import PREFLIGHT
 from launch.record import Record
 from launch.supervise import retry
 from train.cli.command import printable
-from train.storage.folders import wait_for_file
 from train.storage.schema import BadContent, read_object
 
 NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
@@ -66,7 +65,7 @@ def failures(record: Record, attempt: str, nodes: Sequence[str]) -> dict[str, st
 def failure_of(record: Record, name: str) -> str:
     """Return why the machine with this answer is not fit; empty if it is."""
     try:
-        answer = read_object(wait_for_file(record.folder, name, record.folder.read))
+        answer = read_object(record.folder.read(name))
     except FileNotFoundError:
         return f"{NO_ANSWER} in {record.location}: the machine does not see that folder, or cannot start train.doctor"
     except BadContent as error:

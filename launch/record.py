@@ -22,7 +22,7 @@ from typing import Any
 from launch.job import Job
 from train.config import InputError, S3Config, check
 from train.host.machine import cache_root
-from train.storage.folders import LocalFolder, canonical_json, is_s3, open_folder, sha256_bytes, wait_for_file
+from train.storage.folders import LocalFolder, canonical_json, is_s3, open_folder, sha256_bytes
 from train.storage.schema import BadContent, read_object, record
 
 SUFFIX = ".launch"
@@ -64,7 +64,7 @@ class Record:
     def job(self) -> Job:
         """The job of the last submission. InputError if there is none, or if it is damaged."""
         try:
-            content = wait_for_file(self.folder, JOB, self.folder.read) if self.is_remote else self.folder.read(JOB)
+            content = self.folder.read(JOB)
         except FileNotFoundError:
             raise InputError(
                 f"{self.run_dir} was not launched: {self.location}/{JOB} is missing; python -m launch list shows those "

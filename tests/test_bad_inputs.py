@@ -128,6 +128,20 @@ TYPED = [
 ]
 
 VALUES = [
+    # ---- beyond a limit
+    ("task.mask_rate=1.5", "task.mask_rate=1.5 must be below 1"),
+    ("optim.name=sgd", "optim.name=sgd is not known; choose one of: adamw, lamb"),
+    ("checkpoint.keep=1", "checkpoint.keep=1 must be 0 (all) or at least 2"),
+    ("model.hidden_dropout=1.5", "model.hidden_dropout=1.5 must be below 1"),
+    ("data.prefetch=1000000000", "data.prefetch=1000000000 must be at most 1,000"),
+    ("data.num_workers=100000", "data.num_workers=100000 must be at most 128"),
+    ("data.downloads=1000", "data.downloads=1000 must be at most 64"),
+    (["backend=xla", "backend.precision=fp16"], "fp16 is not known; choose one of: auto, fp32, bf16"),
+    (["backend=xla", "backend.precision=tf32"], "tf32 is not known; choose one of: auto, fp32, bf16"),
+    (["backend=xla", "backend.loader_prefetch=1000000000"], "backend.loader_prefetch=1000000000 must be at most"),
+    (["backend=xla", "backend.device_prefetch=1000000000"], "backend.device_prefetch=1000000000 must be at most"),
+    ("instance.efa_interfaces=-1", "instance.efa_interfaces=-1 must be 0 or more"),
+    ("instance.vcpus=0", "instance.vcpus=0 must be above 0"),
     # ---- values that only other values rule out
     ("max_steps=null", "the run has no length"),
     ("global_batch_size=null", "the batch has no size"),
@@ -196,8 +210,7 @@ FLAGS = [
     ("train", "--cfg job optim.lr=nan", "optim.lr=nan"),
     ("train", "--cfg job max_steps=ten", "max_steps=ten"),
     ("train", "--cfg job model=nosuch", "model=nosuch"),
-    ("train", "-m max_steps=1", "sweeps are not supported"),
-    ("train", "--multirun max_steps=1,2", "sweeps are not supported"),
+    ("train", "-m max_steps=1", "-m is not a flag"),
     ("train", "", "is not set"),
     ("train", "run_dir=r", "data.path is not set"),
     ("train", "--help=5", "--help"),

@@ -20,7 +20,6 @@ from train.checkpoints.compare import difference, differences_of
 from train.config import LeaseConfig
 from train.run_folder.exported import MARK
 from train.run_folder.lease import Lease
-from train.storage import folders as storage
 from train.storage.folders import LocalFolder, sha256_file
 
 
@@ -231,9 +230,8 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
     assert not out.exists()
 
 
-def test_the_server_that_a_run_names_is_not_asked_with_our_credentials(run_dir, bucket, tmp_path, capsys, monkeypatch):
+def test_the_server_that_a_run_names_is_not_asked_with_our_credentials(run_dir, bucket, tmp_path, capsys):
     """A stranger's run: its data is said to be on a server of the stranger's."""
-    monkeypatch.setattr(storage, "MISSING_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(0.2)
         config = yaml.safe_load((run_dir / "config.yaml").read_text())

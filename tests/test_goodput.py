@@ -6,8 +6,8 @@ import time
 import pytest
 
 from train.attempt import goodput
-from train.attempt.goodput import suggested_interval_s
-from train.config import StragglerConfig
+from train.attempt.goodput import newest_saved, suggested_interval_s
+from train.config import InputError, StragglerConfig
 from train.run_folder.folder import RunClock
 from train.telemetry.stragglers import Stragglers
 
@@ -36,6 +36,14 @@ def test_an_attempt_without_an_exit_record_has_lost_what_came_after_its_checkpoi
     lost = goodput.lost(path, {}, None, attempt=2, step=10)
     assert (lost.steps, lost.last_sign_unix_s) == (10, 100.0)
     assert "killed, without an exit record" in lost.reason and "step 20 or later" in lost.reason
+
+
+def test_metrics_that_do_not_name_their_attempts_are_rejected(metrics):
+    saved = {"kind": "checkpoint", "step": 20}
+    assert newest_saved(metrics(saved, rest='[1, 2]\n{"half')) == 20  # damaged lines are left out
+    path = metrics(rest=json.dumps({**saved, "time_unix_s": 1.0}) + "\n")
+    with pytest.raises(InputError, match=r"metrics.jsonl is of an earlier version: .* model.init_from"):
+        newest_saved(path)
 
 
 @pytest.mark.parametrize("damaged", ['{"kind": "train", "st\x00', "[1]", '{"kind": "train"}', "[" * 99_999])

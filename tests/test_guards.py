@@ -40,7 +40,7 @@ from train.config import (
 )
 from train.data.batches import loader as batches
 from train.data.batches.loader import MaskedRows
-from train.host import cluster, machine
+from train.host import machine, rank_setup
 from train.host.launched import check_launch, launched
 from train.host.versions import read_versions
 from train.models.layers import run_shared_layer_by
@@ -323,8 +323,8 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "29500")
     pinned = []
-    monkeypatch.setattr(cluster, "neuron_address", lambda environ, core: f"chip of core {core}")
-    monkeypatch.setattr(cluster, "pin", pinned.append)
+    monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
+    monkeypatch.setattr(rank_setup, "pin", pinned.append)
     del os.environ["PJRT_DEVICE"]
     xla_environment.ready(XLAConfig(precision="bf16_stochastic"), nodes=2, collects=False)
     assert pinned == ["chip of core 1"]

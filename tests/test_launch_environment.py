@@ -9,8 +9,8 @@ from launch.plan import environment
 from train.cli import compose as cli
 from train.config import InstanceConfig, TrainConfig
 from train.host import machine
-from train.host.cluster import cluster_environment
 from train.host.launched import Launched
+from train.host.rank_setup import rank_environment
 
 GIVEN = ["run_dir=x", "data.path=x", "global_batch_size=32", "max_steps=1"]
 
@@ -60,7 +60,7 @@ def test_nothing_that_a_run_sets_itself_is_set_to_something_else(tmp_path):
     vendor.write_text("0x1d0f\n")
     ours = of("trn1.32xlarge", nodes=2, processes=32)
     launch = Launched(0, 64, 0, 32, master_addr="192.0.2.1")
-    runs = cluster_environment({}, launch, forks=True, sysfs=tmp_path)
+    runs = rank_environment({}, launch, forks=True, sysfs=tmp_path)
     runs |= machine.neuron_environment({"MASTER_ADDR": "10.0.0.4"}, nodes=2, stochastic_rounding=False)
     assert {name: ours[name] for name in set(ours) & set(runs)} == {name: runs[name] for name in set(ours) & set(runs)}
     assert not machine.bad_knobs(ours)

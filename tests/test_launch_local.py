@@ -116,11 +116,11 @@ def test_a_corpus_is_prepared_in_parts_and_merged(tmp_path, corpus, prepared, ca
 
 ORPHANS = """
 import subprocess, sys
-from train.host import children
-children.adopt_orphans()
+from train.host import processes
+processes.adopt_orphans()
 for seconds in (1, 600):
     parent = subprocess.run(["sh", "-c", f"(sleep {seconds}; echo {seconds} >> $0) & exec true", sys.argv[1]])
-children.end_orphans(3)
+processes.end_orphans(3)
 """
 
 

@@ -55,7 +55,7 @@ FOR_LAUNCH = tuple(f"train.{room}" for room in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
     "boto3": {"train/storage/s3.py", "ami/aws.py"},
-    "psutil": {"train/host/cluster.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
+    "psutil": {"train/host/rank_setup.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
     "matplotlib": {"train/report/figures.py"},
     "jinja2": {"train/report/page.py"},

@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from train import loop, prepare
 from train.attempt.preempt import StopRequest
 from train.config import BackendConfig, InputError
-from train.config.checkpoints import BestConfig
+from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.data.shards.format import ShardSet, read_manifest
 from train.host import environment

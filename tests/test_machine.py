@@ -99,33 +99,27 @@ def test_the_file_system_of_a_path_is_that_of_its_nearest_mount(mounts, monkeypa
     assert machine.filesystem(path, mountinfo=mounts) == kind
 
 
-def test_a_link_into_a_network_home_is_on_the_network(mounts, tmp_path):
+def test_links_are_followed_and_without_a_mount_table_the_kind_is_unknown(mounts, tmp_path):
     (tmp_path / "link").symlink_to("/fsx/me")
     assert machine.filesystem(tmp_path / "link" / "cache", mountinfo=mounts) == "lustre"
-
-
-def test_without_a_mount_table_the_file_system_is_unknown(tmp_path):
     assert machine.filesystem("/", mountinfo=tmp_path / "none") == ""
-    assert not machine.is_network_filesystem("")
 
 
-def test_network_file_systems_are_known_by_their_kinds():
-    assert all(map(machine.is_network_filesystem, ["nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "fuse.s3"]))
-    assert not any(map(machine.is_network_filesystem, ["ext4", "xfs", "btrfs", "tmpfs", "overlay", "zfs"]))
-
-
-def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch):
+@pytest.mark.parametrize(
+    ("location", "says"),
+    [
+        ("/home/me/local/cache", None),
+        ("s3://bucket/cache", None),
+        ("gs://bucket/cache", "folder or s3://bucket/folder"),
+        ("/home/me/cache", "is on nfs4"),
+        ("/fsx/cache", "is on lustre"),
+        ("/s3/cache", machine.DEFAULT_CACHE),
+    ],
+)
+def test_a_cache_must_be_a_folder_of_this_machine_or_s3(mounts, monkeypatch, location, says):
     monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mounts))
-
-    def fault(location):
-        return machine.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
-
-    assert machine.cache_fault({}) is None
-    assert fault("/home/me/local/cache") is None
-    assert fault("s3://bucket/cache") is None
-    assert "folder or s3://bucket/folder" in fault("gs://bucket/cache")
-    assert machine.DEFAULT_CACHE in fault("/home/me/cache") and "is on nfs4" in fault("/home/me/cache")
-    assert "compile cache /fsx/cache is on lustre" in machine.cache_fault({"NEURON_CC_FLAGS": "--cache_dir=/fsx/cache"})
+    fault = machine.cache_fault({"NEURON_COMPILE_CACHE_URL": location})
+    assert fault is None if says is None else says in fault and f"compile cache {location}" in fault
 
 
 # ---- the runtime's environment -------------------------------------------------------------------------------------
@@ -147,19 +141,13 @@ def test_the_environment_of_one_machine():
     }
 
 
-def test_several_machines_meet_at_the_first_by_another_port_than_torchruns():
+def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
     result = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"}, nodes=2)
+    several = {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "512"}
+    one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
+    assert result == one | several and not several.keys() & one.keys()
     assert result["NEURON_RT_ROOT_COMM_ID"] == f"head:{machine.ROOT_COMM_PORT}"
     assert machine.ROOT_COMM_PORT not in (29500, 62182)  # torchrun's and torch_xla's own
-    assert (result["FI_PROVIDER"], result["FI_EFA_USE_DEVICE_RDMA"]) == ("efa", "1")
-    assert result["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] == "512"
-    assert result.keys() >= wanted({}).keys()
-    one = wanted({"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
-    assert one["NEURON_RT_ROOT_COMM_ID"] == result["NEURON_RT_ROOT_COMM_ID"]
-    assert not {"FI_PROVIDER", "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"} & one.keys()
-
-
-def test_an_ipv6_address_stands_in_brackets():
     assert wanted({"MASTER_ADDR": "fd00::7"})["NEURON_RT_ROOT_COMM_ID"] == f"[fd00::7]:{machine.ROOT_COMM_PORT}"
 
 
@@ -169,18 +157,12 @@ def test_a_process_without_torchrun_takes_one_core_unless_the_user_chose():
         assert "NEURON_RT_NUM_CORES" not in wanted(environ)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"MASTER_ADDR": "head", "MASTER_PORT": str(machine.ROOT_COMM_PORT)},
-        {"MASTER_ADDR": "head", "MASTER_PORT": "29500", "NEURON_RT_ROOT_COMM_ID": "head:29500"},
-    ],
-    ids=["torchrun's is ours", "the user's is torchrun's"],
-)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_port_of_torchrun_is_taken(environ, nodes):
-    with pytest.raises(InputError, match=r"ROOT_COMM_ID=head:\d+ has torchrun's port .* --master-port"):
-        wanted(environ, nodes=nodes)
+def test_the_port_of_torchrun_is_taken(nodes):
+    users = {"MASTER_PORT": "29500", "NEURON_RT_ROOT_COMM_ID": "head:29500"}
+    for environ in ({"MASTER_PORT": str(machine.ROOT_COMM_PORT)}, users):
+        with pytest.raises(InputError, match=r"ROOT_COMM_ID=head:\d+ has torchrun's port .* --master-port"):
+            wanted({"MASTER_ADDR": "head", **environ}, nodes=nodes)
 
 
 @pytest.mark.parametrize(
@@ -193,24 +175,20 @@ def test_the_port_of_torchrun_is_taken(environ, nodes):
     ],
     ids=lambda environ: " ".join(environ.values()),
 )
-def test_several_machines_do_not_meet_at_localhost(environ):
+def test_several_machines_do_not_join_at_localhost(environ):
     wanted(environ)
     with pytest.raises(InputError, match="is another machine for each of the 2; .* --master-addr"):
         wanted(environ, nodes=2)
 
 
-def test_stochastic_rounding_is_on_only_when_asked_for_and_has_a_seed():
-    result = wanted({}, stochastic_rounding=True)
-    assert (result["NEURON_RT_STOCHASTIC_ROUNDING_EN"], result["NEURON_RT_STOCHASTIC_ROUNDING_SEED"]) == ("1", "0")
-    assert "NEURON_RT_STOCHASTIC_ROUNDING_SEED" not in wanted({})
-
-
-def test_stochastic_rounding_that_the_user_turned_off_is_refused():
-    off = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
+def test_stochastic_rounding_is_on_only_when_asked_for_and_the_user_may_not_turn_it_off():
+    on, off = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
+    seed = {"NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
+    assert wanted({}, stochastic_rounding=True) == wanted({}) | on | seed and wanted({}).items() >= off.items()
     with pytest.raises(InputError, match="ROUNDING_EN=0 with backend.precision=bf16_stochastic: .* rounded away"):
         wanted(off, stochastic_rounding=True)
     wanted(off)
-    wanted({"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, stochastic_rounding=True)
+    wanted(on, stochastic_rounding=True)
 
 
 def test_what_the_user_set_is_not_set_again():
@@ -237,10 +215,10 @@ def test_an_environment_made_twice_is_the_same_and_keeps_the_users_flags():
 # ---- variables, packages, devices ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("knob", machine.KNOBS, ids=lambda knob: knob.name)
-def test_a_variable_that_does_not_do_what_one_hopes_is_known_only_when_it_is_set(knob):
-    assert machine.bad_knobs({knob.name: "1"}) == [knob]
-    assert machine.bad_knobs({knob.name: "0"}) == machine.bad_knobs({knob.name: ""}) == machine.bad_knobs({}) == []
+def test_a_variable_that_does_not_do_what_one_hopes_is_known_only_when_it_is_set():
+    for knob in machine.KNOBS:
+        assert machine.bad_knobs({knob.name: "1"}) == [knob]
+        assert machine.bad_knobs({knob.name: "0"}) == machine.bad_knobs({knob.name: ""}) == []
 
 
 TRN1 = {
@@ -251,13 +229,9 @@ TRN1 = {
 }
 
 
-@pytest.mark.parametrize(
-    "versions",
-    [{}, {"torch": "2.15.0"}, {"torch": "2.9.1", "torch-xla": "2.9.0"}, TRN1],
-    ids=["nothing", "torch alone", "CPU through XLA", "trn1"],
-)
-def test_packages_that_fit_have_no_fault(versions):
-    assert machine.package_faults(versions) == []
+def test_packages_that_fit_have_no_fault():
+    for versions in ({}, {"torch": "2.15.0"}, {"torch": "2.9.1", "torch-xla": "2.9.0"}, TRN1):
+        assert machine.package_faults(versions) == []
 
 
 @pytest.mark.parametrize(
@@ -278,18 +252,14 @@ def test_packages_that_do_not_fit_are_named_with_their_cure(changed, message):
     assert message in fault and "pip install " in fault
 
 
-def test_all_faults_of_the_packages_are_named():
+def test_all_faults_are_named_and_missing_packages_have_no_version():
     assert len(machine.package_faults({**TRN1, "torch": "2.15.0", "torch-neuronx": "1.0", "neuronx-cc": "1.0"})) == 3
-
-
-def test_installed_versions_leave_out_packages_that_are_missing():
     assert machine.installed_versions("torch", "no-such-package-anywhere").keys() == {"torch"}
 
 
 def test_a_neuron_device_is_a_file_of_the_driver(tmp_path, monkeypatch):
     for name in ("neuron0", "neuron1", "neuron_control", "neuron", "null"):
         (tmp_path / name).touch()
-    assert not [path for path in machine.neuron_devices() if not path.startswith("/dev/neuron")]
     monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).relative_to("/dev"))
     assert machine.neuron_devices() == [str(tmp_path / "neuron0"), str(tmp_path / "neuron1")]
 

@@ -115,12 +115,12 @@ def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_p
 JOINS = """
 import os, socket
 from train.backend.rendezvous import join
-from train.host import cluster
+from train.host import rank_setup
 from train.host.launched import launched
 from train.ranks import World
 
-cards = [cluster.network_card(host) for host in (os.environ["MASTER_ADDR"], socket.gethostname(), "10.88.0.9")]
-cluster.prepare(launched(), forks=False)
+cards = [rank_setup.network_card(host) for host in (os.environ["MASTER_ADDR"], socket.gethostname(), "10.88.0.9")]
+rank_setup.prepare(launched(), forks=False)
 join("gloo", "cpu", timeout_s=60, join_timeout_s=60)
 print("cards", *cards, "sum", *World().sum([1.0]), flush=True)
 """
@@ -182,9 +182,8 @@ def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, pr
 
 REFUSED = """
 import sys
-from train.host import launcher
-launcher.end_launcher = lambda: None
 from train import entry
+entry.end_torchrun = lambda: None
 before = entry.cli.run
 def run(*arguments, **named):
     code = before(*arguments, **named)

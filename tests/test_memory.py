@@ -91,18 +91,14 @@ def test_a_plan_names_the_memory_and_what_to_change_if_it_is_too_much():
 
     assert "of the device's 40" in notes("micro_batch_size=8")
     assert "MORE than the device's 40; lower micro_batch_size" in notes("micro_batch_size=512")
-    assert "parallel.shard_optimizer=true, parallel=fsdp" in notes("micro_batch_size=512")
-    assert "parallel.reduce_once=false, more ranks" in notes("micro_batch_size=512", "parallel=fsdp")
+    assert "parallel.shard_optimizer=true or parallel=fsdp" in notes("micro_batch_size=512")
+    assert "parallel.reduce_once=false or more ranks" in notes("micro_batch_size=512", "parallel=fsdp")
     assert of().total / GIB == pytest.approx(float(str(of()).split()[1]), rel=0.01)
 
 
-@pytest.mark.parametrize("refuses", ["backend.precision=fp16", "backend=xla"])
-def test_advice_proposes_only_what_would_run(refuses: str):
-    assert "parallel=fsdp" in advice(load(*LARGE), world_size=2)
+def test_advice_proposes_a_split_to_several_ranks():
+    assert "parallel=fsdp with backend=ddp" in advice(load(*LARGE), world_size=2)
     assert "parallel" not in advice(load(*LARGE), world_size=1)
-    assert "parallel" not in advice(load(*LARGE, refuses), world_size=2)
-    compiled = advice(load(*LARGE, "backend.compile=layers"), world_size=2)
-    assert "parallel.shard_optimizer=true" in compiled and "parallel=fsdp" not in compiled
 
 
 def test_the_largest_tensor_of_a_sharded_optimizer_is_one_ranks():

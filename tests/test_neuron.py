@@ -20,7 +20,7 @@ from train.backend.base import load
 from train.backend.ddp import DDP
 from train.cli import compose as cli
 from train.config import BackendConfig, InputError
-from train.host import cluster, machine
+from train.host import machine, rank_setup
 from train.telemetry import monitor_neuron
 
 # As in test_equality.py: sums of float32 in another order, six steps.
@@ -126,8 +126,8 @@ def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     opened = []
-    monkeypatch.setattr(cluster, "neuron_address", lambda environ, core: f"chip of core {core}")
-    monkeypatch.setattr(cluster, "pin", opened.append)
+    monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
+    monkeypatch.setattr(rank_setup, "pin", opened.append)
     monkeypatch.setattr(neuron, "join", lambda names, *_, **__: opened.append(names))
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)

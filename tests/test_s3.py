@@ -9,7 +9,6 @@ import random
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -18,11 +17,11 @@ from services.process import free_port
 
 from train import predict
 from train.config import InputError, NotPermitted, RecordsConfig, ShardsConfig, TrainConfig, Unreachable
-from train.data.records.prepared import FORMAT, NAME, bring, find_facts
+from train.data.records.prepared import find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.preparation import Part, read_state
 from train.storage import s3, s3_retry
-from train.storage.folders import LocalFolder, canonical_json, open_folder, sha256_bytes, sha256_json
+from train.storage.folders import LocalFolder, open_folder
 from train.tasks.mlm import MLMConfig
 from train.tasks.qa import QAConfig
 from train.tasks.qa.predictor import threshold_of
@@ -236,8 +235,6 @@ def test_a_conflict_with_another_writer_is_settled(bucket):
 def test_what_stays_is_unreachable_after_all_tries(bucket):
     folder = in_s3(bucket)
     for _verb, act in everything(folder):
-        bucket.proxy.set()
-        folder.names()  # the outage before is over
         bucket.proxy.set(Fault("status"))
         with pytest.raises(Unreachable, match=rf"^s3://.*/[ab]: S3 answers 503 .*, {s3.ATTEMPTS} times$"):
             act()
@@ -249,8 +246,6 @@ def test_half_a_minute_is_waited_each_time(bucket, monkeypatch, pauses):
     monkeypatch.setattr(random, "random", lambda: 0.5)  # the jitter
     folder = in_s3(bucket)
     for _ in range(10):
-        bucket.proxy.set()
-        folder.names()
         bucket.proxy.set(Fault("status"))
         pauses.clear()
         with pytest.raises(Unreachable):
@@ -276,7 +271,7 @@ def test_what_no_try_changes_is_asked_once_and_named(bucket, error, code):
     bucket.proxy.set(Fault("status", code=code, error=error, headers=EUROPE))
     with pytest.raises(InputError, match=f"^s3://.*/runs/data/a: {re.escape(REFUSALS[error, code])}"):
         in_s3(bucket).read("a")
-    assert len(bucket.proxy.requests()) == 1
+    assert len(bucket.proxy.requests()) == 1 + (error == "ExpiredToken")  # ~/.aws may hold others by now
 
 
 @pytest.mark.parametrize("fault", [Fault("reset", after=MIB), Fault("stall", after=MIB)], ids=["reset", "stall"])
@@ -312,9 +307,10 @@ def test_a_server_that_is_not_there_is_named(bucket, pauses):
     nobody = f"http://127.0.0.1:{free_port()}"
     folder = in_s3(bucket, endpoint=nobody)
     for _verb, act in everything(folder):
+        pauses.clear()
         with pytest.raises(Unreachable, match=rf"/[ab]: no whole answer from {nobody}: Could not connect .*{nobody}"):
             act()
-    assert len(pauses) == s3.ATTEMPTS - 1  # known to be away, the others ask once
+        assert len(pauses) == s3.ATTEMPTS - 1
 
 
 def test_a_body_that_is_damaged_on_the_way_up_is_sent_again(bucket):
@@ -325,8 +321,6 @@ def test_a_body_that_is_damaged_on_the_way_up_is_sent_again(bucket):
     assert bucket.get("runs/data/a") == bucket.get("runs/data/b") == content
     assert len([request for request in bucket.proxy.requests() if request.fault]) == 3
     for fault in (Fault("damage"), Fault("status", code=400, error="BadDigest")):
-        bucket.proxy.set()
-        folder.names()  # the trouble before is over
         bucket.proxy.set(fault)
         with pytest.raises(Unreachable, match=rf"S3 answers 400 \w+, {s3.ATTEMPTS} times$"):
             folder.create("c", content)
@@ -403,6 +397,7 @@ def test_a_missing_permission_is_named(bucket, monkeypatch):
         with pytest.raises(InputError, match=f"/[ab]: no permission to {verb} it.*; the role or user needs") as raised:
             act()
         assert ("or it is missing" in str(raised.value)) == (verb == "read")
+        assert isinstance(raised.value, NotPermitted) == (verb == "delete")  # which a run continues without
     assert bucket.keys() == ["runs/data/a"]
 
 
@@ -459,19 +454,6 @@ def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tm
     assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_retry.SILENT_ATTEMPTS + 1
 
 
-def test_an_s3_that_was_given_up_is_asked_once_until_it_answers(bucket):
-    """The records of a run that S3 has failed are not waited for long."""
-    folder = in_s3(bucket)
-    bucket.put("runs/data/a", b"x")
-    counts = []
-    for fault in (Fault("status"), Fault("status"), None, Fault("status")):
-        bucket.proxy.set(*[fault] if fault else [])
-        with pytest.raises(Unreachable) if fault else nullcontext():
-            folder.read("a")
-        counts.append(len(bucket.proxy.requests()))
-    assert counts == [s3.ATTEMPTS, 1, 1, s3.ATTEMPTS]
-
-
 def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, caplog):
     monkeypatch.setattr(s3_retry, "FIRST_WARNING_S", 0.0)
     nobody = f"http://127.0.0.1:{free_port()}"
@@ -485,49 +467,7 @@ def test_what_is_waited_for_is_reported_and_not_too_often(bucket, monkeypatch, c
     assert re.search(r"; retried for up to \d+ s$", line)
 
 
-def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(bucket, monkeypatch):
-    """For a while, for all requests of a client together, and not by a client that had permission before."""
-    bucket.put("runs/data/a", b"x")
-    refusal = Fault("status", code=403, error="AccessDenied", times=3)
-    folders = [in_s3(bucket) for _ in range(2)]
-    for act, wanted in ((lambda: folders[0].read("a"), b"x"), (lambda: folders[1].size("a"), 1)):
-        bucket.proxy.set(refusal)
-        assert act() == wanted
-        assert len(bucket.proxy.requests()) == 4
-    monkeypatch.setattr(s3_retry, "DENIED_S", 0.0)
-    for folder, methods in ((folders[0], ["GET"]), (in_s3(bucket), ["HEAD", "GET"])):
-        bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
-        with pytest.raises(InputError, match="no permission to read it"):
-            folder.read("a") if methods == ["GET"] else folder.size("a")
-        assert [seen.method for seen in bucket.proxy.requests()] == methods
-
-
-@pytest.mark.parametrize("act", ["read", "size", "names", "write", "create", "remove"])
-def test_only_a_permission_to_delete_is_one_that_a_run_may_lack(bucket, monkeypatch, act):
-    monkeypatch.setattr(s3_retry, "DENIED_S", 0.0)
-    folder = in_s3(bucket)
-    bucket.proxy.set(Fault("status", code=403, error="AccessDenied"))
-    with pytest.raises(InputError, match="no permission to") as refused:
-        getattr(folder, act)(*(["a"] if act not in ("write", "create") else ["a", b"x"]))
-    assert isinstance(refused.value, NotPermitted) == (act == "remove")
-
-
 # ---- what programs read ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [NAME, "train.arrow"])
-def test_prepared_tables_whose_bytes_changed_on_the_way_are_read_again(bucket, tmp_path, name):
-    content = b"x" * 1000
-    digest = sha256_bytes(content)
-    facts = {"format": FORMAT, "id": digest, "kind": "words", "labels": [], "settings": {}, "selection": {}}
-    facts |= {"tokenizer_sha256": digest, "splits": {}, "files": {"train.arrow": {"bytes": 1000, "sha256": digest}}}
-    folder = open_folder(bucket.location("tables"), bucket.config())
-    folder.write("train.arrow", content)
-    folder.write(NAME, canonical_json({**facts, "sha256": sha256_json(facts)}))
-    bucket.proxy.set(Fault("flip", match=f"^GET .*{name}", times=2))
-    assert find_facts(folder) == facts
-    bring(folder, facts, tmp_path)
-    assert (tmp_path / "train.arrow").read_bytes() == content
 
 
 def config_of(task, data):

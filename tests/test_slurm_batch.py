@@ -16,7 +16,7 @@ from launch.slurm import batch as module
 from launch.slurm.batch import Batch
 from launch.supervise import Decision
 from train.config import S3Config
-from train.host import children
+from train.host import processes
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch):
     def on_nodes(command, nodes, *, name, limit_s, **_):
         seen[command] = limit_s
         batch.record.folder.write(f"gate/{name}/n1.json", b'{"ok": true}')
-        return children.TIMED_OUT
+        return processes.TIMED_OUT
 
     monkeypatch.setattr(batch, "on_nodes", on_nodes)
     chosen, failed = run_preflight(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
@@ -95,5 +95,5 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch):
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path):
     process = subprocess.Popen(["sleep", "60"])
-    assert children.exit_code(process, limit_s=0.0) == children.TIMED_OUT
+    assert processes.exit_code(process, limit_s=0.0) == processes.TIMED_OUT
     assert process.poll() == -signal.SIGTERM

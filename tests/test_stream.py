@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from forks import launch, run_forked, start_forked
-from running import SEQ_LEN, eventually, lines, prepare_config, run, train_config, train_overrides
+from running import eventually, lines, prepare_config, run, train_config, train_overrides
 from services.fault_proxy import Fault
 from streaming import alive, descendants, losses, num_shards, overrides, upload, windowed
 
@@ -23,7 +23,6 @@ from train.data.shards.download import Downloader
 from train.data.shards.format import Shard, read_manifest
 from train.data.shards.order import ShardSampler
 from train.data.shards.prepared import TOKENIZER, PreparedData
-from train.storage import folders as storage
 from train.storage.folders import sha256_bytes
 from train.storage.s3 import S3Folder
 
@@ -106,7 +105,6 @@ def test_ranks_that_read_different_data_are_refused(corpus, tmp_path):
 
 
 def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(storage, "MISSING_S", 0.0)
     for location, words in {
         "s3://nowhere-at-all/data": "there is no such bucket",
         bucket.location("data"): "holds no manifest.json",
@@ -274,42 +272,24 @@ FIRST = "train-00000.safetensors"
 
 
 @pytest.fixture
-def data(bucket, prepared, tmp_path, monkeypatch):
+def data(bucket, prepared, tmp_path):
     """Prepared data in the bucket, and a way to open it in a new cache."""
-    monkeypatch.setattr(storage, "MISSING_PAUSE_S", 0.05)
     location = upload(bucket, prepared)
     bucket.proxy.set()
     return lambda: PreparedData(ShardsConfig(path=location, cache_dir=str(tmp_path / "cache")), bucket.config())
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_byte_that_changes_on_the_way_is_read_again(bucket, data, name):
-    bucket.proxy.set(Fault("flip", match=f"^GET .*{name}", after=500, times=2))
-    assert data().manifest.seq_len == SEQ_LEN
-    assert [seen.fault for seen in bucket.proxy.requests(name)] == ["flip", "flip", None]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_what_is_damaged_in_the_bucket_is_named_after_a_few_reads(bucket, data, name):
+def test_what_is_damaged_in_the_bucket_is_named(bucket, data, name):
     content = bytearray(bucket.get(f"data/{name}"))
     content[500] ^= 1
     bucket.put(f"data/{name}", bytes(content))
     with pytest.raises(InputError, match=f"/data/{name} .*prepare (the data )?again"):
         data()
-    assert len(bucket.proxy.requests(name)) == storage.READS
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_missing_for_a_moment_is_waited_for(bucket, data, log, name):
-    bucket.proxy.set(Fault("status", match=f"(GET|HEAD) .*{name}", code=404, error="NoSuchKey", times=4))
-    data().verify()
-    assert sum(seen.fault == "status" for seen in bucket.proxy.requests(name)) == 4
-    assert [line for line in log.messages if f"/data/{name} is missing; retried for" in line]
 
 
 @pytest.mark.parametrize("name", [*FILES, FIRST])
-def test_a_file_that_stays_missing_is_named_after_a_while(bucket, data, monkeypatch, name):
-    monkeypatch.setattr(storage, "MISSING_S", 0.1)
+def test_a_file_that_is_missing_is_named(bucket, data, name):
     bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{name}")
     with pytest.raises(InputError, match=f"{name} is missing|holds no {name}"):
         data().verify()

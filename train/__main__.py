@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from train.cli.console import use_console
-from train.host.launcher import die_with_launcher
+from train.host.torchrun import die_with_torchrun
 
 
 def main() -> int:
-    die_with_launcher()
+    die_with_torchrun()
     use_console("stderr")
     from train import entry  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
 

@@ -16,10 +16,10 @@ from train.attempt.refusal import inform_others
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
-from train.host import cluster
-from train.host.garbage import search_rarely
+from train.host import rank_setup
 from train.host.launched import Launched, launched
-from train.host.launcher import end_launcher, leave_it_to_the_first
+from train.host.runtime import search_rarely
+from train.host.torchrun import end_torchrun
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import may_go_on, what_is_over
 from train.storage.folders import is_s3
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     code = cli.run(TrainConfig, attempt, parser, arguments=arguments, after_refusal=inform_others)
     if code == cli.REFUSED:  # and would be again at every restart
-        end_launcher()
+        end_torchrun()
     return code
 
 
@@ -59,10 +59,10 @@ def attempt(cfg: TrainConfig) -> int:
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
         if launch.rank == 0:
             print(f"not started again: it {over['outcome']} ({over['reason']})", file=sys.stderr)
-        end_for_good(launch)
+        end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     with announced(cfg, launch):
-        cluster.prepare(launch, forks=cfg.data.num_workers > 0)
+        rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
         search_rarely()  # until `loop.run` has imported the task
         # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says
         # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
@@ -87,7 +87,7 @@ def attempt(cfg: TrainConfig) -> int:
                 is_agreed = isinstance(error, AGREED)  # by all ranks, which have left in order
                 logger.error("failed: %s", error, exc_info=not is_agreed)
                 if not may_go_on(kind_of(error), ""):
-                    end_for_good(launch)
+                    end_torchrun()
                 if launch.world_size > 1 and not is_agreed:
                     leave_at_once(cli.FAILED)  # waiting for the others could hang; torchrun ends them
                 return cli.FAILED
@@ -118,9 +118,3 @@ def announced(cfg: TrainConfig, launch: Launched) -> Iterator[None]:
 def leave_at_once(code: int) -> NoReturn:
     logging.shutdown()
     os._exit(code)
-
-
-def end_for_good(launch: Launched) -> None:
-    """Have the machine's first rank end torchrun; another rank does so only if that one does not."""
-    leave_it_to_the_first(launch.local_rank)
-    end_launcher()

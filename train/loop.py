@@ -22,8 +22,8 @@ from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
 from train.evaluation import evaluate, write_samples
 from train.feed import TrainData, check_same_data
-from train.host.garbage import search_as_usual
 from train.host.launched import check_launch, launched
+from train.host.runtime import search_as_usual
 from train.models.memory import memory_of
 from train.models.model_sizes import check_layers, shape_of_model
 from train.optim import learning_rate

@@ -217,9 +217,9 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
     """Collect graphs, compile them, and compile failed ones again; returns the exit code."""
     if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=job.work / "clear_locks") != 0:
         return fail(f"{TOOL} could not clear the locks of {job.cache}", job)
-    num_locks = machine.count_cached(job.cache, "*.lock")
-    if num_locks:  # a locked graph is silently not compiled
-        print(f"{job.cache} holds {num_locks} locks: if nothing else compiles into it now, add --clear-locks")
+    locked = machine.cached_graphs(job.cache, "*.lock")
+    if locked:  # a locked graph is silently not compiled
+        print(f"{job.cache} holds {len(locked)} locks: if nothing else compiles into it now, add --clear-locks")
     print(
         "compiling takes minutes a graph; Neuron reports 13 minutes for BERT-large on a trn1.32xlarge, 40 without "
         "this. Losses and figures below mean nothing.",
@@ -245,7 +245,7 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
         return fail(f"{len(failed)} of {len(graphs)} graphs failed to compile {took}:\n  {names}", job)
     if graphs:
         print(f"{len(graphs)} graphs compiled {took}")
-    elif machine.count_cached(job.cache, "model.done") == 0:
+    elif machine.cached_graphs(job.cache) == set():
         return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", job)
     else:
         print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from train.config import Failure, InputError
 from train.host.launched import launched
-from train.host.threads import pool_beside_training
+from train.host.runtime import pool_beside_training
 
 Result = TypeVar("Result")
 POLL_S = 0.05

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launch.config import ClusterConfig
-from train.config import check, check_choice
-from train.config.checks import check_positive
+from train.config import check, setting
 
 MARKETS = ("on-demand", "spot", "capacity-block")
 
@@ -27,15 +26,17 @@ class Ec2Config(ClusterConfig):
     instance_profile: str | None = None  # name of the machines' role; `python -m launch iam` prints what it needs
     image: str | None = None  # ami-..., or the name of an SSM parameter that holds one; None: baretrain's own image
     python: str = "/opt/baretrain/venv/bin/python"  # interpreter of the image, with baretrain's packages
-    market: str = "on-demand"  # on-demand | spot | capacity-block
+    market: str = setting("on-demand", among=MARKETS)
     capacity_reservation: str | None = None  # id of a reservation or a capacity block
-    secondary_interfaces: str = "efa-only"  # EFA of several cards: efa-only (one address a machine) | efa (one a card)
+    secondary_interfaces: str = setting("efa-only", among=("efa-only", "efa"))  # EFA of several cards; efa-only: one
+    # address a machine, efa: one a card
     placement_group: str = "true"  # true: one is made, machines close to one another; false; or the name of one
     public_address: bool = False  # only for machines with one network card
-    disk_gib: int = 200  # root volume
-    boot_s: int = 900  # that machines wait for one another
-    max_wait_s: int = 3600  # for capacity, and for an AWS that does not answer
-    max_run_s: int = 86400  # after which the run is asked to stop; every machine ends itself half an hour later
+    disk_gib: int = setting(200, above=0)  # root volume
+    boot_s: int = setting(900, above=0)  # that machines wait for one another
+    max_wait_s: int = setting(3600, above=0)  # for capacity, and for an AWS that does not answer
+    max_run_s: int = setting(86400, above=0)  # after which the run is asked to stop; every machine ends itself half an
+    # hour later
     again: bool = False  # after an interruption ask for all machines again, until max_run_s is over
 
     def interpreter(self) -> str:
@@ -43,9 +44,6 @@ class Ec2Config(ClusterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("cluster.market", self.market, MARKETS)
-        check_choice("cluster.secondary_interfaces", self.secondary_interfaces, ("efa-only", "efa"))
-        check_positive("cluster.", self, "disk_gib", "boot_s", "max_wait_s", "max_run_s")
         if self.placement_group in ("True", "False"):  # as Hydra reads true and false
             self.placement_group = self.placement_group.lower()
         check(

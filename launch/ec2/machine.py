@@ -32,7 +32,7 @@ from launch.schedulers import cluster_of
 from launch.supervise import Decision, StopRequest, attempt_name, recording_failure, retry, settled, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable
-from train.host import children
+from train.host import processes
 from train.host.metadata import Metadata, metadata_endpoint
 from train.storage.folders import canonical_json
 from train.storage.schema import BadContent, FileName, read_object, record
@@ -233,20 +233,20 @@ class Machine:
         joined += [f"--addresses={','.join(each.address for each in self.all)}", f"--attempt={step.name}"]
         start = str(Path(launch.__file__).parents[1] / code.START)  # of the code that runs now
         command = [self.job.python, start, "launch.node", step.command, self.record.run_dir, *joined]
-        children.adopt_orphans()
-        process, ends_s = children.start([*command, *self.record.s3.flags()], env=os.environ), math.inf
+        processes.adopt_orphans()
+        process, ends_s = processes.start([*command, *self.record.s3.flags()], env=os.environ), math.inf
 
         def meanwhile() -> None:
             nonlocal ends_s
             next_step = STEPS.format(self.request, self.number + 1)
             if time.monotonic() > ends_s:
-                children.kill([process.pid, *children.descendants(process.pid)])
+                processes.kill([process.pid, *processes.descendants(process.pid)])
             elif self.meanwhile() and self.own.index and ends_s == math.inf and self.has(next_step):
                 process.terminate()
                 ends_s = time.monotonic() + END_S
 
-        result = children.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S[step.command])
-        children.end_orphans(END_S)  # ranks of a torchrun that was killed
+        result = processes.exit_code(process, meanwhile=meanwhile, limit_s=LIMITS_S[step.command])
+        processes.end_orphans(END_S)  # ranks of a torchrun that was killed
         return result
 
     def meanwhile(self) -> bool:

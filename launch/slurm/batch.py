@@ -40,7 +40,7 @@ from launch.supervise import (
 )
 from train.cli.command import STOPPED
 from train.config import Failure, check
-from train.host import children
+from train.host import processes
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
@@ -146,8 +146,8 @@ class Batch:
         node += self.record.s3.flags()
         size = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
         srun = ["srun", *size, f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
-        process = children.start([*srun, *self.container(), *node], env=os.environ)
-        return children.exit_code(process, meanwhile=self.meanwhile, limit_s=limit_s)
+        process = processes.start([*srun, *self.container(), *node], env=os.environ)
+        return processes.exit_code(process, meanwhile=self.meanwhile, limit_s=limit_s)
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts
@@ -231,7 +231,7 @@ class Batch:
         part = os.environ.get("SLURM_ARRAY_TASK_ID")
         which = ["--merge"] if merge else [f"--part={part}"] if part else []
         node = [self.job.python, "-m", "launch.node", "prepare", self.record.run_dir, *which, *self.record.s3.flags()]
-        code = children.exit_code(children.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
+        code = processes.exit_code(processes.start(["srun", "--ntasks=1", *self.container(), *node], env=os.environ))
         if code or merge or part is None:  # a part that fails is the end of all: the merge is not started then
             self.end(prepared(code, f"part {part}" if part else "the merge" if merge else "the preparation"))
         self.upload()

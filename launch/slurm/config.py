@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launch.config import ClusterConfig
-from train.config import check, check_choice
+from train.config import check, setting
 
 
 @dataclass(kw_only=True)
@@ -30,9 +30,10 @@ class SlurmConfig(ClusterConfig):
     exclude: str | None = None  # nodes to leave out, as n[3-5]
     exclusive: bool = True  # whole nodes
     time_limit: str | None = None  # as 30 (minutes), 12:00:00 or 2-00:00:00; None: the partition's
-    stop_before_s: int = 300  # how long before the time limit the run is asked to stop with a checkpoint
+    stop_before_s: int = setting(300, above=0, most=65535)  # how long before the time limit the run is asked to stop
+    # with a checkpoint
     container: str | None = None  # None, or an image: a path (.sqsh, .sif) or a registry's name
-    container_runtime: str = "pyxis"  # pyxis (srun --container-image) | apptainer
+    container_runtime: str = setting("pyxis", among=("pyxis", "apptainer"))  # pyxis: srun --container-image
     container_mounts: list[str] = field(default_factory=list)  # folders that the container sees under the same names
     prologue: list[str] = field(default_factory=list)  # lines of bash that a job runs first; exports reach every rank
     chdir: str | None = None  # folder on the nodes in which the job starts; None: the one of the first submission
@@ -52,8 +53,6 @@ class SlurmConfig(ClusterConfig):
         for folder in self.container_mounts:
             ok = folder.startswith("/") and not re.search(r"[:,]", folder)  # which part a list of mounts
             check(ok, f"cluster.container_mounts holds {folder!r}: folders have whole paths, without colons and commas")
-        check_choice("cluster.container_runtime", self.container_runtime, ("pyxis", "apptainer"))
-        check(0 < self.stop_before_s <= 65535, f"cluster.stop_before_s={self.stop_before_s} must be from 1 to 65,535")
 
 
 def time_limit_s(text: str) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from train.host.launcher import STOP_SIGNALS
+from train.host.torchrun import STOP_SIGNALS
 
 GRACE_S = 5.0  # after a second signal, for the main thread to leave by itself
 REPEAT_S = 2.0  # torchrun repeats the Ctrl-C that the terminal has sent: within this time it is the same request

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from train.config import InputError
 from train.host.launched import launched
-from train.host.launcher import leave_refusal
+from train.host.torchrun import leave_refusal
 
 logger = logging.getLogger("train")
 INFORM_S = 60.0  # the first machine, if it is refused, stays for machines that come later by up to this

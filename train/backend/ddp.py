@@ -26,7 +26,7 @@ from train.backend.rendezvous import join
 from train.cli.console import without_stdout
 from train.config import BackendConfig, S3Config, check
 from train.config.backend import DEFAULT_TIMEOUT_S
-from train.host import cluster, machine
+from train.host import machine, rank_setup
 
 if TYPE_CHECKING:
     from train.backend import GradSync, State
@@ -70,7 +70,7 @@ class DDP(Base):
             self.drops_masks = False  # each form of a batch is one more graph
         if is_cuda:
             torch.cuda.set_device(self.device)
-            cluster.pin(pci_address(self.device))
+            rank_setup.pin(pci_address(self.device))
             torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if world.is_distributed:
             names = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"

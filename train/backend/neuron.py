@@ -19,7 +19,7 @@ from train.backend.ddp import DDP
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S, check_reduces_plainly
-from train.host import cluster, machine
+from train.host import machine, rank_setup
 
 DEVICE = "neuron"  # without a number: a process sees its own core only
 COLLECTIVES = "cpu:gloo,neuron:neuron"
@@ -40,7 +40,7 @@ class Neuron(DDP):
     def __init__(self, cfg: BackendConfig) -> None:
         Base.__init__(self)  # work is timed on the host
         check_machine(cfg)
-        cluster.pin(cluster.neuron_address(os.environ, self.world.local_rank))
+        rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
         self.recomputes = cfg.activation_checkpointing
         if self.world.is_distributed:  # the ranks join before anything touches the device

@@ -8,7 +8,7 @@ import sys
 
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.host import cluster, machine
+from train.host import machine, rank_setup
 from train.host.launched import launched
 from train.host.versions import read_versions
 
@@ -43,7 +43,7 @@ def ready(cfg: BackendConfig, *, nodes: int, collects: bool) -> None:
     if kind == "NEURON":
         fault = machine.cache_fault(os.environ)
         check(fault is None, fault or "")
-        cluster.pin(cluster.neuron_address(os.environ, launched().local_rank))
+        rank_setup.pin(rank_setup.neuron_address(os.environ, launched().local_rank))
         rounds = cfg.precision == "bf16_stochastic"
         timeout_s = cfg.timeout_s or NEURON_TIMEOUT_S
         wanted = machine.neuron_environment(os.environ, nodes=nodes, stochastic_rounding=rounds, timeout_s=timeout_s)

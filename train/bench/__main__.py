@@ -10,10 +10,10 @@ from pathlib import Path
 from train.bench.config import BenchConfig
 from train.cli import compose as cli
 from train.config import Failure, check
-from train.host import cluster
-from train.host.garbage import search_rarely
+from train.host import rank_setup
 from train.host.launched import launched
-from train.host.launcher import die_with_launcher, end_launcher
+from train.host.runtime import search_rarely
+from train.host.torchrun import die_with_torchrun, end_torchrun
 
 USED: tuple[str, ...] = ("steps", "warmup", "windows", "output", "sweep", "max_micro_batch", "max_memory_gib", "nproc")
 USED += ("save_as", "data.path", "global_batch_size", "micro_batch_size", "backend.device", "backend.precision")
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys=USED,
     )
     parser.add_argument("--sweep", action="store_true", help="the same as sweep=true")
-    die_with_launcher()
+    die_with_torchrun()
     code = cli.run(BenchConfig, lambda cfg: act(cfg, settings), parser, arguments=given)
     if code != cli.DONE:
-        end_launcher()
+        end_torchrun()
     return code
 
 
@@ -53,7 +53,7 @@ def act(cfg: BenchConfig, settings: Sequence[str]) -> int:
             from train.bench import sweep
 
             return sweep.run(cfg, settings)
-        cluster.prepare(launched(), forks=cfg.data.num_workers > 0)
+        rank_setup.prepare(launched(), forks=cfg.data.num_workers > 0)
         search_rarely()  # until `loop.run` has imported the task
         from train.bench import measure  # late: torch takes seconds to import
 

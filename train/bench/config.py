@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from train.config import TrainConfig, check
-from train.config.checks import check_at_least, check_positive
+from train.config import TrainConfig, check, setting
 
 MAX_PROCESSES = 4096
 
@@ -15,23 +14,20 @@ MAX_PROCESSES = 4096
 class BenchConfig(TrainConfig):
     """One measurement, or a sweep of them: `python -m train.bench --cfg job` prints it."""
 
-    steps: int = 50  # optimizer steps that are timed
-    warmup: int = 10  # steps before them, at least; graphs are compiled in these
-    windows: int = 5  # parts of the timed steps, whose spread is reported; the device is read once in each
+    steps: int = setting(50, above=0)  # optimizer steps that are timed
+    warmup: int = setting(10, least=1)  # steps before them, at least; graphs are compiled in these
+    windows: int = setting(5, above=0)  # parts of the timed steps, whose spread is reported; the device is read in each
     output: str | None = None  # JSON file that gets all figures; None: the table is all
-    max_memory_gib: float | None = None  # host memory that a rank on CPUs may allocate; None: any amount, in a sweep
-    # what the machine has available
+    max_memory_gib: float | None = setting(None, above=0)  # host memory that a rank on CPUs may allocate; None: any, in
+    # a sweep what the machine has available
     sweep: bool = False  # also --sweep: try micro batches, with the same global batch, for the largest and the fastest
-    max_micro_batch: int | None = None  # sweep: the largest micro batch that is tried; None: all of a rank's share
-    nproc: int = 1  # sweep: ranks of each try, which torchrun starts on this machine if there are several
+    max_micro_batch: int | None = setting(None, above=0)  # sweep: the largest that is tried; None: a rank's whole share
+    nproc: int = setting(1, above=0, most=MAX_PROCESSES)  # sweep: ranks of each try on this machine
     save_as: str | None = None  # sweep: name of the experiment that gets the result, conf/experiment/NAME.yaml;
     # None: it is printed
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("", self, "steps", "windows", "max_memory_gib", "max_micro_batch", "nproc")
-        check_at_least("", self, warmup=1)
-        check(self.nproc <= MAX_PROCESSES, f"nproc={self.nproc} must be at most {MAX_PROCESSES}")
         check(
             self.steps % self.windows == 0,
             f"steps={self.steps} must be a multiple of windows={self.windows}, its parts",

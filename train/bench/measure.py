@@ -27,12 +27,11 @@ from train.bench.config import BenchConfig
 from train.bench.speeds import GIB, Peak, TimedSteps, cost, speeds, table
 from train.cli import compose as cli
 from train.config import Failure, HubConfig, InputError, TrainConfig, check
-from train.config.checkpoints import BestConfig
+from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.host import machine
 from train.host.environment import environment
 from train.host.launched import Launched, launched
-from train.host.launcher import find_launcher
 from train.host.memory import limit_allocations, own_peak_bytes, total_memory_bytes
 from train.host.processes import owner_name
 from train.ranks import AGREED
@@ -220,7 +219,7 @@ def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
 @contextmanager
 def own_folder(launch: Launched) -> Iterator[Path]:
     """A run folder for the ranks of this machine, which is removed at the end."""
-    first = find_launcher() if launch.is_under_torchrun else os.getpid()
+    first = os.getppid() if launch.is_under_torchrun else os.getpid()
     path = Path(tempfile.gettempdir()) / f"baretrain-bench-{owner_name(first or os.getpid())}"
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()

@@ -27,8 +27,8 @@ from train.cli import compose as cli
 from train.cli.help import groups
 from train.config import Failure, InputError, TrainConfig, check, make_plan
 from train.host.launched import launched
-from train.host.launcher import REFUSAL
 from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
+from train.host.torchrun import REFUSAL
 from train.report.texts import plural
 from train.run_folder.outcome import OUT_OF_MEMORY
 from train.storage.atomic_io import write_atomic

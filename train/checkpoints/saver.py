@@ -28,7 +28,7 @@ from train.checkpoints.retention import Retention
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
 from train.config import CheckpointConfig, Failure, InputError, NotPermitted, Unreachable
-from train.host.threads import pool_beside_training
+from train.host.runtime import pool_beside_training
 from train.ranks import no_wait
 from train.storage.schema import FileEntry, FileName, Sha256
 

@@ -15,7 +15,7 @@ from train.storage.atomic_io import (
     publish_folder,
     remove_folder,
     remove_temporaries,
-    sync_folder,
+    sync,
     write_atomic,
 )
 from train.storage.folders import Folder, LocalFolder, check_space
@@ -156,7 +156,7 @@ class LocalStore(Store):
         path = self.path_of_step(step)
         target = path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}")
         path.rename(target)
-        sync_folder(self.path)
+        sync(self.path)
         return target.name
 
     def remove(self, step: int) -> None:

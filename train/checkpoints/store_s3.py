@@ -18,7 +18,7 @@ from train.checkpoints.store import Store
 from train.config import Failure, InputError
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import READS, canonical_json, check_space, read_json
+from train.storage.folders import canonical_json, check_space, read_json
 from train.storage.s3 import S3Folder
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
@@ -27,6 +27,7 @@ PREFIX = "checkpoints/"
 SAVING, PARTS = "saving", "parts"  # in the folder of this machine; a save with a manifest is whole and not in S3
 UNFINISHED = re.compile(r"((\d{8,})-[0-9a-f]{8})\.unfinished")  # beside the folder of a save
 
+READS = 3  # attempts before a file that does not match its checksum counts as damaged
 read_again = retry(retry=retry_if_exception_type(Damaged), stop=stop_after_attempt(READS), reraise=True)
 
 

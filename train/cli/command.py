@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import train
 from train.config import Failure, InputError, S3Config, Unreachable, check_printable
-from train.host.launcher import leave_refusal
+from train.host.torchrun import is_reported, leave_refusal
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
@@ -102,16 +102,14 @@ def run_flags(
 def guarded(
     act: Callable[[], int],
     *,
-    before_error: Callable[[], object] = lambda: False,
     after_refusal: Callable[[str], object] = leave_refusal,
     interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
     """Act and return the exit code.
 
-    An error is printed as one line on standard error, after a traceback if it is a mistake of the program.
-    `before_error` is called before that line, which is left out if it returns True; `after_refusal` is called with what
-    was rejected, after it, and by default repeats it below torchrun's traceback; `interrupted` is the line and the
-    exit code after Ctrl-C.
+    An error is printed as one line on standard error, after a traceback if it is a mistake of the program; of the ranks
+    of a machine, one prints it. `after_refusal` is called with what was rejected, and by default repeats it below
+    torchrun's traceback; `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as standard error does; the C locale has only ASCII
@@ -136,7 +134,7 @@ def guarded(
         traceback.print_exc()
         line = f"error: {type(error).__name__}: {error}; this is a mistake of the program, please report it"
         code = FAILED
-    if line and not before_error():
+    if line and not is_reported():
         with suppress(OSError, ValueError):  # standard error may be full, or closed
             print(printable(line), file=sys.stderr, flush=True)
     if code == REFUSED:

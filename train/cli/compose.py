@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed, 2 configuration or input rejected, 75 stopped on r
 
 from __future__ import annotations
 
-import argparse
 import copy
 import difflib
 import functools
@@ -46,7 +45,7 @@ from train.config import (
     check_values,
 )
 from train.host.launched import launched
-from train.host.launcher import leave_it_to_the_first, leave_refusal
+from train.host.torchrun import leave_refusal
 from train.optim import OPTIMIZERS, check_optimizer
 from train.tasks import TASKS, spec_of
 
@@ -107,41 +106,30 @@ def load_backend(overrides: Sequence[str]) -> tuple[BackendConfig, InstanceConfi
 def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str] = ()) -> Config:
     """Convert settings to dataclasses; InputError for one that is missing or impossible."""
     try:
-        plain = OmegaConf.to_container(composed, resolve=True)
+        plain = OmegaConf.to_container(composed)  # ${oc.env:...} is not looked up: config.yaml would keep its value
         assert isinstance(plain, dict)
         check_values({str(key): value for key, value in plain.items()})
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(config, TrainConfig):
-        check_tables(config)
+    if isinstance(config, TrainConfig):  # the tables have what it names, and its settings are those of the entry
+        spec_of(config.task)
+        check_optimizer(config.optim)
     return config
-
-
-def check_tables(cfg: TrainConfig) -> None:
-    """InputError unless the tables have what a configuration names, and its settings are those of the entry."""
-    spec_of(cfg.task)
-    check_optimizer(cfg.optim)
 
 
 def compose_config(schema: type[Config], given: Sequence[str]) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
     register_schemas()
     overrides, users_own = opened(given)
-    for override in given:
-        check(
-            re.search(r"\$\{[^}]*:", override) is None,
-            f"{override.partition('=')[0]}: settings are not looked up (${{oc.env:...}}), since config.yaml would "
-            'keep the result; let the shell do it: key="$NAME"',
-        )
     for override in overrides:
         check_override(schema, override)
-    listed = groups(config_name(schema))  # Hydra has no value for "no option of this group", which is a default here
+    listed = groups(CONFIGS[schema])  # Hydra has no value for "no option of this group", which is a default here
     overrides = [each for each in overrides if not (each.endswith("=null") and each.removesuffix("=null") in listed)]
     try:
         with initialize_config_module("conf", version_base="1.3"):
-            composed = compose(config_name(schema), overrides=overrides)
+            composed = compose(CONFIGS[schema], overrides=overrides)
         for key, value in users_own.items():
             where = "of the data chosen here" if key.startswith("data.") else "of this command"
             check(OmegaConf.select(composed, key) is not None, f"{key} is not a setting {where}; --cfg job lists all")
@@ -168,7 +156,7 @@ def check_override(schema: type, override: str) -> None:
         f"{override} is more than one value, and sweeps are not supported: start one run for each; quotes make it one "
         f"""value, '{key}="{value}"'""",
     )
-    listed = groups(config_name(schema))
+    listed = groups(CONFIGS[schema])
     top = key.split(".")[0].split("/")[0]
     if top not in listed and all(top != item.name for item in fields(schema)):
         raise InputError(f"{top if '.' in key else key} is not a setting; {close_to(top, known_keys(schema))}")
@@ -229,11 +217,6 @@ def own_names(key: str, text: str, kind: type) -> Any:
     return {str(name): None if to in (None, "null") else str(to) for name, to in value.items()}
 
 
-def config_name(schema: type[Config]) -> str:
-    """Name of the schema's file in conf/, without .yaml."""
-    return CONFIGS[schema]
-
-
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "string": "text"}
 
 
@@ -286,11 +269,10 @@ def known_keys(schema: type) -> list[str]:
 def settings_parser(name: str, schema: type, purpose: str, *, examples: Sequence[str], keys: Sequence[str]) -> Parser:
     """Make the parser of a command that takes settings; its --help explains those in `keys`."""
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
-    settings = partial(settings_help, schema, config_name(schema), keys)
+    settings = partial(settings_help, schema, CONFIGS[schema], keys)
     parser = command_parser(name, purpose, examples=examples, exits=exits, settings=settings)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, without dashes; see below")
     parser.add_argument("--cfg", choices=("job",), help="print all settings, as they would be used, and stop")
-    parser.add_argument("-m", "--multirun", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -307,8 +289,6 @@ def run(
     rejected is printed and then passed to `after_refusal`.
     """
 
-    local_rank = 0
-
     def act() -> int:
         options, unknown = parser.parse_known_intermixed_args(arguments)
         for flag in unknown:
@@ -316,24 +296,18 @@ def run(
             is_setting = "=" in flag or key in known_keys(schema)
             hint = f"settings have no dashes: {key if '=' in key else f'{key}=...'}" if is_setting else "see --help"
             raise InputError(f"{flag} is not a flag; {hint}")
-        check(not options.multirun, "sweeps are not supported: start one run for each value")
         keys = {override.partition("=")[0] for override in options.settings}
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
-            nonlocal local_rank
-            local_rank = launched().local_rank if issubclass(schema, TrainConfig) else 0
+            if issubclass(schema, TrainConfig):
+                launched()  # what started this process is wrong more often than the settings
             return action(load_config(schema, overrides))
         composed = compose_config(schema, overrides)
         check_what_is_set(composed, schema, overrides)
         print(OmegaConf.to_yaml(composed), end="")
         return DONE
 
-    return guarded(
-        act,
-        before_error=lambda: leave_it_to_the_first(local_rank),  # one process per machine reports
-        after_refusal=after_refusal,
-        interrupted=("interrupted; the same command resumes it", STOPPED),
-    )
+    return guarded(act, after_refusal=after_refusal, interrupted=("interrupted; the same command resumes it", STOPPED))
 
 
 def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:

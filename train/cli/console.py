@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 
-class Console(io.FileIO):
-    """A file whose writes always succeed."""
+class Console:
+    """A stream whose writes always succeed, and whose flush at exit does, which would change the exit code."""
 
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or len(data)  # None: a full pipe in non-blocking mode
-        except OSError:
-            return len(data)
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def use_console(*names: str) -> None:
-    """Make writes to these streams ("stdout", "stderr") always succeed, and Python's flush at exit too, whose failure
-    would change the exit code. Programs whose purpose is more than their output call it when they begin.
+    """Make writes to these streams ("stdout", "stderr") always succeed. Programs whose purpose is more than their
+    output call it when they begin.
     """
-    while (
-        handle := os.open(os.devnull, os.O_RDWR)
-    ) <= 2:  # a standard stream was closed: no other file may get its number
-        pass
-    os.close(handle)
-    for handle, name in ((1, "stdout"), (2, "stderr")):
-        if name not in names:
-            continue
-        before = getattr(sys, name)
-        raw = Console(handle, "w", closefd=False)
-        stream = io.TextIOWrapper(
-            io.BufferedWriter(raw),
-            encoding=before.encoding if before else "utf-8",
-            errors="backslashreplace",
-            line_buffering=name == "stderr" or raw.isatty(),
-        )
-        if before:
-            before.flush()
-        setattr(sys, name, stream)
+    for name in names:
+        if (stream := getattr(sys, name)) is not None:  # None: it was closed
+            setattr(sys, name, Console(stream))
 
 
 @contextmanager

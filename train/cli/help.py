@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
-import io
+import re
 import textwrap
-import tokenize
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING as NO_DEFAULT
@@ -49,7 +47,8 @@ def explained_field(schema: type, key: str) -> tuple[Field, str]:
         schema = typing.get_type_hints(schema)[part]
     kinds = [schema, *schema.__subclasses__()]
     item, kind = next((item, kind) for kind in kinds for item in fields(kind) if item.name == name)
-    return item, comments(kind).get(name, "").replace("None", "null")
+    texts = (" | ".join(item.metadata.get("among", ())), comments(kind).get(name, "").replace("None", "null"))
+    return item, "; ".join(text for text in texts if text)
 
 
 def shown_default(item: Field) -> str:
@@ -66,35 +65,19 @@ def shown_default(item: Field) -> str:
 
 @functools.cache
 def comments(kind: type) -> dict[str, str]:
-    """Comments of the fields of a dataclass, inherited fields included."""
+    """Comments of the fields of a dataclass, inherited ones too. One stands beside its field and continues below."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        if is_dataclass(base):
-            texts |= own_comments(textwrap.dedent(inspect.getsource(base)))
-    return texts
-
-
-def own_comments(source: str) -> dict[str, str]:
-    """Comments of the fields of one class. A comment stands beside a field and continues below, or stands above it."""
-    (node,) = ast.parse(source).body
-    assert isinstance(node, ast.ClassDef)
-    items = [item for item in node.body if isinstance(item, ast.AnnAssign)]
-    methods = [item.lineno for item in node.body if isinstance(item, ast.FunctionDef)]
-    texts: dict[str, list[str]] = {ast.unparse(item.target): [] for item in items}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        row, above, below = token.start[0], "", ""
-        if token.type != tokenize.COMMENT or row > min(methods, default=row):
-            continue
-        for item in items:
-            if item.lineno <= row:
-                above = ast.unparse(item.target)
-                is_beside = row <= (item.end_lineno or 0)
+        name = ""
+        for line in inspect.getsource(base).splitlines() if is_dataclass(base) else ():
+            if match := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+                name = match[1]
+                texts[name] = match[2] or ""
+            elif line.startswith("    # ") and texts.get(name):
+                texts[name] += line.removeprefix("    #")
             else:
-                below = below or ast.unparse(item.target)
-        name = above if above and (is_beside or texts[above]) else below
-        if name:
-            texts[name].append(token.string.lstrip("# "))
-    return {name: " ".join(lines) for name, lines in texts.items()}
+                name = ""
+    return texts
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------

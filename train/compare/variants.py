@@ -19,7 +19,7 @@ from train.cli import compose as cli
 from train.cli.command import DONE, STOPPED
 from train.config import InputError, TrainConfig, to_dict
 from train.config.compare import CompareConfig, VariantsConfig
-from train.host import children
+from train.host import processes
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import canonical_json, open_folder
 from train.storage.schema import FileName, read_yaml
@@ -112,7 +112,7 @@ class Runner:
         self.is_asked_to_stop = False
 
     def __enter__(self) -> Runner:
-        numbers = [each for each in children.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]  # nohup
+        numbers = [each for each in processes.FORWARDED if signal.getsignal(each) != signal.SIG_IGN]  # nohup
         self.before = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
@@ -135,10 +135,10 @@ class Runner:
         folder = open_folder(variant.location, variant.cfg.s3)
         before, command = read_outcome(folder), self.command(variant)
         print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)
-        self.process = children.start(command, env=os.environ)
+        self.process = processes.start(command, env=os.environ)
         if self.is_asked_to_stop:  # before the process could be signalled
             self.process.terminate()
-        code = children.exit_code(self.process)
+        code = processes.exit_code(self.process)
         self.process, outcome = None, read_outcome(folder)
         if outcome == before:  # this start left none
             outcome = {}

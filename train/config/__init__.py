@@ -8,23 +8,23 @@ without torch, so that launchers and reports can read a configuration on a machi
 
 # ruff: noqa: F401 -- the names that other packages import
 
-from train.config.attempt import LeaseConfig, PreemptConfig, WatchdogConfig
+from train.config.attempt import CheckpointConfig, LeaseConfig, PreemptConfig, WatchdogConfig, lower_is_better
 from train.config.backend import BackendConfig, InstanceConfig, XLAConfig
-from train.config.checkpoints import CheckpointConfig, lower_is_better
 from train.config.checks import (
     Failure,
     InputError,
     NotPermitted,
+    Section,
     Unreachable,
     Unset,
     check,
     check_choice,
     check_printable,
     check_values,
+    setting,
 )
-from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, ShardsConfig
-from train.config.models import ModelConfig
-from train.config.optim import OptimConfig
+from train.config.data import ColumnsConfig, DataConfig, RecordsConfig, S3Config, ShardsConfig, check_endpoint
+from train.config.learning import HeadSize, ModelConfig, OptimConfig, TaskConfig
 from train.config.parallel import (
     SPLITS,
     DataParallelConfig,
@@ -32,7 +32,6 @@ from train.config.parallel import (
     ParallelConfig,
     PipelineConfig,
 )
-from train.config.plain import flat, flatten, to_dict
 from train.config.plan import Plan, make_plan
 from train.config.prepare import (
     MIN_VOCAB_SIZE,
@@ -42,6 +41,4 @@ from train.config.prepare import (
     HFDataset,
     PrepareConfig,
 )
-from train.config.s3 import S3Config, check_endpoint
-from train.config.tasks import HeadSize, TaskConfig
-from train.config.train import HubConfig, StragglerConfig, TrainConfig
+from train.config.train import HubConfig, StragglerConfig, TrainConfig, flat, flatten, to_dict

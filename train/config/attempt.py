@@ -1,41 +1,34 @@
-"""Settings of one attempt of a run: who owns the run folder, and what stops, ends or rolls back the attempt."""
+"""Settings of one attempt of a run: who owns the run folder, what is saved, and what stops, ends or rolls it back."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from train.config.checks import check, check_at_least, check_choice, check_positive
+from train.config.checks import Section, check, setting
 
 
 @dataclass(kw_only=True)
-class LeaseConfig:
+class LeaseConfig(Section, prefix="lease."):
     """Ownership of the run folder: a second job is rejected while the first has a heartbeat."""
 
-    ttl_s: float = 60.0  # an owner without a heartbeat for this long, as another job observes it, counts as dead
-
-    def __post_init__(self) -> None:
-        check(
-            self.ttl_s >= 0.1, f"lease.ttl_s={self.ttl_s:g} must be at least 0.1: several heartbeats come in that time"
-        )
+    ttl_s: float = setting(60.0, least=0.1)  # an owner without a heartbeat for this long, as another job observes it,
+    # counts as dead; several heartbeats come in that time
 
 
 @dataclass(kw_only=True)
-class PreemptConfig:
+class PreemptConfig(Section, prefix="preempt."):
     """What stops the run at its next step, besides signals, max_run_s and a file run_dir/STOP."""
 
-    notices: str = "auto"  # EC2's spot notices, from IMDSv2: auto (on EC2) | on | off
-    poll_s: float = 5.0  # AWS recommends 5 s; a spot notice comes at best two minutes before the end
-    rebalance: str = "save"  # what EC2's rebalance recommendation leads to: save (and continue) | leave | ignore
+    notices: str = setting("auto", among=("auto", "on", "off"))  # EC2's spot notices, from IMDSv2; auto: on EC2
+    poll_s: float = setting(5.0, least=0.01)  # AWS recommends 5 s; a spot notice comes two minutes before the end
+    rebalance: str = setting("save", among=("save", "leave", "ignore"))  # what EC2's rebalance recommendation leads
+    # to; save: and continue
     block_end: str | None = None  # end of the capacity block, as 2026-11-30T11:30:00Z; instances end 30 min before it
 
     def __post_init__(self) -> None:
-        check_choice("preempt.notices", self.notices, ("auto", "on", "off"))
-        check_choice("preempt.rebalance", self.rebalance, ("save", "leave", "ignore"))
-        check(
-            self.poll_s >= 0.01,
-            f"preempt.poll_s={self.poll_s:g} must be at least 0.01: each time asks EC2 and the disk",
-        )
+        super().__post_init__()
         if self.block_end is not None:
             try:
                 aware = datetime.fromisoformat(self.block_end.replace("Z", "+00:00")).tzinfo is not None
@@ -45,29 +38,56 @@ class PreemptConfig:
 
 
 @dataclass(kw_only=True)
-class WatchdogConfig:
+class WatchdogConfig(Section, prefix="watchdog."):
     """A thread and a timer of each rank that end it when it makes no progress, so that torchrun can start it again."""
 
     enabled: bool = True
-    step_s: float = 480.0  # a rank without a heartbeat (micro batch, batch of an evaluation) for this long is stuck
-    start_s: float = 7200.0  # the same until the first step is done, for joining, loading and compiling
-
-    def __post_init__(self) -> None:
-        check_positive("watchdog.", self, "step_s", "start_s")
+    step_s: float = setting(480.0, above=0)  # a rank without a heartbeat (micro batch, batch of an evaluation) for
+    # this long is stuck
+    start_s: float = setting(7200.0, above=0)  # the same until the first step is done: joining, loading and compiling
 
 
 @dataclass(kw_only=True)
-class NonfiniteConfig:
+class NonfiniteConfig(Section, prefix="nonfinite."):
     """Steps whose gradient is NaN or infinite: they are skipped, and change neither weights nor optimizer."""
 
-    # Skips in a row after which the run goes back to its newest checkpoint, and past the data that came since. On CPUs,
-    # and with backend=neuron, it does so after exactly this number. CUDA and XLA devices count by themselves and are
-    # asked every log_every steps, so that no step waits: the run goes back at the first line with this many or more.
-    max_skips: int = 3
-    max_rollbacks: int = (
-        2  # the next time the run ends: after max_skips * (max_rollbacks + 1) skips if all are in a row
-    )
+    max_skips: int = setting(3, above=0)  # in a row, after which the run goes back to its newest checkpoint, and past
+    # the data that came since. On CPUs, and with backend=neuron, it does so after exactly this number. CUDA and XLA
+    # devices count by themselves and are asked every log_every steps, so that no step waits: the run goes back at the
+    # first line with this many or more
+    max_rollbacks: int = setting(2, least=0)  # the next time the run ends: after max_skips * (max_rollbacks + 1) skips
+    # if all are in a row
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Section, prefix="checkpoint."):
+    every: int = setting(1000, above=0)  # steps between saves; the last step always saves
+    keep: int = 3  # newest ones that are kept, at least two, and the best one beside them; 0: all
+    best: bool = False  # also save whenever an evaluation is better than all before
+    max_wait_s: float = setting(10.0, least=0)  # longest wait of a save for the one before; then the save is skipped
+    max_failures: int = setting(3, above=0)  # failed saves in a row after which the run stops
+    patience_s: float = setting(300.0, least=0)  # while S3 does not answer, the last save is retried this long, or
+    # until max_run_s is over
+    max_loss_s: float = setting(1800.0, above=0)  # work that a fault may cost: the longest interval that is suggested
 
     def __post_init__(self) -> None:
-        check_positive("nonfinite.", self, "max_skips")
-        check_at_least("nonfinite.", self, max_rollbacks=0)
+        super().__post_init__()
+        check(self.keep == 0 or self.keep >= 2, f"checkpoint.keep={self.keep} must be 0 (all) or at least 2")
+
+
+@dataclass(kw_only=True)
+class ResumeConfig:
+    force: bool = False  # resume although the task, the model, the data or the batches have changed
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether the smaller value of a metric is the better one, by its name."""
+    return re.search("loss|perplexity|error", metric) is not None
+
+
+@dataclass(kw_only=True)
+class BestConfig:
+    """What makes an evaluation the best, for early_stop, checkpoint.best and the checkpoint that is always kept."""
+
+    metric: str = "loss"  # key in the eval lines of metrics.jsonl
+    export: bool = False  # export the best checkpoint at the end instead of the last; needs checkpoint.best=true

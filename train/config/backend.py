@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from datetime import date
 
-from train.config.checks import check, check_at_least, check_at_most, check_choice, check_positive
+from train.config.checks import Section, check, check_choice, setting
 from train.config.data import MAX_MICRO_BATCHES_AHEAD
 
 DEVICES = CUDA, NEURON = "cuda", "neuron"  # that a machine may have
@@ -15,34 +13,32 @@ NEURON_TIMEOUT_S = 7200.0  # the same on Trainium, where ranks also wait for eac
 
 
 @dataclass(kw_only=True)
-class BackendConfig:
-    name: str = "auto"  # auto | ddp | xla | neuron
-    device: str = "auto"  # auto | cpu | cuda | neuron
+class BackendConfig(Section, prefix="backend."):
+    name: str = setting("auto", among=("auto", "ddp", "xla", "neuron"))
+    device: str = setting("auto", among=("auto", "cpu", *DEVICES))
     precision: str = "auto"  # fp32 | tf32 | bf16 | fp16 | auto: bf16 if the hardware multiplies it natively, or fp16
     # on GPUs that have only that, or fp32. bf16 and fp16 are autocast, fp16 with a scaled loss; tf32 is fp32 of which
     # CUDA rounds the factors of products to 10 bits
-    grad_compression: str = "none"  # of gradients between ranks (backend=ddp): none | bf16: half the bytes | powersgd:
-    # matrices as products of two narrow ones, a few per cent of the bytes; what a step leaves out is added to the next
-    powersgd_rank: int = 16  # columns of the narrow matrices: more are closer to the gradient, and more bytes
-    powersgd_start_step: int = 100  # steps that are reduced in full before; the warm-up of the rate should be over
+    grad_compression: str = setting("none", among=("none", "bf16", "powersgd"))  # of gradients between ranks, with
+    # backend=ddp. bf16: half the bytes | powersgd: matrices as products of two narrow ones, a few per cent of the
+    # bytes; what a step leaves out is added to the next
+    powersgd_rank: int = setting(16, least=1)  # columns of the narrow matrices: more are closer to the gradient
+    powersgd_start_step: int = setting(100, least=2)  # PyTorch's own limit. Steps that are reduced in full before; the
+    # warm-up of the rate should be over
     hierarchical_reduction: bool = False  # add gradients up inside each machine first, then between first ranks
     activation_checkpointing: bool = False  # keep only each layer's input; backward computes the layer again
-    compile: str = "none"  # none | layers | model: what torch.compile makes kernels of, with backend=ddp
+    compile: str = setting("none", among=("none", "layers", "model"))  # what torch.compile makes kernels of
     cuda_graphs: bool = False  # send a compiled graph's kernels to a GPU in one call; with compile. Not run on hardware
     compile_cache: str | None = None  # a folder or s3://bucket/prefix that keeps compiled graphs for other machines and
     # for a run that starts again; as trusted as the code itself. None: only this machine's own disk
-    max_graphs: int | None = None  # compiled for the steps and evaluations; each one more is a warning, and on CPUs
-    # through XLA it stops the run; None: as many as needed
-    timeout_s: float | None = None  # a collective that takes longer is an error; None: 600, on Trainium 7,200
-    join_timeout_s: float = DEFAULT_TIMEOUT_S  # ranks that have not come to join the others after that are an error
+    max_graphs: int | None = setting(None, above=0)  # for steps and evaluations; each one more is a warning, and on
+    # CPUs through XLA it stops the run; None: as many as needed
+    timeout_s: float | None = setting(None, above=0)  # a longer collective is an error; None: 600, on Trainium 7,200
+    join_timeout_s: float = setting(DEFAULT_TIMEOUT_S, above=0)  # ranks that have not joined by then are an error
 
     def __post_init__(self) -> None:
-        check_choice("backend.name", self.name, ("auto", "ddp", "xla", "neuron"))
-        check_choice("backend.device", self.device, ("auto", "cpu", "cuda", "neuron"))
+        super().__post_init__()
         check_choice("backend.precision", self.precision, self.precisions())
-        check_choice("backend.grad_compression", self.grad_compression, ("none", "bf16", "powersgd"))
-        check_at_least("backend.", self, powersgd_rank=1, powersgd_start_step=2)  # 2: PyTorch's own limit
-        check_choice("backend.compile", self.compile, ("none", "layers", "model"))
         check(
             self.compile != "none" or not self.cuda_graphs,
             "backend.cuda_graphs=true is for compiled kernels; set backend.compile=layers or model",
@@ -55,7 +51,6 @@ class BackendConfig:
             self.compile != "none" or self.compile_cache is None,
             "backend.compile_cache is for backend.compile=layers or model; on Trainium set NEURON_COMPILE_CACHE_URL",
         )
-        check_positive("backend.", self, "timeout_s", "join_timeout_s", "max_graphs")
 
     @property
     def reduces_plainly(self) -> bool:
@@ -78,18 +73,15 @@ class XLAConfig(BackendConfig):
     """
 
     name: str = "xla"
-    layers: str = "auto"  # unrolled | scan (a shared layer is compiled once) | auto: scan on CPUs, unrolled on Trainium
-    batches_per_execution: int = 1  # micro batches in one graph; with all of a step's there is one execution a step
-    loader_prefetch: int = 8  # micro batches kept ready on the host
-    device_prefetch: int = 4  # micro batches kept ready on the device; that many are sent together
+    layers: str = setting("auto", among=("unrolled", "scan", "auto"))  # scan: a shared layer is compiled once | auto:
+    # scan on CPUs, unrolled on Trainium
+    batches_per_execution: int = setting(1, above=0)  # micro batches in one graph, at most those of a step
+    loader_prefetch: int = setting(8, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # micro batches kept ready on the host
+    device_prefetch: int = setting(4, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # and on the device; sent together
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("backend.layers", self.layers, ("unrolled", "scan", "auto"))
         check_reduces_plainly(self, self.name)
-        check_positive("backend.", self, "batches_per_execution", "loader_prefetch", "device_prefetch")
-        ahead = MAX_MICRO_BATCHES_AHEAD
-        check_at_most("backend.", self, loader_prefetch=ahead, device_prefetch=ahead)
 
     def precisions(self) -> tuple[str, ...]:
         return ("auto", "fp32", "bf16", "bf16_master", "bf16_stochastic")
@@ -102,46 +94,35 @@ def check_reduces_plainly(cfg: BackendConfig, name: str) -> None:
 
 
 @dataclass(kw_only=True)
-class InstanceConfig:
+class InstanceConfig(Section, prefix="instance."):
     """A machine type. Unknown figures are None; what needs them (MFU, cost) is left out, never guessed."""
 
     name: str = "local"
-    device: str | None = None  # cuda | neuron, which a run that names this instance needs; None: any
+    device: str | None = setting(None, among=DEVICES)  # which a run that names this instance needs; None: any
     accelerator: str | None = None  # name of the chip, as A100
-    devices: int | None = None  # number of ranks that fill one machine
+    devices: int | None = setting(None, above=0)  # number of ranks that fill one machine
     rank_counts: list[int] | None = None  # numbers of ranks that one machine can run; None: any
-    micro_batch_tokens: int | None = (
-        None  # the most tokens of a batch that a rank computes at once; larger ones are split
-    )
-    device_memory_gib: float | None = None  # of one rank's device
-    device_tflops_bf16: float | None = None  # dense peak of one rank's device, in 1e12 FLOP/s; of fp16 as well
-    device_tflops_fp32: float | None = None
-    vcpus: int | None = None  # of one machine; on x86 a vCPU is a thread, two of which share a core
-    memory_gib: float | None = None  # of one machine's host
-    network_cards: int | None = None  # of one machine
-    efa_interfaces: int | None = None  # the most that one machine can have; 0: it has no EFA
-    network_gbit_per_s: float | None = None  # of one machine, all its network cards together, in each direction
-    device_link_gbyte_per_s: float | None = None  # from one device to the others of its machine, in each direction
-    usd_per_hour: float | None = None  # of one machine, on demand
-    usd_per_hour_spot: float | None = (
-        None  # the same on spot. It changes by the hour and the zone, so the catalogue has
-    )
-    # none: aws ec2 describe-spot-price-history tells it
+    micro_batch_tokens: int | None = setting(None, above=0)  # the most that a rank computes at once; more are split
+    device_memory_gib: float | None = setting(None, above=0)  # of one rank's device
+    device_tflops_bf16: float | None = setting(None, above=0)  # dense peak of one rank's device; of fp16 as well
+    device_tflops_fp32: float | None = setting(None, above=0)
+    vcpus: int | None = setting(None, above=0)  # of one machine; on x86 a vCPU is a thread, two of which share a core
+    memory_gib: float | None = setting(None, above=0)  # of one machine's host
+    network_cards: int | None = setting(None, above=0)  # of one machine
+    efa_interfaces: int | None = setting(None, least=0)  # the most that one machine can have; 0: it has no EFA
+    network_gbit_per_s: float | None = setting(None, above=0)  # of one machine, all cards together, in each direction
+    device_link_gbyte_per_s: float | None = setting(None, above=0)  # from one device to the others, in each direction
+    usd_per_hour: float | None = setting(None, above=0)  # of one machine, on demand
+    usd_per_hour_spot: float | None = setting(None, above=0)  # the same on spot. It changes by the hour and the zone,
+    # so the catalogue has none: aws ec2 describe-spot-price-history tells it
     price_date: str | None = None  # of the prices, as 2026-11-09
     source: str | None = None  # origin and date of the figures
 
     def __post_init__(self) -> None:
-        check_choice("instance.device", self.device or CUDA, DEVICES)
-        check_positive("instance.", self, "devices", "micro_batch_tokens", "vcpus", "memory_gib", "network_cards")
-        check_positive("instance.", self, "device_memory_gib", "device_tflops_bf16", "device_tflops_fp32")
-        check_positive("instance.", self, "network_gbit_per_s", "device_link_gbyte_per_s")
-        check_positive("instance.", self, "usd_per_hour", "usd_per_hour_spot")
-        check_at_least("instance.", self, efa_interfaces=0)
+        super().__post_init__()
         counts = self.rank_counts
         ok = counts is None or (counts != [] and min(counts) > 0)
         check(ok, f"instance.rank_counts={counts} must be numbers above 0, or null for any")
-        is_date = self.price_date is None or is_iso_date(self.price_date)
-        check(is_date, f"instance.price_date={self.price_date} must be a date, as 2026-11-09")
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         """Peak of one rank's device; None if it is unknown."""
@@ -149,14 +130,6 @@ class InstanceConfig:
         # NVIDIA's data sheets: 156 and 312 TFLOP/s on the A100; on the H100 SXM 989 and 1,979, both with sparsity.
         share = 0.5 if precision == "tf32" else 1.0
         return None if tflops is None else tflops * share * 1e12
-
-
-def is_iso_date(text: str) -> bool:
-    """Whether a text is a date such as 2026-11-09."""
-    try:
-        return bool(re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", text) and date.fromisoformat(text))
-    except ValueError:
-        return False
 
 
 def check_backend(backend: BackendConfig, instance: InstanceConfig) -> None:

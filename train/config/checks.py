@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import unicodedata
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, fields
+from typing import Any, ClassVar, TypeVar
 
 LARGEST_FLOAT = 1e100  # the product of two such numbers is still finite
 LARGEST = 2**63  # numbers must be below it: NumPy, torch and safetensors count in 64 bits
 LONGEST_S = 1e9  # 30 years; timers of Python and gloo take a little more, but not every float
 CONTROLS = ("Cc", "Zl", "Zp")  # Unicode's categories of control characters and line ends
+T = TypeVar("T")
 MARKS = ("delimiter", "quote", "escape", "separator")  # settings that may be a tab, or Hive's \x01
 
 
@@ -62,7 +65,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
                 check(not set(value) & set("\0\n\r"), f"{key}={value!r} must be one line")
             else:
                 check_printable(value, f"{key}=")
-            check("${" not in value, f"{key}={value!r} must be without ${{, by which settings refer to others")
+            check("${" not in value, f'{key}={value}: settings are not looked up; let the shell do it: key="$NAME"')
 
 
 def check_printable(text: str, prefix: str = "") -> None:
@@ -83,27 +86,41 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raise InputError unless `value` is one of `choices`."""
-    check(value in choices, f"{key}={value} is not known; choose one of: {', '.join(choices)}")
+    check(value in choices, f"{key}={value} is not known; choose one of: {', '.join(map(str, choices))}")
 
 
-def check_positive(prefix: str, obj: object, *names: str) -> None:
-    """Raise InputError unless every named field of `obj` is None or above zero."""
-    for name in names:
-        value = getattr(obj, name)
-        check(value is None or value > 0, f"{prefix}{name}={value} must be above 0")
+# ---- limits of single settings -------------------------------------------------------------------------------------
+
+LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "above": (operator.gt, "above {:,}"),
+    "least": (operator.ge, "{:,} or more"),
+    "below": (operator.lt, "below {:,}"),
+    "most": (operator.le, "at most {:,}"),
+}
 
 
-def check_at_least(prefix: str, obj: object, **limits: float) -> None:
-    """Raise InputError unless every named field of `obj` is None or at least its limit."""
-    for name, limit in limits.items():
-        value = getattr(obj, name)
-        check(value is None or value >= limit, f"{prefix}{name}={value} must be {limit} or more")
+def setting(default: T, **limits: Any) -> T:
+    """A field of a Section. Its value is None or within the limits: `among` these, or as LIMITS says."""
+    return field(default=default, metadata=limits)
 
 
-def check_at_most(prefix: str, obj: object, **limits: float) -> None:
-    """Raise InputError unless every named field of `obj` is None or at most its limit."""
-    for name, limit in limits.items():
-        value = getattr(obj, name)
-        check(value is None or value <= limit, f"{prefix}{name}={value} must be at most {limit:,}")
+class Section:
+    """What dataclasses of settings extend. `prefix` begins the names of a section's settings: "optim."."""
+
+    prefix: ClassVar[str] = ""
+
+    def __init_subclass__(cls, prefix: str | None = None) -> None:
+        cls.prefix = cls.prefix if prefix is None else prefix
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a value that is not within the limits of its field."""
+        for item in fields(self):  # type: ignore[arg-type]
+            key, value = self.prefix + item.name, getattr(self, item.name)
+            for name, limit in item.metadata.items() if value is not None else ():
+                if name == "among":
+                    check_choice(key, value, limit)
+                else:
+                    is_within, words = LIMITS[name]
+                    check(is_within(value, limit), f"{key}={value} must be {words.format(limit)}")

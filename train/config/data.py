@@ -1,52 +1,48 @@
-"""Settings of the data that a run reads."""
+"""Settings of the data that a run reads, and of S3."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
-from train.config.checks import check, check_at_least, check_at_most, check_choice, check_positive
+from train.config.checks import Section, check, setting
 
 MAX_MICRO_BATCHES_AHEAD = 1000  # minutes of training, and at a megabyte each a gigabyte of memory
 MAX_LOADER_PROCESSES = 128  # per rank; a trn1.32xlarge has 128 processors for all of its 32 ranks
 MAX_DOWNLOADS = 64  # each holds its shard in memory, about 64 MiB twice; a few fill a network card
+FORMATS = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")  # saved: by datasets' save_to_disk
 MAX_CACHE_GB = 1e6  # a petabyte, more than the disk of any machine
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section, prefix="data."):
     """Settings of all data, which is shards (pretraining) or records (labelled examples)."""
 
     path: str = MISSING  # a folder or s3://bucket/prefix of shards; for records also a file or the Hub id of a data set
-    num_workers: int = 1  # loader processes per rank; 0 prepares batches in the training process
-    prefetch: int = 4  # micro batches each worker keeps ready
+    num_workers: int = setting(1, least=0, most=MAX_LOADER_PROCESSES)  # loader processes per rank; 0: the rank itself
+    prefetch: int = setting(4, above=0, most=MAX_MICRO_BATCHES_AHEAD)  # micro batches each worker keeps ready
     verify: bool = True  # compare local data with its checksums before training, once per node
     cache_dir: str | None = None  # local copies of data; None: on an NVMe instance store, or in ~/.cache/baretrain
-
-    def __post_init__(self) -> None:
-        check_at_least("data.", self, num_workers=0)
-        check_positive("data.", self, "prefetch")
-        check_at_most("data.", self, num_workers=MAX_LOADER_PROCESSES, prefetch=MAX_MICRO_BATCHES_AHEAD)
 
 
 @dataclass(kw_only=True)
 class ShardsConfig(DataConfig):
     """Token shards: `path` is a folder or s3://bucket/prefix that `python -m train.prepare output=...` wrote."""
 
-    window_shards: int | None = None  # shards whose sequences are shuffled together; None: as many as the cache
-    # holds, growing from 2 in the first epoch, so that training starts early; the number of shards or more: all of them
-    cache_gb: float | None = None  # disk space for the cache, 1e9 bytes; None: 90 % of what is free
-    downloads: int = 4  # shards that are fetched at once, by one process per node
-    attempt_s: float = 60.0  # a download that takes longer is started again, with a new client
-    deadline_s: float = 300.0  # longest wait of a batch for a shard, all tries included; then the run ends and names it
-    refetches: int = 3  # further downloads of a shard whose checksum is wrong
+    window_shards: int | None = setting(None, above=0)  # shards whose sequences are shuffled together; None: as many as
+    # the cache holds, growing from 2 in the first epoch, so that training starts early; the number of shards or more:
+    # all of them
+    cache_gb: float | None = setting(None, above=0, most=MAX_CACHE_GB)  # disk space, 1e9 bytes; None: 90 % of the free
+    downloads: int = setting(4, above=0, most=MAX_DOWNLOADS)  # shards that are fetched at once, by one process per node
+    attempt_s: float = setting(60.0, above=0)  # a download that takes longer is started again, with a new client
+    deadline_s: float = setting(300.0, above=0)  # longest wait of a batch for a shard, all tries included; then the run
+    # ends and names it
+    refetches: int = setting(3, above=0)  # further downloads of a shard whose checksum is wrong
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = ("window_shards", "cache_gb", "downloads", "attempt_s", "deadline_s", "refetches")
-        check_positive("data.", self, *numbers)
-        check_at_most("data.", self, downloads=MAX_DOWNLOADS, cache_gb=MAX_CACHE_GB)
         check(
             self.attempt_s <= self.deadline_s,
             f"data.attempt_s={self.attempt_s:g} is longer than data.deadline_s={self.deadline_s:g}; lower it",
@@ -72,20 +68,19 @@ class ColumnsConfig:
 class RecordsConfig(DataConfig):
     """Labelled examples: `path` is a file, a folder, s3://bucket/prefix or the Hub id of a data set."""
 
-    format: str = "auto"  # csv | jsonl | parquet | squad | conll | hub | saved (by datasets' save_to_disk) | auto
+    format: str = setting("auto", among=FORMATS)
     name: str | None = None  # configuration of a Hub data set
     revision: str | None = None  # commit of a Hub data set, so that the data stays the same
     train: str | None = None  # file, glob below path, or split; None: path itself, or the split "train"
     validation: str | None = None  # the same; None: validation_fraction of the training rows
     more_validation: dict[str, str] = field(default_factory=dict)  # further splits by name: {mismatched: dev_mm.tsv}
-    validation_fraction: float = 0.1  # share of the rows held out if there is no validation, by a hash of their text
-    max_train_examples: int | None = None  # drawn with the run's seed; None: all
-    max_validation_examples: int | None = None  # the same for each validation split
+    validation_fraction: float = setting(0.1, above=0, below=1)  # share of the rows held out if there is no validation,
+    # by a hash of their text
+    max_train_examples: int | None = setting(None, above=0)  # drawn with the run's seed; None: all
+    max_validation_examples: int | None = setting(None, above=0)  # the same for each validation split
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     labels: list[str] = field(default_factory=list)  # in the order of their numbers; empty: those of the data, sorted
-    label_map: dict[str, str | None] = field(
-        default_factory=dict
-    )  # value in the data: its label; null leaves the row out
+    label_map: dict[str, str | None] = field(default_factory=dict)  # value: its label; null leaves the row out
     lengths: list[int] = field(default_factory=list)  # tokens that batches are padded to, rising, one graph
     # for each; empty: seq_len alone
     delimiter: str = ","  # of CSV, as are the three below
@@ -93,21 +88,13 @@ class RecordsConfig(DataConfig):
     escape: str | None = None  # such as \\: the character after it is text; None: a doubled quote is a quote
     header: bool = True  # the first line names the columns; if there is none they are 0, 1, ...
     encoding: str = "utf-8"
-    max_bad_rows: int = (
-        0  # rows that cannot be read or have a wrong label or answer: up to this number they are left out,
-    )
-    # counted and named; with more the data is rejected
+    max_bad_rows: int = setting(0, least=0)  # rows that cannot be read or have a wrong label or answer: up to this
+    # number they are left out, counted and named; with more the data is rejected
     save_to: str | None = None  # folder or s3://... that also keeps the prepared data, for data.path of other runs
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.delimiter = "\t" if self.delimiter == r"\t" else self.delimiter  # command lines have no tab
-        formats = ("auto", "csv", "jsonl", "parquet", "squad", "conll", "hub", "saved")
-        check_choice("data.format", self.format, formats)
-        check_positive("data.", self, "max_train_examples", "max_validation_examples")
-        check_at_least("data.", self, max_bad_rows=0)
-        fraction = self.validation_fraction
-        check(0 < fraction < 1, f"data.validation_fraction={fraction} must lie between 0 and 1")
         rising = all(0 < a < b for a, b in zip([1, *self.lengths], self.lengths, strict=False))
         check(rising, f"data.lengths={self.lengths} must be rising numbers of tokens, as [32,64,128]")
         for name in ("delimiter", "quote", "escape"):
@@ -119,3 +106,41 @@ class RecordsConfig(DataConfig):
         check(not twice, f"data.labels names {', '.join(twice)} twice")
         unknown = sorted({label for label in self.label_map.values() if label is not None} - set(self.labels))
         check(not (self.labels and unknown), f"data.label_map leads to {', '.join(unknown)}, not one of data.labels")
+
+
+@dataclass(kw_only=True)
+class S3Config(Section, prefix="s3."):
+    """How S3 is reached. None: as AWS's own tools find it (environment, ~/.aws, the instance's role)."""
+
+    endpoint: str | None = None  # URL of an S3-compatible server
+    region: str | None = None
+    profile: str | None = None  # of ~/.aws: the credentials that are used
+    path_style: bool = False  # the bucket is in the path, not in the host name; most S3-compatible servers need it
+    timeout_s: float = setting(60.0, above=0)  # after which a request without an answer fails, all its retries included
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endpoint is not None:
+            check_endpoint("s3.endpoint", self.endpoint)
+
+    def flags(self) -> list[str]:
+        """The same settings as command line flags."""
+        given = {"--endpoint": self.endpoint, "--region": self.region, "--profile": self.profile}
+        flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]  # it may begin with a dash
+        return [*flags, "--path-style"] if self.path_style else flags
+
+
+def check_endpoint(key: str, url: str) -> None:
+    """Raise InputError, without repeating the URL, if it is more than a server's address: run folders keep it."""
+    try:
+        parts = urlsplit(url)
+        has_secret = "@" in url or bool(parts.query or parts.fragment)
+        ok = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:  # the port or the address is none
+        has_secret, ok = "@" in url, False
+    check(
+        not has_secret,
+        f"{key} holds more than an address (user:password@, ? or #), and run folders would keep it; give "
+        "http://host:port, and credentials as AWS's tools do (environment, ~/.aws, a role)",
+    )
+    check(ok, f"{key}={url} must be a server's address, http:// or https://, as http://host:port")

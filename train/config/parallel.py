@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from train.config.backend import BackendConfig
-from train.config.checks import InputError, check, check_at_least, check_choice
+from train.config.checks import Section, check, setting
+
+SPLITTING = ("auto", "ddp")  # backends that run a step whose parts are on several ranks
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,13 @@ class Held:
 
 
 @dataclass(kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Section, prefix="parallel."):
+    frees: ClassVar[str] = "parallel.shard_optimizer=true or parallel=fsdp with backend=ddp"  # memory of a rank
+
     name: str = "data"  # data: every rank holds the model and a share of each batch | fsdp, pipeline: see below
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(
             type(self) is ParallelConfig or self.name == type(self).name,
             f"parallel.name={self.name} has settings of its own: use parallel={self.name}",
@@ -66,14 +72,6 @@ class ParallelConfig:
     def held(self, world_size: int) -> Held:
         return Held()
 
-    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
-        """Settings of the split that would need less memory of a rank, and go with the backend."""
-        proposed = {
-            "parallel.shard_optimizer=true": DataParallelConfig(shard_optimizer=True),
-            "parallel=fsdp": FSDPConfig(),
-        }
-        return [text for text, split in proposed.items() if world_size > 1 and self != split and goes(split, backend)]
-
 
 @dataclass(kw_only=True)
 class DataParallelConfig(ParallelConfig):
@@ -93,6 +91,8 @@ class DataParallelConfig(ParallelConfig):
 class FSDPConfig(ParallelConfig):
     """Every rank holds its part of each weight, gradient and moment, and gathers the weights of a layer to use them."""
 
+    frees: ClassVar[str] = "parallel.reshard_after_forward=true, parallel.reduce_once=false or more ranks"
+
     name: str = "fsdp"
     reshard_after_forward: bool = True  # drop a layer's gathered weights after its forward pass and gather them again
     # for the backward pass; false keeps those of all layers until then, which sends a third less
@@ -105,17 +105,8 @@ class FSDPConfig(ParallelConfig):
         part, gathers = 1 / world_size, "layer" if self.reshard_after_forward else "model"
         return Held(weights=part, gradients=part, moments=part, gathers=gathers, sums_whole=self.reduce_once)
 
-    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
-        more = [] if self.reshard_after_forward else ["parallel.reshard_after_forward=true"]
-        return [*more, *(["parallel.reduce_once=false"] if self.reduce_once else []), "more ranks"]
-
     def check_goes_with(self, backend: BackendConfig) -> None:
-        check_shards("parallel=fsdp", backend=backend.name, precision=backend.precision)
-        check(
-            backend.reduces_plainly,
-            "parallel=fsdp reduces gradients by itself, in parts: leave out backend.grad_compression and "
-            "backend.hierarchical_reduction",
-        )
+        check_split("parallel=fsdp", backend)
         check(
             backend.compile == "none",
             f"backend.compile={backend.compile} was never seen to run with parallel=fsdp, which gathers weights "
@@ -123,25 +114,26 @@ class FSDPConfig(ParallelConfig):
         )
 
 
-def goes(split: ParallelConfig, backend: BackendConfig) -> bool:
-    try:
-        split.check_goes_with(backend)
-    except InputError:
-        return False
-    return True
-
-
 def check_shards(setting: str, *, backend: str, precision: str) -> None:
-    """InputError for a backend or a precision with which state is not split over ranks."""
+    """InputError for a backend or a precision with which a step is not split over ranks."""
     check(
-        backend in ("auto", "ddp"),
-        f"{setting} runs with backend=ddp, not backend={backend}: it splits tensors by collectives between the "
-        "operations of a step, and that device compiles whole steps or was never seen to run them",
+        backend in SPLITTING,
+        f"{setting} runs with backend=ddp, not backend={backend}: ranks communicate between the operations of a step, "
+        "and that device compiles whole steps or was never seen to do it",
     )
     check(
         precision != "fp16",
         f"{setting} does not go with backend.precision=fp16: each rank would scale its losses by the gradients that it "
         "holds; set bf16 or fp32",
+    )
+
+
+def check_split(setting: str, backend: BackendConfig) -> None:
+    """The same, and InputError for reductions that only whole gradients have."""
+    check_shards(setting, backend=backend.name, precision=backend.precision)
+    check(
+        backend.reduces_plainly,
+        f"{setting} reduces gradients by itself: leave out backend.grad_compression and backend.hierarchical_reduction",
     )
 
 
@@ -152,21 +144,21 @@ class PipelineConfig(ParallelConfig):
     Ranks that are not needed for one pipeline make others, which are data parallel.
     """
 
+    frees: ClassVar[str] = "parallel.schedule=1f1b, more parallel.micro_batches or more parallel.stages"
+
     name: str = "pipeline"
-    stages: int = 2  # ranks that hold the model between them
-    micro_batches: int = 4  # equal parts of micro_batch_size, which follow one another through the stages
-    schedule: str = "1f1b"  # gpipe: all forward passes, then all backward passes | 1f1b: a backward pass as soon as it
-    # can be, which keeps the activations of `stages` micro batches at most | interleaved: 1f1b with several parts of
-    # the model on each rank, which waits less and sends more
-    parts_per_rank: int = 2  # with schedule=interleaved
+    stages: int = setting(2, least=2)  # ranks that hold the model between them
+    micro_batches: int = setting(4, least=1)  # equal parts of micro_batch_size, which follow one another
+    schedule: str = setting("1f1b", among=("gpipe", "1f1b", "interleaved"))  # gpipe: all forward passes, then all
+    # backward passes | 1f1b: a backward pass as soon as it can be, which keeps the activations of `stages` micro
+    # batches at most | interleaved: 1f1b with several parts of the model on each rank, which waits less and sends more
+    parts_per_rank: int = setting(2, least=2)  # with schedule=interleaved
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("parallel.schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
-        check_at_least("parallel.", self, stages=2, micro_batches=1, parts_per_rank=2)
         is_interleaved = self.schedule == "interleaved"
         check(
-            is_interleaved or self.parts_per_rank == PipelineConfig.parts_per_rank,
+            is_interleaved or self.parts_per_rank == 2,
             f"parallel.parts_per_rank={self.parts_per_rank} is for parallel.schedule=interleaved; leave it out",
         )
         # PyTorch's interleaved schedule starts passes whose input is not there yet for fewer micro batches than stages,
@@ -227,30 +219,12 @@ class PipelineConfig(ParallelConfig):
             buffers=2 * self.num_parts // self.stages,
         )
 
-    def frees(self, backend: BackendConfig, world_size: int) -> list[str]:
-        cuts = "parallel.schedule=1f1b" if self.schedule == "gpipe" else "more parallel.micro_batches"
-        return [cuts, "more parallel.stages"]
-
     def check_goes_with(self, backend: BackendConfig) -> None:
-        check(
-            backend.name in ("auto", "ddp"),
-            f"parallel=pipeline sends hidden states in the middle of a step, which backend={backend.name} compiles as "
-            "a whole; use backend=ddp, or parallel=data",
-        )
-        check(
-            backend.reduces_plainly,
-            "parallel=pipeline adds gradients up by itself: leave out backend.grad_compression and "
-            "backend.hierarchical_reduction",
-        )
+        check_split("parallel=pipeline", backend)
         check(
             backend.compile != "model" and not backend.cuda_graphs,
             "parallel=pipeline leaves the model in the middle of its forward pass: set backend.compile=layers, without "
             "backend.cuda_graphs",
-        )
-        check(
-            backend.precision != "fp16",
-            "parallel=pipeline does not go with backend.precision=fp16: stages would scale the loss apart; set bf16 or "
-            "fp32",
         )
 
 

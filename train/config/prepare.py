@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from train.config.checks import check, check_at_least, check_at_most, check_choice, check_positive
-from train.config.s3 import S3Config
+from train.config.checks import Section, check, setting
+from train.config.data import S3Config
 
 MIN_VOCAB_SIZE = 16
 MAX_PREPARING_PROCESSES = 1024  # per machine; the largest have as many processors, and each holds a tokenizer
 
 
 @dataclass(kw_only=True)
-class CorpusConfig:
+class CorpusConfig(Section, prefix="corpus."):
     kind: str = MISSING  # name of the source in train/data/text/corpus.py
     name: str = MISSING  # written to the manifest
 
@@ -25,12 +26,10 @@ class FilesCorpusConfig(CorpusConfig):
 
     path: str = MISSING  # a file, a folder (read recursively) or a glob
     encoding: str = "utf-8"  # of the files, by its name in Python
-    errors: str = "strict"  # for bytes that do not decode: strict stops and names them, replace writes U+FFFD
+    errors: str = setting("strict", among=("strict", "replace"))  # for bytes that do not decode: strict stops and names
+    # them, replace writes U+FFFD
     separator: str | None = r"^\s*$"  # text: a matching line starts a new document; None: a file is one document
     column: str = "text"  # jsonl, csv, parquet: the field with the document
-
-    def __post_init__(self) -> None:
-        check_choice("corpus.errors", self.errors, ("strict", "replace"))
 
 
 @dataclass(kw_only=True)
@@ -52,48 +51,36 @@ class HFCorpusConfig(CorpusConfig):
 
 
 @dataclass(kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(Section, prefix="tokenizer."):
     pretrained: str | None = None  # Hub id or folder of a fast tokenizer; None: one is trained on the corpus
-    vocab_size: int = 30000  # of a tokenizer that is trained
+    vocab_size: int = setting(30000, least=MIN_VOCAB_SIZE, most=2**31)  # of a tokenizer that is trained
     lowercase: bool = True  # and strip accents, as ALBERT does
-    train_bytes: int = 256 * 2**20  # most text that a tokenizer is trained on; of a Hub stream, the first
-
-    def __post_init__(self) -> None:
-        ok = MIN_VOCAB_SIZE <= self.vocab_size <= 2**31
-        check(ok, f"tokenizer.vocab_size={self.vocab_size} must be at least {MIN_VOCAB_SIZE}")
-        check_positive("tokenizer.", self, "train_bytes")
+    train_bytes: int = setting(256 * 2**20, above=0)  # most text that it is trained on; of a Hub stream, the first
 
 
 @dataclass(kw_only=True)
-class PrepareConfig:
+class PrepareConfig(Section):
     """Preparation of token shards from text: `python -m train.prepare --cfg job` prints it."""
 
     output: str = MISSING  # folder or s3://bucket/prefix for the shards; finished work is not done twice
-    seed: int = 0  # for packing, and for the choice of documents that are held out
-    seq_len: int = 512  # tokens per sequence, special ones included
-    validation_fraction: float = 0.01  # share of the text held out: documents by their hash, the end of long ones
-    rows_per_shard: int | None = None  # sequences; None: about 64 MiB
+    seed: int = setting(0, least=0)  # for packing, and for the choice of documents that are held out
+    seq_len: int = setting(512, least=8, below=2**16)  # tokens per sequence, special ones included
+    validation_fraction: float = setting(0.01, above=0, below=1)  # share of the text held out: documents by their hash,
+    # the end of long ones
+    rows_per_shard: int | None = setting(None, above=0)  # sequences; None: about 64 MiB
     part: str | None = None  # "3/64": this call prepares the third of 64 parts; None: all of them
-    processes: int = 1  # that run at once on this machine and divide the call's part among them
+    processes: int = setting(1, above=0, most=MAX_PREPARING_PROCESSES)  # that divide the call's part on this machine
     merge: bool = False  # only write the manifest of parts that are all prepared
     corpus: CorpusConfig = MISSING
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     s3: S3Config = field(default_factory=S3Config)
 
     def __post_init__(self) -> None:
-        check(8 <= self.seq_len < 2**16, f"seq_len={self.seq_len} must lie between 8 (3 are special tokens) and 65535")
-        check_at_least("", self, seed=0)
-        fraction = self.validation_fraction
-        check(0 < fraction < 1, f"validation_fraction={fraction} must lie between 0 and 1")
-        check_positive("", self, "rows_per_shard", "processes")
-        check_at_most("", self, processes=MAX_PREPARING_PROCESSES)
+        super().__post_init__()
         if self.part is not None:
-            number, _, count = self.part.partition("/")
-            ok = number.isascii() and number.isdigit() and count.isascii() and count.isdigit()
-            check(
-                ok and 1 <= int(number) <= int(count),
-                f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts",
-            )
+            match = re.fullmatch(r"([0-9]+)/([0-9]+)", self.part)
+            ok = match is not None and 1 <= int(match[1]) <= int(match[2])
+            check(ok, f"part={self.part} must be two numbers, as 3/64 for the third of 64 parts")
         check(
             not (self.merge and (self.part is not None or self.processes > 1)),
             "merge=true prepares nothing: give it without part and processes",

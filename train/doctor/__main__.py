@@ -26,19 +26,15 @@ from train.config import check
 from train.doctor import checks
 from train.doctor.finding import Finding, is_red, screen, wrap
 from train.doctor.probe import instance_names
-from train.host import cluster
+from train.host import rank_setup
 from train.host.launched import check_launch, launched
-from train.host.launcher import leave_it_to_the_first
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    return guarded(
-        lambda: examine(read_arguments(arguments)),
-        before_error=lambda: leave_it_to_the_first(int(os.environ.get("LOCAL_RANK") or 0)),
-        # Without --collectives this process is no rank of a job, even where the environment is that of one.
-        after_refusal=inform_others if "--collectives" in arguments else lambda _: None,
-    )
+    # Without --collectives this process is no rank of a job, even where the environment is that of one.
+    after_refusal = inform_others if "--collectives" in arguments else lambda _: None
+    return guarded(lambda: examine(read_arguments(arguments)), after_refusal=after_refusal)
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -66,7 +62,7 @@ def examine_collectives(options: argparse.Namespace) -> int:
         f"--collectives measures between ranks, and there is {launch.world_size}: start them with torchrun "
         f"--nproc-per-node={instance.devices or 2} -m train.doctor --collectives",
     )
-    cluster.prepare(launch, forks=True)  # before torch is imported, as in a run, whose loader forks
+    rank_setup.prepare(launch, forks=True)  # before torch is imported, as in a run, whose loader forks
     from train.doctor import collectives
 
     measured = collectives.measure(cfg, instance, mib=options.mib)

@@ -10,7 +10,7 @@ from pathlib import Path
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, nearest
 from train.host import machine
-from train.host.cluster import OPEN_FILES
+from train.host.rank_setup import OPEN_FILES
 
 GIB = 2**30
 # A checkpoint of the largest ALBERT (223 M parameters, 12 bytes each with AdamW's state) has 2.7 GB. With less than

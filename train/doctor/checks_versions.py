@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from train.doctor.finding import Finding, bad, ok, skip, warn
 from train.doctor.probe import Probe, numbers
-from train.host.machine import minor, package_faults
+from train.host.machine import package_faults, release
 from train.host.versions import INDEX as NEURON_INDEX
 from train.host.versions import read_versions
 
@@ -39,7 +39,7 @@ def packages(probe: Probe) -> Finding:
     if not torch:
         return bad("torch is not installed", cure="pip install .")
     has_native = probe.instance is not None and probe.instance.name.startswith(("trn2", "trn3"))  # PyTorch without XLA
-    native = has_native and minor(neuronx) != "2.9"
+    native = has_native and release(neuronx) != (2, 9)
     if native:
         versions.pop("torch-neuronx", None)  # the native build is right there
     faults = [fault.partition("; ") for fault in package_faults(versions)]

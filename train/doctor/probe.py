@@ -14,8 +14,8 @@ from pathlib import Path
 import yaml
 
 from train.config import InstanceConfig
-from train.host.cluster import AMAZON, efa_devices
 from train.host.machine import nvidia_gpus
+from train.host.rank_setup import AMAZON, efa_devices
 
 TOOL_FOLDERS = ("/opt/aws/neuron/bin", "/opt/amazon/efa/bin", "/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/bin")
 TIMEOUT_S = 20.0  # a tool that queries a broken driver may never answer; a slow one takes a few seconds

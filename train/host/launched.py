@@ -62,12 +62,6 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
         ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
     ):
         check(number < of, f"{name}={number} must be below {total}={of}, ranks count from 0; {FIX}")
-    # Machines may have different numbers of ranks, but none has more than there are.
-    check(
-        local_rank <= rank and local_world_size - local_rank <= world_size - rank,
-        f"RANK={rank} of WORLD_SIZE={world_size} cannot be LOCAL_RANK={local_rank} of "
-        f"LOCAL_WORLD_SIZE={local_world_size}; {FIX}",
-    )
     return Launched(
         rank=rank,
         world_size=world_size,

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from train.config import InputError, check, check_printable
 from train.config.backend import NEURON_TIMEOUT_S
@@ -93,10 +92,6 @@ def filesystem(path: str | Path, *, mountinfo: Path = Path("/proc/self/mountinfo
     return kind
 
 
-def is_network_filesystem(kind: str) -> bool:
-    return kind.startswith(NETWORK_FILESYSTEMS)
-
-
 def mounts(mountinfo: Path) -> Iterator[tuple[Path, str, str]]:
     """Mount point, type and source of each mounted file system, by proc(5); nothing where it is not Linux."""
     for line in mountinfo.read_text().splitlines() if mountinfo.is_file() else ():
@@ -113,7 +108,7 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
         is_usable = location.startswith("s3://")
         return None if is_usable else f"compile cache {location} must be a folder or s3://bucket/folder"
     kind = filesystem(location)
-    if not is_network_filesystem(kind):
+    if not kind.startswith(NETWORK_FILESYSTEMS):
         return None
     return (
         f"compile cache {location} is on {kind}, whose file locks break neuronx-cc; set NEURON_COMPILE_CACHE_URL to a "
@@ -121,22 +116,14 @@ def cache_fault(environ: Mapping[str, str]) -> str | None:
     )
 
 
-def count_cached(cache: str, name: str) -> int | None:
-    """Count the files of this name in a local compile cache, of which a graph has one; None for a cache in S3.
+def cached_graphs(cache: str, name: str = "model.done") -> set[str] | None:
+    """The graphs of a local compile cache that have a file of this name; None for a cache in S3.
 
-    Names are model.done (compiled), model.log (failed), *.lock (being compiled, or left by a killed process).
+    Names are model.done (compiled), model.log (failed), *.lock (being compiled, or left by a killed process), in
+    folders neuronxcc-<version>/MODULE_<graph>+<flags> (optimum-neuron's cache guide).
     """
-    return None if "://" in cache else sum(1 for _ in cached(cache, name))
-
-
-def cached_graphs(cache: str) -> set[str] | None:
-    """Names of the compiled graphs in a local compile cache; None for a cache in S3."""
-    return None if "://" in cache else {str(Path(*path.parts[-3:-1])) for path in cached(cache, "model.done")}
-
-
-def cached(cache: str, name: str) -> Iterator[Path]:
-    """Files of a local cache: neuronxcc-<version>/MODULE_<graph>+<flags>/, by optimum-neuron's cache guide."""
-    return Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}")
+    files = Path(cache).expanduser().glob(f"neuronxcc-*/MODULE_*/{name}")
+    return None if "://" in cache else {str(Path(*path.parts[-3:-1])) for path in files}
 
 
 # ---- environment of PyTorch on Trainium ----------------------------------------------------------------------------
@@ -217,10 +204,10 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
     """Conflicts between the installed torch, torch-xla, torch-neuronx and neuronx-cc, each with its fix."""
     faults, install = [], read_versions().sdk.install
     torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
-    if xla and minor(torch) != minor(xla):
+    if xla and release(torch) != release(xla):
         faults.append(
             f"torch {torch or 'is missing'} with torch-xla {xla}: both must be of the same release; "
-            f"pip install 'torch=={minor(xla)}.*'"
+            f"pip install 'torch=={'.'.join(map(str, release(xla)))}.*'"
         )
     neuronx = versions.get("torch-neuronx", "")
     if neuronx and neuronx.split(".")[0] == "1" and "+" not in neuronx and neuronx.count(".") < 3:
@@ -240,14 +227,9 @@ def package_faults(versions: Mapping[str, str]) -> list[str]:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor number as numbers; (0, 0) for an empty version."""
+    """Major and minor number: (2, 9) for "2.9.0.2.15.32035"; (0, 0) for an empty version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def minor(version: str) -> str:
-    """Major and minor number as text: "2.9" for "2.9.0.2.15.32035"."""
-    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def neuron_devices() -> list[str]:
@@ -267,21 +249,19 @@ class Chip:
 
 def read_neuron_ls(text: str) -> list[Chip]:
     """Parse `neuron-ls -j`, whose older versions have fewer fields; ValueError if it is not as documented."""
+    chips = []
     try:
-        return [read_chip(number, entry) for number, entry in enumerate(json.loads(text))]
+        for number, entry in enumerate(json.loads(text)):
+            num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
+            if not num_cores:
+                raise ValueError("no nc_count in it")
+            processes, bdf = entry.get("neuron_processes") or (), str(entry.get("bdf") or "")
+            holders = tuple((int(process["pid"]), str(process.get("command") or "")) for process in processes)
+            address = f"0000:{bdf}" if bdf.count(":") == 1 else bdf
+            chips.append(Chip(int(entry.get("neuron_device", number)), int(num_cores), holders, address))
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-
-
-def read_chip(number: int, entry: dict[str, Any]) -> Chip:
-    num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
-    if not num_cores:
-        raise ValueError("no nc_count in it")
-    processes = entry.get("neuron_processes") or ()
-    holders = tuple((int(process["pid"]), str(process.get("command") or "")) for process in processes)
-    bdf = str(entry.get("bdf") or "")
-    address = f"0000:{bdf}" if bdf.count(":") == 1 else bdf
-    return Chip(int(entry.get("neuron_device", number)), int(num_cores), holders, address)
+    return chips
 
 
 def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:

@@ -1,4 +1,4 @@
-"""EC2's instance metadata service, version 2."""
+"""EC2's instance metadata service, version 2: every request carries a token. No proxies, no redirects."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ TOKEN_S, RENEWS_S = 21600, 300  # the longest lifetime of a token, and how long 
 
 
 class Metadata:
-    """EC2's instance metadata service, version 2: every request carries a token. No proxies, no redirects."""
-
     def __init__(self, endpoint: str) -> None:
         self.endpoint, self.url = endpoint, urlsplit(endpoint)
         check(
@@ -42,26 +40,23 @@ class Metadata:
         return content.decode("ascii")
 
     def content(self, path: str) -> bytes | None:
-        if time.monotonic() >= self.renew_at_s:
-            self.renew()
-        status, body = self.ask_for(path)
-        if status == 401:  # the service has forgotten its tokens
-            self.renew()
-            status, body = self.ask_for(path)
-        if status == 404:
-            return None
-        if status != 200:
+        for _ in range(2):  # the service may have forgotten its tokens
+            if time.monotonic() >= self.renew_at_s:
+                self.renew()
+            status, body = self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
+            if status != 401:
+                break
+            self.renew_at_s = 0.0
+        if status not in (200, 404):
             raise OSError(f"{path} is answered with status {status}")
-        return body
-
-    def ask_for(self, path: str) -> tuple[int, bytes]:
-        return self.request("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": self.token})
+        return body if status == 200 else None
 
     def renew(self) -> None:
         asked_s = time.monotonic()
-        header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
         try:
-            status, body = self.request("PUT", "/latest/api/token", header)
+            status, body = self.request(
+                "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            )
         except TimeoutError as error:
             hint = "for containers the instance needs HttpPutResponseHopLimit=2"
             raise TimeoutError(f"no token within {TIMEOUT_S:g} s ({hint})") from error

@@ -1,13 +1,29 @@
-"""Processes of this machine: what the kernel says of one, and whether it still runs. Only the standard library here."""
+"""Processes of this machine: whether one still runs, and children that end with their parent. Standard library only."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 ENDED_STATES = "ZX"  # of proc(5): it has ended, and its parent has not waited for it yet
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
+POLL_S, ORPHANS_POLL_S = 1.0, 0.1
+ENDING_S = 10.0  # for a process to end after SIGTERM
+TIMED_OUT = 124  # as timeout(1) exits
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -51,3 +67,80 @@ def is_gone(owner: str) -> bool:
     """Whether the process with this owner_name has ended. False where this machine cannot know it."""
     node, pid, started = owner.rsplit("-", 2)
     return node == platform.node() and is_alive(int(pid), int(started)) is False
+
+
+# ---- children ------------------------------------------------------------------------------------------------------
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send this process SIGTERM when its `parent` ends, however it ends. Linux only."""
+    if sys.platform == "linux":
+        if LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        if os.getppid() != parent:  # it ended meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def start(
+    command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command, which gets SIGTERM when this process ends, however it ends. Call it from the main thread."""
+    stderr, ending = None if output is None else subprocess.STDOUT, partial(end_with_parent, os.getpid())
+    return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=ending)
+
+
+def exit_code(
+    process: subprocess.Popen[bytes], *, meanwhile: Callable[[], None] = lambda: None, limit_s: float = math.inf
+) -> int:
+    """Wait for a process, and call `meanwhile` every POLL_S; its exit code as shells report it. After `limit_s` it is
+    ended, and left to itself if that does not help, as in a driver that never answers: TIMED_OUT.
+    """
+    until_s = time.monotonic() + limit_s
+    while True:
+        try:
+            code = process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            meanwhile()
+        else:
+            return 128 - code if code < 0 else code
+        if time.monotonic() > until_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_S)
+            process.kill()
+            return TIMED_OUT
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent ends: of ranks whose torchrun was killed."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_orphans(limit_s: float) -> None:
+    """Wait for the processes that this one adopted, which may be saving, and kill those that take longer. Call it while
+    no child of its own runs.
+    """
+    until_s = time.monotonic() + limit_s
+    with suppress(ChildProcessError):  # all have ended
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                if time.monotonic() > until_s:
+                    kill(descendants(os.getpid()))
+                time.sleep(ORPHANS_POLL_S)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """All processes below one, parents first."""
+    running = {int(path.name): read_process(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    parents = [pid]
+    for parent in parents:
+        children = [child for child, process in running.items() if process is not None and process.parent == parent]
+        parents += children
+        yield from children
+
+
+def kill(pids: Iterable[int]) -> None:
+    for pid in list(pids):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL)

@@ -111,6 +111,5 @@ def activation_bytes(cfg: TrainConfig, shape: Shape, held: Held, tokens: int, se
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
     """The settings that need less memory, the cheapest first."""
     layers = [] if cfg.backend.activation_checkpointing else ["backend.activation_checkpointing=true"]
-    return ", ".join(
-        ["lower micro_batch_size (the global batch stays)", *layers, *cfg.parallel.frees(cfg.backend, world_size)]
-    )
+    split = [cfg.parallel.frees] if world_size > 1 else []
+    return ", ".join(["lower micro_batch_size (the global batch stays)", *layers, *split])

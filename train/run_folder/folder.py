@@ -42,7 +42,7 @@ from train.host.environment import environment
 from train.host.launched import launched
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
-from train.storage.atomic_io import sync_file, write_atomic
+from train.storage.atomic_io import sync, write_atomic
 from train.storage.folders import (
     Folder,
     LocalFolder,
@@ -185,7 +185,7 @@ class RunFolder:
         """
         with self.mirroring:
             if not self.is_remote and self.metrics.is_file():
-                sync_file(self.metrics)
+                sync(self.metrics)
             for name in MIRRORED if self.is_remote else ():
                 path = self.path / name
                 state = (path.stat().st_mtime_ns, path.stat().st_size) if path.is_file() else None  # before it is read

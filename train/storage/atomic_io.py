@@ -54,7 +54,7 @@ def open_whole(path: Path, *, publish: Callable[[Path, Path], None] = os.replace
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -73,18 +73,13 @@ def create_atomic(path: Path, content: bytes) -> bool:
     return True
 
 
-def sync_folder(path: Path) -> None:
-    """Make renames inside `path` durable (POSIX: a rename lives in the folder, not in the file)."""
+def sync(path: Path) -> None:
+    """Make the content of a file, or renames inside a folder, durable (POSIX: a rename lives in the folder)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -109,7 +104,7 @@ def begin_folder(path: Path) -> Path:
     """Make an empty folder beside `path`, with the parents of both, for `publish_folder`."""
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True)
-        sync_folder(path.parent.parent)
+        sync(path.parent.parent)
     temporary = temporary_for(path)
     temporary.mkdir()
     return temporary
@@ -128,31 +123,23 @@ def publish_folder(temporary: Path, path: Path, *, replaces: bool = False) -> No
             raise
         if not replaces:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
-        with removed(path):
-            temporary.rename(path)
-    sync_folder(path.parent)
+        remove_folder(path, instead=temporary)
+    sync(path.parent)
 
 
-@contextmanager
-def removed(path: Path) -> Iterator[None]:
-    """Rename a folder away at once, so that a kill leaves it whole or absent; its files are removed after the block."""
+def remove_folder(path: Path, *, instead: Path | None = None) -> None:
+    """Remove a folder so that others see it whole or not at all; the folder `instead` takes its name at once."""
     doomed = temporary_for(path)
     path.rename(doomed)
-    yield
-    sync_folder(path.parent)  # or a power cut would bring the name back without its files
+    if instead is not None:
+        instead.rename(path)
+    sync(path.parent)  # or a power cut would bring the name back without its files
     shutil.rmtree(doomed)
 
 
-def remove_folder(path: Path) -> None:
-    """Remove a folder so that others see it whole or not at all."""
-    with removed(path):
-        pass
-
-
 def sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        (sync_folder if path.is_dir() else sync_file)(path)
-    sync_folder(folder)
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:

@@ -9,78 +9,42 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from train.config import InputError, Unreachable
 
-RENEW = "renew them (aws sso login)"
-GET_SOME = (
-    "attach a role to the instance; elsewhere aws configure sso (or aws configure) makes a profile, which "
-    "AWS_PROFILE=... chooses"
-)
-EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
-UNKNOWN = (
-    "InvalidAccessKeyId",
-    "InvalidClientTokenId",
-    "InvalidToken",
-    "AuthFailure",
-    "SignatureDoesNotMatch",
-    "UnrecognizedClientException",
-)
-NOT_ALLOWED = ("AccessDenied", "AccessDeniedException", "AllAccessDisabled", "UnauthorizedOperation")
-THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded")
-DOWN = ("InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable")
+EXPIRED = ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"]
+UNKNOWN = ["InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", "AuthFailure", "SignatureDoesNotMatch"]
+UNKNOWN += ["UnrecognizedClientException"]
+NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "AllAccessDisabled", "UnauthorizedOperation"]
+TEMPORARY_CODES = ["RequestLimitExceeded", "Throttling", "ThrottlingException", "BandwidthLimitExceeded"]
+TEMPORARY_CODES += ["InternalError", "InternalFailure", "InternalServerError", "Unavailable", "ServiceUnavailable"]
 # With status 400: a body that came late, or damaged, by several names.
-BODY_LOST = (
-    "RequestTimeout",
-    "IncompleteBody",
-    "BadDigest",
-    "XAmzContentSHA256Mismatch",
-    "XAmzContentChecksumMismatch",
-)
-TEMPORARY_CODES = {*THROTTLED, *DOWN, *BODY_LOST}
+TEMPORARY_CODES += ["RequestTimeout", "IncompleteBody", "BadDigest"]
+TEMPORARY_CODES += ["XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"]
 TEMPORARY_STATUS = (429, 500, 502, 503, 504)
-NO_RENEWAL = ("CredentialRetrievalError", "SSOError", "TokenRetrievalError")
-NO_ANSWER = ("ConnectionError", "HTTPClientError", "EndpointConnectionError")
-CREDENTIALS = (
-    *EXPIRED,
-    *UNKNOWN,
-    *NO_RENEWAL,
-    "NoCredentialsError",
-    "PartialCredentialsError",
-)  # codes that say nothing about what was asked for
+NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
+NO_CREDENTIALS = ["NoCredentialsError", "PartialCredentialsError"]
+NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
+CREDENTIALS = [*EXPIRED, *UNKNOWN, *NO_RENEWAL, *NO_CREDENTIALS]  # codes that say nothing about what was asked for
 SAID = "{service} answers {answer}: {text}"  # in AWS's own words
-TABLE = {  # code of AWS, or class of botocore's error: what is wrong, and what to do
-    **dict.fromkeys(EXPIRED, ("the AWS credentials have expired ({code})", RENEW)),
-    "RequestExpired": (
-        "the AWS credentials have expired, or this machine's clock is wrong ({code})",
-        f"{RENEW}, or set the clock (chrony)",
-    ),
-    **dict.fromkeys(
-        UNKNOWN,
-        (
-            "{service} does not know these credentials ({code})",
-            "aws sts get-caller-identity shows whose they are, aws configure sets others",
-        ),
-    ),
-    **dict.fromkeys(
-        NOT_ALLOWED,
-        (
-            "no permission ({code}): {text}",
-            "the role or user needs it in its policy (or the bucket's); aws sts get-caller-identity shows the user",
-        ),
-    ),
-    "RequestTimeTooSkewed": (
-        "this machine's clock is wrong, {service} does not accept its signature",
-        "set it (chrony)",
-    ),
-    "NoSuchBucket": ("there is no such bucket", "check the name (aws s3 ls)"),
-    "OptInRequired": (SAID, "enable the region, or the service, in the console"),
-    "Blocked": (SAID, "the account is blocked: ask AWS's support"),
-    "PendingVerification": (SAID, "AWS still verifies the account: try in some minutes"),
-    "NoCredentialsError": ("no AWS credentials on this machine", GET_SOME),
-    "PartialCredentialsError": ("{text}", GET_SOME),
-    **dict.fromkeys(NO_RENEWAL, ("the AWS credentials cannot be renewed ({text})", RENEW)),
-    "NoRegionError": ("no region is named", "set it in the settings, or AWS_DEFAULT_REGION"),
-    **dict.fromkeys(NO_ANSWER, ("no answer from {service}: {text}", "")),
-    "EndpointConnectionError": ("{text}", "is there such a region, and a route to it?"),
-}
+RENEW = "renew them (aws sso login)"
+GET_SOME = "attach a role to the instance; elsewhere aws configure sso makes a profile, which AWS_PROFILE=... chooses"
+WHOSE = "aws sts get-caller-identity shows the user"
+ROWS: list[tuple[list[str], str, str]] = [  # codes of AWS, or classes of botocore's errors: what is wrong, what to do
+    (EXPIRED, "the AWS credentials have expired ({code})", RENEW),
+    (["RequestExpired"], "the AWS credentials have expired, or this machine's clock is wrong ({code})", RENEW),
+    (UNKNOWN, "{service} does not know these credentials ({code})", f"{WHOSE}, aws configure sets others"),
+    (NOT_ALLOWED, "no permission ({code}): {text}", f"the role or user needs it in its policy; {WHOSE}"),
+    (["RequestTimeTooSkewed"], "this machine's clock is wrong: {service} rejects its signature", "set it (chrony)"),
+    (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),
+    (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
+    (["Blocked"], SAID, "the account is blocked: ask AWS's support"),
+    (["PendingVerification"], SAID, "AWS still verifies the account: try in some minutes"),
+    (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
+    (["PartialCredentialsError"], "{text}", GET_SOME),
+    (NO_RENEWAL, "the AWS credentials cannot be renewed ({text})", RENEW),
+    (["NoRegionError"], "no region is named", "set it in the settings, or AWS_DEFAULT_REGION"),
+    (["EndpointConnectionError"], "{text}", "is there such a region, and a route to it?"),
+    (NO_ANSWER[:2], "no answer from {service}: {text}", ""),
+]
+TABLE = {code: (problem, cure) for codes, problem, cure in ROWS for code in codes}
 
 
 class Rejected(InputError):

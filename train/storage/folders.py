@@ -7,37 +7,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import logging
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-from tenacity import RetryCallState, Retrying, retry, retry_if_exception_type, stop_after_attempt, wait_fixed
+from typing import Any, Protocol
 
 from train.config import InputError, S3Config, check_printable
-from train.host.launched import is_first
 from train.storage.atomic_io import create_atomic, is_temporary, write_atomic
 from train.storage.schema import RelativePath
 
-logger = logging.getLogger("train")
-Answer = TypeVar("Answer")
 CHUNK_BYTES = 2**20  # read at once to be hashed
 NAME_MAX, PATH_MAX = 255, 4096  # bytes, of Linux
-READS = 3  # attempts before a file that does not match its checksum counts as damaged: the transfer may be at fault
 SPACE_FACTOR = 1.1  # the disk must have this many times the bytes that are to be written
-MISSING_S, MISSING_PAUSE_S = 10.0, 2.0  # for a file that must be in S3: somebody may be copying it there
-
-
-class Mismatch(InputError):
-    """A file that was read does not match its checksum."""
-
-
-read_again = retry(retry=retry_if_exception_type(Mismatch), stop=stop_after_attempt(READS), reraise=True)
 
 
 class Folder(Protocol):
@@ -81,28 +65,6 @@ def open_folder(location: str, s3: S3Config) -> Folder:
 
         return S3Folder(location, s3)
     return LocalFolder(local_path(location))
-
-
-def wait_for_file(folder: Folder, name: str, ask: Callable[[str], Answer], *, until_s: float | None = None) -> Answer:
-    """Return what `ask` returns for a file that must be there. In S3 it is called again after a FileNotFoundError,
-    until MISSING_S have passed, or until `until_s` of time.monotonic().
-    """
-    if isinstance(folder, LocalFolder):
-        return ask(name)
-    until_s = time.monotonic() + MISSING_S if until_s is None else until_s
-
-    def warn(state: RetryCallState) -> None:
-        if state.attempt_number == 1:
-            level = logging.WARNING if is_first() else logging.DEBUG
-            logger.log(level, "%s/%s is missing; retried for %g s", folder.location, name, MISSING_S)
-
-    return Retrying(
-        retry=retry_if_exception_type(FileNotFoundError),
-        stop=lambda _: time.monotonic() >= until_s,
-        wait=wait_fixed(MISSING_PAUSE_S),
-        before_sleep=warn,
-        reraise=True,
-    )(ask, name)
 
 
 class LocalFolder:
@@ -222,21 +184,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder in TMPDIR, removed when the block ends. InputError if the disk has no space for it, or gets full."""
-    hint = "free some space, or set TMPDIR to another folder"
-    try:
-        temporary = tempfile.TemporaryDirectory(prefix="baretrain-")
-    except OSError as error:
-        raise InputError(f"no temporary folder can be made: {error.strerror}; {hint}") from error
-    with temporary as folder:
-        try:
-            yield Path(folder)
-        except InputError:
-            raise
-        except Exception as error:  # libraries written in Rust raise plain ones
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
-                raise InputError(f"{Path(folder).parent} is full; {hint}") from error
-            raise
+    """A new folder in TMPDIR, removed when the block ends."""
+    with tempfile.TemporaryDirectory(prefix="baretrain-") as folder:
+        yield Path(folder)
 
 
 def sha256_file(path: Path) -> str:

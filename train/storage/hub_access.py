@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 
 from train.storage.folders import local_path
@@ -50,17 +50,12 @@ def asking_hub(source: str) -> Iterator[None]:
         return
     from huggingface_hub import constants
 
-    def set_offline(on: bool) -> None:
-        constants.HF_HUB_OFFLINE = on
-        if "datasets" in sys.modules:  # which keeps a copy
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = on
-
-    before = constants.HF_HUB_OFFLINE
-    set_offline(True)
-    try:
+    copies = [constants, *([sys.modules["datasets"].config] if "datasets" in sys.modules else [])]
+    with ExitStack() as patches:
+        for module in copies:
+            patches.callback(setattr, module, "HF_HUB_OFFLINE", module.HF_HUB_OFFLINE)
+            module.HF_HUB_OFFLINE = True
         yield
-    finally:
-        set_offline(before)
 
 
 def why_missing(source: str, error: Exception) -> str:

@@ -8,15 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from train.config import InputError, check
-from train.storage.folders import (
-    Folder,
-    Mismatch,
-    read_again,
-    sha256_bytes,
-    sha256_file,
-    sha256_json,
-    wait_for_file,
-)
+from train.storage.folders import Folder, sha256_bytes, sha256_file, sha256_json
 from train.storage.schema import BadContent, FileEntry, shown
 
 Item = TypeVar("Item")
@@ -69,7 +61,6 @@ def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: 
     check(fault is None, fault or "")
 
 
-@read_again
 def read_verified(
     source: Folder, name: str, sha256: str | None, *, advice: str, fault: str = "is damaged: its sha256 is another one"
 ) -> bytes:
@@ -77,11 +68,11 @@ def read_verified(
     `fault` if it has another checksum; `advice` says what to do.
     """
     try:
-        content = wait_for_file(source, name, source.read)
+        content = source.read(name)
     except FileNotFoundError:
         raise InputError(f"{source.location}/{name} is missing; {advice}") from None
     if sha256 not in (None, sha256_bytes(content)):
-        raise Mismatch(f"{source.location}/{name} {fault}; {advice}")
+        raise InputError(f"{source.location}/{name} {fault}; {advice}")
     return content
 
 

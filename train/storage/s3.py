@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import re
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,7 +39,7 @@ from train.config import InputError, NotPermitted, S3Config, Unreachable, check,
 from train.storage import aws_errors
 from train.storage.aws_errors import EXPIRED, NOT_ALLOWED, UNKNOWN, Rejected, code_of, is_temporary, one_line
 from train.storage.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
-from train.storage.schema import is_path, shown
+from train.storage.schema import is_path
 
 logger = logging.getLogger("train")
 
@@ -89,7 +88,8 @@ def open_session(s3: S3Config, *, skips_environment: bool = False) -> Any:
         raise InputError(f"{name} is not in ~/.aws; aws configure list-profiles shows them") from error
 
 
-def open_client(session: Any, s3: S3Config, retries: RetryPolicy) -> Any:
+def open_client(session: Any, s3: S3Config) -> Any:
+    retries = RetryPolicy(s3.timeout_s)
     config = Config(
         connect_timeout=retries.attempt_s / 2,
         read_timeout=retries.attempt_s,
@@ -106,31 +106,24 @@ def open_client(session: Any, s3: S3Config, retries: RetryPolicy) -> Any:
         raise InputError(f"S3 cannot be used with these settings: {reason}") from None
     retries.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", reject_another_region)
-    client.meta.events.register("before-sign.s3", partial(note_credentials, session))
     client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
     return client
 
 
-def note_credentials(session: Any, request: Any, **_: object) -> None:
-    credentials = session.get_credentials()
-    request.context["credentials"] = credentials and credentials.get_frozen_credentials()
-
-
 def renew_credentials(
-    session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, request_dict: dict[str, Any], **_: object
+    session: Any, s3: S3Config, response: tuple[Any, dict[str, Any]] | None, attempts: int, **_: object
 ) -> float | None:
-    """Retry at once, signed with what ~/.aws holds now, if S3 does not accept the credentials of the request: boto3
-    renews all kinds but these, which it reads once. Return None if they are the same.
+    """Retry at once, signed with what ~/.aws holds now, if S3 does not accept the credentials of the first attempt:
+    boto3 renews all kinds but these, which it reads once.
     """
     held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
-    if code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
+    if attempts > 1 or code not in (*EXPIRED, *UNKNOWN) or isinstance(held, RefreshableCredentials):
         return None
     with suppress(InputError, BotoCoreError):  # a file that is gone or half written: the answer of S3 is the error
         present = open_session(s3).get_credentials()
         if present is not None:
             held.access_key, held.secret_key, held.token = present.access_key, present.secret_key, present.token
-    changed = held.get_frozen_credentials() != request_dict["context"]["credentials"]  # perhaps by another thread
-    return 0.0 if changed else None
+    return 0.0
 
 
 def reject_another_region(response: tuple[Any, dict[str, Any]] | None, operation: Any, **_: object) -> None:
@@ -150,10 +143,8 @@ class S3Folder:
         self.bucket, self.prefix = split(location)
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
-        self.has_warned = False  # about objects with impossible names
         self.may_delete = True  # until S3 says no
-        self.retries = RetryPolicy(s3.timeout_s)
-        self.client = open_client(self.session, s3, self.retries)
+        self.client = open_client(self.session, s3)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
         self.endpoint = None if USUAL_ENDPOINT.fullmatch(endpoint) else endpoint  # None: AWS's own for the region
@@ -166,20 +157,13 @@ class S3Folder:
         return {"Bucket": self.bucket, "Key": self.key(name)}
 
     def read(self, name: str) -> bytes:
-        began_s = time.monotonic()
-        until_s = began_s + self.s3.timeout_s
+        retrying = Retrying(  # boto3 retries requests, but not the reading of their answers
+            retry=retry_if_exception_type(BODY_BROKEN),
+            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
+            reraise=True,
+        )
         with self.explained("read", name):
-            # boto3 retries requests, but not the reading of their answers.
-            retrying = Retrying(
-                retry=retry_if_exception_type(BODY_BROKEN),
-                stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(self.s3.timeout_s),
-                before_sleep=lambda _: self.retries.warn(f"{self.key(name)} breaks off", began_s, until_s, 0.0),
-                reraise=True,
-            )
-            return retrying(self._get, name)
-
-    def _get(self, name: str) -> bytes:
-        return bytes(self.client.get_object(**self.address(name))["Body"].read())
+            return retrying(lambda: bytes(self.client.get_object(**self.address(name))["Body"].read()))
 
     def write(self, name: str, content: bytes) -> None:
         """A large file goes in parts, several at a time; readers see the whole or nothing."""
@@ -253,12 +237,7 @@ class S3Folder:
 
     def names(self, prefix: str = "") -> list[str]:
         # The console's "folders" are empty objects whose names end in a slash.
-        names = sorted(name for name in self._list(prefix) if not name.endswith("/"))
-        odd = [name for name in names if not is_path(name)]
-        if odd and not self.has_warned:
-            self.has_warned = True
-            logger.warning("%s: objects left out whose names no file can have: %s", self.location, shown(odd[:3]))
-        return [name for name in names if is_path(name)]
+        return sorted(name for name in self._list(prefix) if not name.endswith("/") and is_path(name))
 
     def names_here(self) -> set[str]:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}

@@ -14,9 +14,7 @@ from train.storage.atomic_io import write_atomic
 from train.storage.folders import (
     Folder,
     LocalFolder,
-    Mismatch,
     canonical_json,
-    read_again,
     sha256_file,
 )
 from train.storage.manifest import check_entries, read_verified, sealed, unsealed
@@ -82,7 +80,6 @@ def parse_facts(content: bytes) -> Facts:
     return facts
 
 
-@read_again
 def find_facts(folder: Folder) -> Facts | None:
     """tables.json of a folder, None if it has none. InputError if it is of another version, or damaged."""
     if folder.size(NAME) is None:
@@ -90,7 +87,7 @@ def find_facts(folder: Folder) -> Facts | None:
     try:
         return parse_facts(folder.read(NAME))
     except BadContent as error:
-        raise Mismatch(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
+        raise InputError(f"{folder.location}/{NAME} is damaged: {error}; prepare the data again") from error
 
 
 def whole_facts(folder: Path, *, checksums: bool) -> Facts | None:

@@ -22,12 +22,9 @@ from train.config import InputError, check
 from train.storage.folders import (
     Folder,
     LocalFolder,
-    Mismatch,
     canonical_json,
-    read_again,
     sha256_bytes,
     sha256_file,
-    wait_for_file,
 )
 from train.storage.manifest import check_entries, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
@@ -127,14 +124,15 @@ def read_manifest(where: Folder | Path) -> Manifest:
         ) from None
 
 
-@read_again
 def read_whole_manifest(folder: Folder) -> Manifest:
-    """Raises Mismatch if it is not what it says of itself, FileNotFoundError if there is none."""
-    content = wait_for_file(folder, "manifest.json", folder.read)
+    """Raises InputError if it is not what it says of itself, FileNotFoundError if there is none."""
+    content = folder.read("manifest.json")
     try:
         return parse_manifest(content)
     except BadContent as error:
-        raise Mismatch(f"{folder.location}/manifest.json is not a manifest: {error}; prepare the data again") from error
+        raise InputError(
+            f"{folder.location}/manifest.json is not a manifest: {error}; prepare the data again"
+        ) from error
 
 
 def parse_manifest(content: bytes) -> Manifest:

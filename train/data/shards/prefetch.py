@@ -29,7 +29,7 @@ from train.config import InputError
 from train.data.shards.cache import Fault, ShardCache
 from train.data.shards.format import Shard
 from train.data.shards.order import ShardSampler
-from train.host.launcher import leave_signals_to_the_parent
+from train.host.torchrun import leave_signals_to_the_parent
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder

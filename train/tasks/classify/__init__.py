@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.config import HeadSize, TaskConfig, TrainConfig, check
+from train.config import HeadSize, TaskConfig, TrainConfig, check, setting
 from train.tasks.spec import CardText, Prediction, Task, TaskSpec
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ class ClassifyConfig(TaskConfig):
     kind: str = "classify"
     class_weights: list[float] | None = None  # how much an error counts, for each label in order; None: all the same
     balanced: bool = False  # class weights are rows / (labels * rows of the label) of the training data
-    label_smoothing: float = 0.0  # share of the target that is spread over all labels
+    label_smoothing: float = setting(0.0, least=0, below=1)  # share of the target that is spread over all labels
 
     def __post_init__(self) -> None:
-        check(0 <= self.label_smoothing < 1, f"task.label_smoothing={self.label_smoothing} must lie in [0, 1)")
+        super().__post_init__()
         weights = self.class_weights
         check(weights is None or all(w > 0 for w in weights), f"task.class_weights={weights} must be above 0")
         check(not (self.balanced and weights), "task.balanced=true computes the weights: leave task.class_weights out")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from train.config import HeadSize, ShardsConfig, TaskConfig, TrainConfig, check
-from train.config.checks import check_positive
+from train.config import HeadSize, ShardsConfig, TaskConfig, TrainConfig, setting
 from train.tasks.spec import CardText, Task, TaskSpec
 
 
@@ -18,15 +17,12 @@ class MLMConfig(TaskConfig):
 
     learns_from: ClassVar[type[ShardsConfig]] = ShardsConfig
     kind: str = "mlm"
-    mask_rate: float = 0.15  # share of the tokens of a sequence that is predicted
-    max_predictions: int | None = None  # predicted tokens per sequence, a fixed shape; None: seq_len * mask_rate
-    max_ngram: int = 3  # longest run of units that are masked together, p(n) ~ 1/n; 1 is BERT's masking
+    mask_rate: float = setting(0.15, above=0, below=1)  # share of the tokens of a sequence that is predicted
+    max_predictions: int | None = setting(None, above=0)  # predicted tokens per sequence, a fixed shape; None:
+    # seq_len * mask_rate
+    max_ngram: int = setting(3, above=0)  # longest run of units masked together, p(n) ~ 1/n; 1 is BERT's masking
     whole_word: bool = False  # units are whole words instead of tokens
     sop: bool = False  # also predict whether two segments are in order; it weighs as much as max_predictions tokens
-
-    def __post_init__(self) -> None:
-        check(0 < self.mask_rate < 1, f"task.mask_rate={self.mask_rate} must lie between 0 and 1")
-        check_positive("task.", self, "max_predictions", "max_ngram")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:
         predictions = self.max_predictions or max(1, round(seq_len * self.mask_rate))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.config import HeadSize, TaskConfig, TrainConfig, check
-from train.config.checks import check_positive
+from train.config import HeadSize, TaskConfig, TrainConfig, check, setting
 from train.tasks.spec import CardText, Prediction, Task, TaskSpec
 
 if TYPE_CHECKING:
@@ -18,16 +17,16 @@ class QAConfig(TaskConfig):
     """Question answering: the span of a context (SQuAD). Long contexts are read in overlapping windows."""
 
     kind: str = "qa"
-    stride: int = 128  # tokens that two neighbouring windows of a context share
-    max_question_tokens: int = 64  # longer questions are cut and counted
-    max_answer_tokens: int = 30  # longest answer that the model may give
-    n_best: int = 20  # candidate answers kept for each question
+    stride: int = setting(128, above=0)  # tokens that two neighbouring windows of a context share
+    max_question_tokens: int = setting(64, above=0)  # longer questions are cut and counted
+    max_answer_tokens: int = setting(30, above=0)  # longest answer that the model may give
+    n_best: int = setting(20, above=0)  # candidate answers kept for each question
     unanswerable: bool = False  # SQuAD v2: a question may have no answer
     null_threshold: float | None = None  # v2: a question has no answer if "no answer" scores higher than the best span
     # by more than this; None: 0 in evaluations, and in train.predict what was best for F1 on the validation data
 
     def __post_init__(self) -> None:
-        check_positive("task.", self, "stride", "max_question_tokens", "max_answer_tokens", "n_best")
+        super().__post_init__()
         check(self.null_threshold is None or self.unanswerable, "task.null_threshold is for task.unanswerable=true")
 
     def head_size(self, seq_len: int, labels: int = 0) -> HeadSize:

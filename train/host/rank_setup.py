@@ -36,7 +36,7 @@ def prepare(launch: Launched, *, forks: bool) -> None:
     """Set the variables and limits of this rank. Call it before the ranks join. `forks`: the loader forks workers."""
     if sys.platform != "linux":
         return
-    os.environ.update(cluster_environment(os.environ, launch, forks=forks))
+    os.environ.update(rank_environment(os.environ, launch, forks=forks))
     if not launch.is_one_machine and launch.local_rank == 0 and "GLOO_SOCKET_IFNAME" not in os.environ:
         text = "no network card leads to MASTER_ADDR=%s, and there is no default route: set GLOO_SOCKET_IFNAME"
         logger.warning(text, launch.master_addr)
@@ -48,7 +48,7 @@ def prepare(launch: Launched, *, forks: bool) -> None:
         logger.warning(text, hard, launch.world_size, wanted, OPEN_FILES)
 
 
-def cluster_environment(
+def rank_environment(
     environ: Mapping[str, str], launch: Launched, *, forks: bool, sysfs: Path = SYSFS
 ) -> dict[str, str]:
     """The variables to set, without those that the user has set.
@@ -81,7 +81,7 @@ def source_address(host: str) -> str:
         with socket.socket(family, kind) as unused:
             unused.connect(address)  # of UDP: nothing is sent
             return str(unused.getsockname()[0])
-    except OSError:  # the meeting of the ranks says why a master is out of reach
+    except OSError:  # joining the ranks says why a master is out of reach
         return ""
 
 

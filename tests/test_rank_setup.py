@@ -11,7 +11,7 @@ from running import ROOT
 
 from train.backend import ddp
 from train.config import BackendConfig
-from train.host import cluster
+from train.host import rank_setup
 from train.host.launched import Launched
 
 TWO_MACHINES = Launched(world_size=2, is_distributed=True, master_addr="192.0.2.7", master_port=29500)
@@ -27,18 +27,18 @@ def write(root, path, text):
 # ---- variables -----------------------------------------------------------------------------------------------------
 
 
-def environment(user, launch, *, forks=False, sysfs=cluster.SYSFS):
-    return cluster.cluster_environment(user, launch, forks=forks, sysfs=sysfs)
+def environment(user, launch, *, forks=False, sysfs=rank_setup.SYSFS):
+    return rank_setup.rank_environment(user, launch, forks=forks, sysfs=sysfs)
 
 
 def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkeypatch):
-    monkeypatch.setattr(cluster, "network_card", lambda master: {"192.0.2.7": "ens5"}[master])
+    monkeypatch.setattr(rank_setup, "network_card", lambda master: {"192.0.2.7": "ens5"}[master])
     chosen = {"GLOO_SOCKET_IFNAME": "ens5", "NCCL_SOCKET_IFNAME": "=ens5", "CCOM_SOCKET_IFNAME": "ens5"}
     assert environment({"NCCL_SOCKET_IFNAME": ""}, TWO_MACHINES) == chosen
     del chosen["GLOO_SOCKET_IFNAME"]
     assert environment({"GLOO_SOCKET_IFNAME": "eth9"}, TWO_MACHINES) == chosen
     assert environment({}, Launched(world_size=2, local_world_size=2)) == {}
-    monkeypatch.setattr(cluster, "network_card", lambda master: None)
+    monkeypatch.setattr(rank_setup, "network_card", lambda master: None)
     assert environment({}, TWO_MACHINES) == {}
 
 
@@ -54,20 +54,16 @@ def test_efa_takes_no_huge_pages_where_the_loader_forks(tmp_path):
 # ---- open files ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def open_files():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield lambda soft: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(open_files, log):
-    open_files(256)
-    cluster.prepare(Launched(), forks=False)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert soft == min(hard, cluster.OPEN_FILES)
-    assert not log.messages
-    cluster.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
+def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(log):
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        rank_setup.prepare(Launched(), forks=False)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == min(hard, rank_setup.OPEN_FILES) and not log.messages
+        rank_setup.prepare(Launched(world_size=hard, local_world_size=hard), forks=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     (text,) = log.messages
     assert text.startswith(f"{hard} open files at most, one of {hard} ranks may need {hard + 1023}: add '* -")
 
@@ -89,8 +85,8 @@ def test_a_rank_may_open_as_many_files_as_the_hard_limit_allows(open_files, log)
 def test_a_rank_runs_on_the_node_of_its_device_unless_the_launcher_has_chosen(tmp_path, online, local, allowed, near):
     write(tmp_path, "devices/system/cpu/online", f"{online}\n")
     write(tmp_path, f"bus/pci/devices/{GPU}/local_cpulist", f"{local}\n")
-    assert cluster.near_cpus(GPU, set(allowed), tmp_path) == near
-    assert cluster.near_cpus("0000:99:00.0", set(allowed), tmp_path) == set()
+    assert rank_setup.near_cpus(GPU, set(allowed), tmp_path) == near
+    assert rank_setup.near_cpus("0000:99:00.0", set(allowed), tmp_path) == set()
 
 
 def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(tmp_path):
@@ -103,7 +99,7 @@ def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(tmp_path):
     seen = []
 
     def rank(address):
-        cluster.pin(address, tmp_path)
+        rank_setup.pin(address, tmp_path)
         worker = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
         worker.start()
         worker.join()
@@ -115,45 +111,31 @@ def test_the_kernel_keeps_a_pinned_rank_and_its_threads_there(tmp_path):
     assert seen == [{first}, *[all_cpus] * 5]
 
 
-NEURON_LS = (ROOT / "tests/recorded/doctor/neuron_ls_trn1_32xlarge.json").read_text()
-
-
-@pytest.fixture
-def neuron_ls(tmp_path, monkeypatch):
-    """Gives a function that sets what neuron-ls prints and its exit code."""
-
+def test_a_ranks_chip_is_that_of_its_core(tmp_path, monkeypatch, log):
     def prints(text, code=0):
         (tmp_path / "answer").write_text(text)
-        tool = tmp_path / "neuron-ls"
-        tool.write_text(f"#!/bin/sh\n[ $1 = -j ] && /bin/cat {tmp_path}/answer; exit {code}\n")
-        tool.chmod(0o755)
+        (tmp_path / "neuron-ls").write_text(f"#!/bin/sh\n[ $1 = -j ] && /bin/cat {tmp_path}/answer; exit {code}\n")
+        (tmp_path / "neuron-ls").chmod(0o755)
+
+    def address(core, **user):
+        return rank_setup.neuron_address({**os.environ, "TORCHELASTIC_RUN_ID": "x", **user}, core)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    prints(NEURON_LS)
-    return prints
-
-
-def test_a_ranks_chip_is_that_of_its_core(neuron_ls, log):
-    def address(core, **user):
-        return cluster.neuron_address({**os.environ, "TORCHELASTIC_RUN_ID": "x", **user}, core)
-
-    assert [address(core) for core in (0, 1, 2)] == ["0000:10:1c.0", "0000:10:1c.0", "0000:10:1d.0"]
+    prints((ROOT / "tests/recorded/doctor/neuron_ls_trn1_32xlarge.json").read_text())
+    assert [address(core) for core in (0, 1, 2, 32)] == ["0000:10:1c.0", "0000:10:1c.0", "0000:10:1d.0", None]
     assert address(31) is not None
-    assert address(32) is None
-    assert address(0, NEURON_RT_VISIBLE_CORES="8") is None
-    assert address(0, NEURON_RT_NUM_CORES="2") is None
-    assert cluster.neuron_address(os.environ, 0) is None  # a process by itself takes any core that is free
-    assert not log.messages
+    assert address(0, NEURON_RT_VISIBLE_CORES="8") is None and address(0, NEURON_RT_NUM_CORES="2") is None
+    assert rank_setup.neuron_address(os.environ, 0) is None  # a process by itself takes any core that is free
+    assert address(0, PATH="/nowhere") is None and not log.messages
     for text, code in (("{", 0), ("", 1)):
-        neuron_ls(text, code)
+        prints(text, code)
         assert address(0) is None
     assert len(log.messages) == 2 and all("neuron-ls -j" in text for text in log.messages)
-    assert cluster.neuron_address({"PATH": "/nowhere"}, 0) is None
 
 
 def test_a_rank_on_a_gpu_is_pinned_to_it(monkeypatch):
     pinned, gpus = [], {0: (0, 0x10, 0x1C), 3: (1, 0xA0, 0x1D)}
-    monkeypatch.setattr(cluster, "pin", pinned.append)
+    monkeypatch.setattr(rank_setup, "pin", pinned.append)
     fakes = {"is_available": lambda: True, "device_count": lambda: 8, "set_device": lambda device: None}
     fakes |= {"get_device_name": lambda device: "A100", "get_device_capability": lambda device: (8, 0)}
     for name, fake in fakes.items():
@@ -172,8 +154,8 @@ def test_a_rank_on_a_gpu_is_pinned_to_it(monkeypatch):
 
 
 def test_a_machine_without_a_card_to_the_master_says_so(monkeypatch, log):
-    monkeypatch.setattr(cluster, "network_card", lambda master: None)
-    monkeypatch.setattr(cluster.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(rank_setup, "network_card", lambda master: None)
+    monkeypatch.setattr(rank_setup.resource, "setrlimit", lambda *_: None)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    cluster.prepare(Launched(world_size=2, local_world_size=1, master_addr="head"), forks=False)
+    rank_setup.prepare(Launched(world_size=2, local_world_size=1, master_addr="head"), forks=False)
     assert [text for text in log.messages if "MASTER_ADDR=head" in text and "set GLOO_SOCKET_IFNAME" in text]

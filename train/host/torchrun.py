@@ -1,0 +1,89 @@
+"""This process and the torchrun that started it: the process ends with torchrun, and can end torchrun.
+
+It imports the standard library only, since it is called before everything that takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from train.host.processes import end_with_parent
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+REFUSAL = "refused.txt"  # in torchrun's folder of a start of its ranks: what they refused
+
+
+def is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def die_with_torchrun() -> None:
+    """Get SIGTERM when torchrun ends: no orphan holds the device or the run folder, and it can still save.
+
+    The kernel means the end of the thread that started this process: torchrun's main thread, which is its last one.
+    Where torchrun ended before this call, its store is gone as well, and joining the other ranks fails.
+    """
+    if is_under_torchrun():
+        end_with_parent(os.getppid())
+
+
+def file_of_start(name: str) -> Path:
+    """A file of this start of the ranks of this machine. torchrun names an error file in a folder of each rank, side by
+    side in one of the start; without it, the file is one that cannot be made.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
+
+
+def is_reported() -> bool:
+    """Whether another rank of this machine has reported an error, so that this one need not."""
+    try:
+        file_of_start("reported").touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # torchrun keeps no such files; an error that is printed twice is better than none
+        pass
+    return False
+
+
+def leave_refusal(refusal: str) -> None:
+    """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure. The first
+    rank of a machine that does so also has it printed below torchrun's report.
+    """
+    with suppress(OSError):  # torchrun keeps no such files, or another rank was here first
+        with file_of_start(REFUSAL).open("x") as file:
+            file.write(refusal)
+        print_after_torchrun(f"rejected: {refusal}")
+
+
+def print_after_torchrun(line: str) -> None:
+    """Print a line when torchrun has ended: its own traceback of 25 lines would hide the reason. Linux only."""
+    if sys.platform != "linux":
+        return
+    ended = os.pidfd_open(os.getppid())
+    wait = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2], file=sys.stderr)"
+    # A session of its own, since torchrun signals the rank's.
+    subprocess.Popen([sys.executable, "-ISc", wait, str(ended), line], pass_fds=[ended], start_new_session=True)
+
+
+def end_torchrun() -> None:
+    """End torchrun where it would start this machine's ranks again. Call it after everything has been reported."""
+    restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if is_under_torchrun() and restarts != limit:
+        print("torchrun, which would start the run again, is asked to end; what follows is its report", file=sys.stderr)
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def leave_signals_to_the_parent(_worker: int) -> None:
+    """Ignore signals in a loader worker: schedulers and terminals signal every process of a job, but the rank decides
+    what that means.
+
+    A worker that died of the signal would fail the rank before it has saved. Workers end when their rank does.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
