@@ -79,13 +79,12 @@ def whole_run(**summary: Any) -> list[dict[str, Any]]:
     return [*lines, save_line(40), summary_line(40, 40, unigram_entropy=7.5, **summary)]
 
 
-def write_run(
-    folder: Path, lines: list[dict[str, Any]], *, config: dict[str, Any] | None = None, tail: str = ""
-) -> Path:
+def write_run(folder: Path, lines: list[dict[str, Any]], *, config=None, environment=None, tail: str = "") -> Path:
+    """`config` and `environment`: changes of whole sections."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(json.dumps({**CONFIG, **(config or {})}))  # JSON is YAML
-    (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    timed = [{"time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(lines)]
+    (folder / "environment.json").write_text(json.dumps({**ENVIRONMENT, **(environment or {})}))
+    timed = [{"attempt": 1, "time_unix_s": 1.8e9 + number, **line} for number, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in timed) + tail)
     return folder
 

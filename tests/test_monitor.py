@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +26,11 @@ from running import eventually
 
 from train.telemetry import monitor
 from train.telemetry.monitor import HardwareSample, Monitor, open_monitor
-from train.telemetry.monitor_neuron import LineParser, Notes, Reading
+from train.telemetry.monitor_neuron import LineParser, Reading
 
 RECORDED = Path(__file__).parent / "recorded" / "monitor"
 PERIOD_S = 0.02
 DEADLINE_S = 300.0  # never waited for unless a test fails
-
-
-@pytest.fixture
-def notes(log: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    return log
 
 
 def recorded(name: str) -> list[bytes]:
@@ -43,7 +38,7 @@ def recorded(name: str) -> list[bytes]:
 
 
 def parse(name: str, *, num_devices: int = 2, run_tag: str | None = "run_a") -> list[Reading]:
-    parser = LineParser(num_devices, run_tag, Notes())
+    parser = LineParser(num_devices, run_tag)
     result = [parser.parse(line) for line in recorded(name)]
     return [reading for reading in result if reading is not None]
 
@@ -59,7 +54,7 @@ def gathered(*readings: Reading) -> HardwareSample:
 # ---- samples -------------------------------------------------------------------------------------------------------
 
 
-def test_machines_added_up_are_one_machine_with_all_devices() -> None:
+def test_machines_added_up_are_one_machine_with_all_devices():
     a = {"device_utilisation": (1.2, 2.0), "device_memory_bytes": (3e9, 2.0), "device_flops_per_s": (5e13, 2.0)}
     b = {"device_utilisation": (0.4, 1.0), "device_memory_bytes": (1e9, 1.0), "device_flops_per_s": (2e13, 1.0)}
     both = {"device_utilisation": (1.6, 3.0), "device_memory_bytes": (4e9, 3.0), "device_flops_per_s": (7e13, 3.0)}
@@ -75,20 +70,17 @@ def test_machines_added_up_are_one_machine_with_all_devices() -> None:
     assert fields["hardware_mfu"] == pytest.approx(7e13 / (3 * 95e12))
     assert fields["device_errors"] == 3
     assert added[-1] == one.num_alarms == 2
-
-
-def test_what_has_no_source_is_left_out() -> None:
-    assert HardwareSample().fields(peak_flops_per_s=1e12) == {}
+    assert HardwareSample().fields(peak_flops_per_s=1e12) == {}  # what has no source is left out
     assert gathered(Reading({"device_flops_per_s": (1e12, 1.0)})).fields(peak_flops_per_s=None) == {}
 
 
-def test_utilisation_is_a_mean_over_time_and_memory_the_latest() -> None:
+def test_utilisation_is_a_mean_over_time_and_memory_the_latest():
     values = ((1.0, 5.0), (1.0, 6.0), (0.25, 7.0))
     readings = [Reading({"device_utilisation": (u, 1.0), "device_memory_bytes": (m, 1.0)}) for u, m in values]
     assert gathered(*readings).fields(peak_flops_per_s=None) == {"device_utilisation": 0.75, "device_memory_bytes": 7.0}
 
 
-def test_a_reading_is_told_once_but_memory_stays() -> None:
+def test_a_reading_is_told_once_but_memory_stays():
     watch = Monitor(lambda _stop: iter(()), period_s=1.0)
     watch.add(Reading({"device_utilisation": (1.0, 1.0), "device_memory_bytes": (5.0, 1.0)}, Counter(x=2)))
     assert watch.read().fields(peak_flops_per_s=None)["device_errors"] == 2
@@ -100,7 +92,7 @@ def test_a_reading_is_told_once_but_memory_stays() -> None:
 # ---- neuron-monitor's lines ----------------------------------------------------------------------------------------
 
 
-def test_trn1_line_gives_the_figures_of_both_ranks() -> None:
+def test_trn1_line_gives_the_figures_of_both_ranks():
     fields = gathered(*parse("trn1")).fields(peak_flops_per_s=95e12)
     assert fields == pytest.approx(
         {
@@ -112,25 +104,25 @@ def test_trn1_line_gives_the_figures_of_both_ranks() -> None:
     )
 
 
-def test_trn2_counts_logical_cores_once() -> None:
+def test_trn2_counts_logical_cores_once():
     (reading,) = parse("trn2", num_devices=4)
     assert reading.totals["device_utilisation"] == (pytest.approx(0.82), 4)  # two of the four idle, and not listed
     assert reading.totals["device_flops_per_s"] == (98e12, 4)
 
 
-def test_keys_of_recordings_are_read_and_generic_errors_are_not() -> None:
+def test_keys_of_recordings_are_read_and_generic_errors_are_not():
     (reading,) = parse("effective_flops", num_devices=1, run_tag=None)
     assert reading.totals["device_flops_per_s"] == (875590474948, 1)
     assert reading.errors == {}
 
 
 @pytest.mark.parametrize("spelling", ["numerical", "numeric"])
-def test_numerical_errors_name_their_core_and_count_once(spelling: str) -> None:
+def test_numerical_errors_name_their_core_and_count_once(spelling):
     (reading,) = parse(spelling)
     assert reading.errors == {"NeuronCore 1: executions completed with numerical errors (NaN)": 2}
 
 
-def test_other_errors_are_counted_by_kind_and_memory_errors_when_they_rise() -> None:
+def test_other_errors_are_counted_by_kind_and_memory_errors_when_they_rise():
     first, second = parse("errors")
     assert first.errors == {
         "NeuronCore 0: hardware errors": 1,
@@ -141,23 +133,23 @@ def test_other_errors_are_counted_by_kind_and_memory_errors_when_they_rise() -> 
     assert second.errors == {"Neuron device 0: uncorrected memory errors (sram_ecc_uncorrected)": 1}
 
 
-def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(notes: pytest.LogCaptureFixture) -> None:
+def test_groups_that_are_missing_null_or_carry_an_error_are_left_out(log):
     first, second = parse("broken_groups")
     assert first.totals == {} and second.totals == {}  # a sum over one of two ranks would be neither's nor both's
     assert first.errors == {"Neuron process 1001: executions timed out": 1}
     assert second.errors is None
-    assert "could not read counters" in notes.text and "Neuron Driver is not installed" in notes.text
+    assert "could not read counters" in log.text and "Neuron Driver is not installed" in log.text
 
 
-def test_runs_are_told_apart_by_their_tag(notes: pytest.LogCaptureFixture) -> None:
+def test_runs_are_told_apart_by_their_tag(log):
     assert parse("trn1", run_tag="run_b")[0].totals == {}  # another run's devices are nobody's guess
     assert parse("effective_flops", run_tag="run_b")[0].totals != {}  # its only process has no tag but its number
-    assert notes.text.count("no Neuron process carries the tag run_b") == 1
+    assert log.text.count("no Neuron process carries the tag run_b") == 1
 
 
-def test_no_line_whatever_it_holds_stops_the_parser() -> None:
+def test_no_line_whatever_it_holds_stops_the_parser():
     rng = random.Random(0)
-    parser = LineParser(2, "run_a", Notes())
+    parser = LineParser(2, "run_a")
     odd: list[Any] = [None, True, -1, 1e999, float("nan"), "", "x", [], [None], {}, {"error": 5}, 10**400]
 
     def spoil(value: Any) -> Any:
@@ -180,7 +172,7 @@ def test_no_line_whatever_it_holds_stops_the_parser() -> None:
 
 
 @pytest.fixture
-def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def tool(tmp_path, monkeypatch):
     """Puts a neuron-monitor on PATH that writes the given lines one by one, then ends or repeats the last for ever."""
 
     def make(*parts: bytes, repeats: bool = True, ignores: str = "", says: str = "") -> None:
@@ -236,27 +228,19 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_healthy_tool_gives_readings_and_is_gone_after_close(tool: Any, tmp_path: Path, notes: Any) -> None:
-    tool(*recorded("trn1"))
+@pytest.mark.parametrize("ignores", ["", "SIGTERM"])
+def test_a_tool_gives_readings_and_is_gone_after_close(tool, tmp_path, log, monkeypatch, ignores):
+    monkeypatch.setattr("train.telemetry.monitor_neuron.STOP_S", 0.1 if ignores else 3.0)
+    tool(*recorded("trn1"), ignores=ignores)
     with opened() as watch:
         fields = fields_with(watch, "device_utilisation") | fields_with(watch, "cpu_utilisation")
         pid = child_of(tmp_path)
     assert fields["device_utilisation"] == pytest.approx(0.52)
     assert fields["device_memory_bytes"] == 7e9 and fields["host_memory_bytes"] > 0
-    assert not psutil.pid_exists(pid)
-    assert not notes.records
+    assert not psutil.pid_exists(pid) and not log.records
 
 
-def test_a_tool_that_ignores_the_request_is_ended(tool: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("train.telemetry.monitor_neuron.STOP_S", 0.1)
-    tool(*recorded("trn1"), ignores="SIGTERM")
-    with opened() as watch:
-        fields_with(watch, "device_utilisation")
-        pid = child_of(tmp_path)
-    assert not psutil.pid_exists(pid)
-
-
-def test_numerical_errors_between_two_readings_are_all_told_and_garbage_is_noted_once(tool: Any, notes: Any) -> None:
+def test_numerical_errors_between_two_readings_are_all_told_and_garbage_is_noted_once(tool, log):
     bad, good = recorded("numerical")[0], recorded("trn1")[0]
     tool(good, bad, b"panic: runtime error", good, bad, good[:100], b"", bad, *[good] * 5)
     samples: list[HardwareSample] = []
@@ -270,28 +254,26 @@ def test_numerical_errors_between_two_readings_are_all_told_and_garbage_is_noted
         assert watch.alarms() == [
             f"{platform.node()}: NeuronCore 1: executions completed with numerical errors (NaN): 6"
         ]
-    (note,) = notes.records
-    assert note.message.startswith("neuron-monitor wrote a line that is no JSON")
+    (note,) = log.records
+    assert note.message.startswith("neuron-monitor wrote a line that is no report")
 
 
-def test_a_tool_that_dies_is_noted_once_and_its_readings_stop(tool: Any, notes: Any) -> None:
+def test_a_tool_that_dies_is_noted_once_and_its_readings_stop(tool, log):
     tool(*recorded("trn1") * 3, repeats=False, says="first\ndriver went away")
     with opened() as watch:
-        eventually(lambda: notes.records)
+        eventually(lambda: log.records)
         fields_with(watch, "device_utilisation")
         eventually(lambda: "device_memory_bytes" not in watch.read().fields(peak_flops_per_s=None))
         later = fields_with(watch, "cpu_utilisation")
     assert set(later) == {"cpu_utilisation", "host_memory_bytes"}  # the host is still read
-    (note,) = notes.records
+    (note,) = log.records
     assert "ended (exit code 3, driver went away)" in note.message
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("neuron", "neither on PATH"), ("not to be run", "does not start"), ("nvidia", "NVML")]
+    ("kind", "said"), [("neuron", "neither on PATH"), ("not to be run", "Exec format"), ("nvidia", "NVML")]
 )
-def test_a_missing_tool_or_driver_is_one_note(
-    kind: str, said: str, notes: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_missing_tool_or_driver_is_one_note(kind, said, log, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("train.telemetry.monitor_neuron.FOLDER", str(tmp_path))
     monkeypatch.setattr(monitor, "pynvml", FakeNvml([], driver=False))
@@ -301,12 +283,12 @@ def test_a_missing_tool_or_driver_is_one_note(
     with opened("nvidia" if kind == "nvidia" else "neuron") as watch:
         assert set(fields_with(watch, "cpu_utilisation")) == {"cpu_utilisation", "host_memory_bytes"}
         assert watch.alarms() == []
-    (note,) = notes.records
+    (note,) = log.records
     assert said in note.message and "training continues" in note.message
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool: Any, tmp_path: Path, how: str) -> None:
+def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, tmp_path, how):
     tool(*recorded("trn1"), ignores="" if how == "killed" else "SIGPIPE")
     run = (
         "import os, signal, sys, time\n"
@@ -320,34 +302,42 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool: Any, tmp_pat
     eventually(lambda: is_gone(child_of(tmp_path)))
 
 
-def test_a_source_that_breaks_is_noted_and_the_host_still_read(notes: Any) -> None:
+def test_a_source_that_breaks_is_noted_and_the_host_still_read(log):
     def source(_stop: threading.Event) -> Iterator[Reading]:
         yield Reading({"device_memory_bytes": (1.0, 1.0)})
         raise RuntimeError("unforeseen")
 
     with Monitor(source, period_s=PERIOD_S) as watch:
-        eventually(lambda: notes.records)
+        eventually(lambda: log.records)
         eventually(lambda: set(watch.read().totals) == {"cpu_utilisation", "host_memory_bytes"})
-    assert "RuntimeError: unforeseen" in notes.text and len(notes.records) == 1
+    assert "RuntimeError: unforeseen" in log.text and len(log.records) == 1
 
 
-def test_only_the_first_rank_of_a_machine_reads(notes: Any) -> None:
+def test_only_the_first_rank_of_a_machine_reads(log):
     num_threads = threading.active_count()
     with open_monitor("neuron", num_devices=2, is_first_on_machine=False) as watch:
         assert threading.active_count() == num_threads
         assert watch.read() == HardwareSample() and watch.alarms() == []
-    assert not notes.records
+    assert not log.records
 
 
-def test_without_a_device_the_host_is_read(notes: Any) -> None:
+def test_without_a_device_the_host_is_read(log):
     with opened("cpu", num_devices=1) as watch:
         fields = fields_with(watch, "cpu_utilisation")
     assert set(fields) == {"cpu_utilisation", "host_memory_bytes"} and 0 <= fields["cpu_utilisation"] <= 1
     assert psutil.Process().memory_info().rss < fields["host_memory_bytes"] < psutil.virtual_memory().total
-    assert not notes.records
+    assert not log.records
 
 
 # ---- NVML ----------------------------------------------------------------------------------------------------------
+
+
+FIELDS = {
+    "nvmlDeviceGetUtilizationRates": "gpu",
+    "nvmlDeviceGetMemoryInfo": "used",
+    "nvmlDeviceGetTotalEccErrors": "ecc",
+    "nvmlDeviceGetCurrentClocksThrottleReasons": "reasons",
+}
 
 
 class FakeNvml:
@@ -361,6 +351,19 @@ class FakeNvml:
 
     def __init__(self, devices: list[dict[str, Any]], *, driver: bool = True) -> None:
         self.devices, self.driver, self.is_open = devices, driver, False
+        for name, key in FIELDS.items():
+            setattr(self, name, self.getter(name, key))
+
+    def getter(self, function: str, key: str) -> Any:
+        def get(handle: int, *_: int) -> Any:
+            assert self.is_open
+            if key not in self.devices[handle]:
+                raise self.NVMLError("Not Supported")
+            value = self.devices[handle][key]
+            return SimpleNamespace(**{key: value}) if key in ("gpu", "used") else value
+
+        get.__name__ = function
+        return get
 
     def nvmlInit(self) -> None:
         if not self.driver:
@@ -373,27 +376,9 @@ class FakeNvml:
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         return [device["uuid"] for device in self.devices].index(uuid)
 
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        return SimpleNamespace(gpu=self.get(handle, "gpu"), memory=0)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return SimpleNamespace(used=self.get(handle, "used"))
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: int, _kind: int, _since: int) -> Any:
-        return self.get(handle, "ecc")
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> Any:
-        return self.get(handle, "reasons")
-
-    def get(self, handle: int, name: str) -> Any:
-        assert self.is_open
-        if name not in self.devices[handle]:
-            raise self.NVMLError("Not Supported")
-        return self.devices[handle][name]
-
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+def gpus(monkeypatch):
     devices = [
         {"uuid": "GPU-aa01", "gpu": 80, "used": 10_000, "ecc": 7, "reasons": 0x4},
         {"uuid": "GPU-ab02", "gpu": 40, "used": 30_000, "ecc": 0, "reasons": 0x4},
@@ -405,15 +390,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def test_nvml_gives_the_devices_of_the_run(gpus: FakeNvml, notes: Any) -> None:
+def test_nvml_gives_the_devices_of_the_run(gpus, log):
     with opened("nvidia", num_devices=2) as watch:
         fields = fields_with(watch, "device_utilisation")
     assert fields["device_utilisation"] == pytest.approx(0.6) and fields["device_memory_bytes"] == 20_000
     assert fields["device_errors"] == 0 and "hardware_mfu" not in fields  # errors of before the run are not the run's
-    assert not gpus.is_open and not notes.records
+    assert not gpus.is_open and not log.records
 
 
-def test_nvml_errors_and_heat_are_alarms(gpus: FakeNvml) -> None:
+def test_nvml_errors_and_heat_are_alarms(gpus):
     with opened("nvidia", num_devices=2) as watch:
         fields_with(watch, "device_utilisation")
         gpus.devices[0].update(ecc=9, reasons=0x44)
@@ -427,19 +412,19 @@ def test_nvml_errors_and_heat_are_alarms(gpus: FakeNvml) -> None:
     assert again == [f"{host}: GPU 1: uncorrected memory errors: 1"]
 
 
-def test_what_a_device_does_not_support_is_noted_once_and_left_out(gpus: FakeNvml, notes: Any) -> None:
+def test_what_a_device_does_not_support_is_noted_once_and_left_out(gpus, log):
     for device in gpus.devices:
         del device["ecc"]
     del gpus.devices[0]["gpu"]
     with opened("nvidia", num_devices=2) as watch:
         fields = [fields_with(watch, "device_utilisation") for _ in range(3)][-1]
     assert fields["device_utilisation"] == pytest.approx(0.4) and "device_errors" not in fields
-    assert sorted(record.message.split(": ")[1] for record in notes.records) == [
+    assert sorted(record.message.split(": ")[1] for record in log.records) == [
         "nvmlDeviceGetTotalEccErrors",
         "nvmlDeviceGetUtilizationRates",
     ]
 
 
-def test_the_real_binding_has_every_name_that_is_used() -> None:
-    names = {name for name in vars(FakeNvml) if name.lower().startswith("nvml")}
+def test_the_real_binding_has_every_name_that_is_used():
+    names = {*FIELDS, *(name for name in vars(FakeNvml) if name.lower().startswith("nvml"))}
     assert names <= set(dir(monitor.pynvml))

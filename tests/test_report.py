@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from reported_runs import (
     whole_run,
     write_run,
 )
-from s3_fixtures import Bucket
 from services.fault_proxy import Fault
 
 from train.report import __main__ as report_command
@@ -64,7 +62,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+def reported(tmp_path_factory):
     """A run without labelled data, MFU or price: its folder, its report, and what was printed."""
     run = write_run(tmp_path_factory.mktemp("reported") / "run", whole_run())
     with redirect_stdout(io.StringIO()) as printed:
@@ -75,7 +73,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 # ---- the file ------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_is_one_file_that_loads_nothing(reported: tuple[Path, str, str]) -> None:
+def test_a_report_is_one_file_that_loads_nothing(reported):
     run, html, printed = reported
     images = [path for path in (run / "report").iterdir() if path.suffix == ".png"]
     names = {"training_loss", "tokens_per_second", "validation_perplexity", "validation_masked_accuracy"}
@@ -90,7 +88,7 @@ def test_a_report_is_one_file_that_loads_nothing(reported: tuple[Path, str, str]
     assert str(run / "report" / "report.html") in printed
 
 
-def test_several_runs_are_compared_beside_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_compared_beside_the_first(tmp_path, capsys):
     first = write_run(tmp_path / "a-rather-long-name", whole_run())
     other = {"optim": {"name": "lamb", "lr": 0.001}, "run_dir": "runs/b", "extra": 1}
     second = write_run(tmp_path / "b", whole_run(), config=other)
@@ -106,35 +104,31 @@ def test_several_runs_are_compared_beside_the_first(tmp_path: Path, capsys: pyte
     column = table[0].index("a-rather-long-name")
     assert all(line[column - 1] == " " and line[column] != " " for line in table)
     assert any(line.split() == ["Parameters", "123,456", "123,456"] for line in table)
+    assert [report_figures.x_axis(runs[:number]) for number in (1, 2)] == ["step", "step"]
+    runs.append(report_run.read_run(write_run(tmp_path / "c" / "b", whole_run(), config={"global_batch_size": 64})))
+    assert report_figures.x_axis(runs) == "examples"  # equal steps are unequal work
+    report_run.tell_apart(runs[1:])
+    assert [run.label for run in runs[1:]] == [f"{tmp_path.name}/b", "c/b"]
 
 
-def test_runs_of_one_name_are_named_by_their_parents_too(tmp_path: Path) -> None:
-    runs = [report_run.read_run(write_run(tmp_path / name / "run", whole_run())) for name in "ab"]
-    report_run.tell_apart(runs)
-    assert [run.label for run in runs] == ["a/run", "b/run"]
-
-
-def test_curves_of_different_batches_go_by_sequences(tmp_path: Path) -> None:
-    first = report_run.read_run(write_run(tmp_path / "a", whole_run()))
-    second = report_run.read_run(write_run(tmp_path / "b", whole_run(), config={"global_batch_size": 2 * BATCH}))
-    assert (report_figures.x_axis([first]), report_figures.x_axis([first, second])) == ("step", "examples")
-
-
-def test_hostile_names_and_values_are_escaped(tmp_path: Path) -> None:
-    evil = "<img src=x onerror=alert(1)>\"'&$x^{$"
+def test_hostile_names_and_values_are_escaped(tmp_path):
+    evil = "<img src=x onerror=alert(1)>\"'&$x^{$\u202e"
     config = {"optim": {"name": f"</details><script>{evil}"}, "task": {"kind": evil}}
     lines = [eval_line(1, **{f"{evil}accuracy": 0.5}), fault_line(1, evil), *whole_run()]
     runs = [write_run(tmp_path / name, lines, config=config) for name in (evil, f"_{evil}")]
     (runs[0] / "environment.json").write_text(json.dumps({"host": f"{evil}\x1b[31m\ud800", evil: evil}))
+    guess = {"text": evil, "probability": 1}
+    sample = {"text": evil, "context": evil, "answers": [{"truth": evil, "score": 0.5, "guesses": [guess] * 3}] * 8}
+    (runs[0] / "samples.json").write_text(json.dumps({"step": 1, "samples": [sample] * 32}))
     for chosen in (runs[:1], runs):
         assert report_command.main([str(run) for run in chosen] + ["--output", str(tmp_path / "out")]) == 0
         html = (tmp_path / "out" / "report.html").read_text()
-        assert "<script" not in html and "<img src=x" not in html and "\x1b" not in html
-        assert "&lt;img src=x onerror=alert(1)&gt;" in html
+        assert not re.search("<script|<img src=x|\x1b|\u202e", html)
+        assert html.count("&lt;img src=x onerror=alert(1)&gt;") > (32 * (2 + 8 * 4) if len(chosen) == 1 else 1)
         assert all(re.fullmatch(r"[A-Za-z0-9_]+\.(png|html)", path.name) for path in (tmp_path / "out").iterdir())
 
 
-def test_a_long_curve_is_thinned_without_losing_a_spike() -> None:
+def test_a_long_curve_is_thinned_without_losing_a_spike():
     from matplotlib.figure import Figure
 
     axes = Figure().add_subplot()
@@ -145,9 +139,7 @@ def test_a_long_curve_is_thinned_without_losing_a_spike() -> None:
     assert axes.dataLim.y1 == 50.0
 
 
-def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     named: list[str] = []
@@ -157,7 +149,7 @@ def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(
     assert [name.strip() for name in named] == ["_a", "b"]
 
 
-def test_the_report_never_imports_torch(tmp_path: Path) -> None:
+def test_the_report_never_imports_torch(tmp_path):
     run = write_run(tmp_path / "run", whole_run())
     code = "import sys; from train.report.__main__ import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
     root = Path(report.__file__).parents[2]
@@ -167,7 +159,7 @@ def test_the_report_never_imports_torch(tmp_path: Path) -> None:
 # ---- what it says --------------------------------------------------------------------------------------------------
 
 
-def test_lines_that_a_resume_redid_are_dropped(tmp_path: Path) -> None:
+def test_lines_that_a_resume_redid_are_dropped(tmp_path):
     lines = [train_line(10), train_line(20, loss=99.0), eval_line(20, loss=99.0), train_line(30, loss=99.0)]
     lines += [train_line(20, attempt=2), eval_line(20, attempt=2), train_line(30, attempt=2)]
     run = report_run.read_run(write_run(tmp_path / "run", lines))
@@ -175,7 +167,7 @@ def test_lines_that_a_resume_redid_are_dropped(tmp_path: Path) -> None:
     assert [(line["step"], line["loss"]) for line in run.lines["eval"]] == [(20, 7.0)]
 
 
-def test_totals_are_over_all_attempts_even_where_steps_went_backwards(tmp_path: Path) -> None:
+def test_totals_are_over_all_attempts_even_where_steps_went_backwards(tmp_path):
     first = [train_line(10), train_line(20), summary_line(20, 20, mfu=0.1, cost_usd=1.0, reason="SIGTERM")]
     second = [train_line(15, attempt=2, since=10), summary_line(15, 5, attempt=2, mfu=0.5, cost_usd=3.0)]  # of both
     summary = summarise(tmp_path / "run", [*first, *second])
@@ -186,7 +178,7 @@ def test_totals_are_over_all_attempts_even_where_steps_went_backwards(tmp_path: 
 
 
 @pytest.mark.parametrize("resumed", [20, 30])
-def test_a_killed_attempt_counts_by_its_train_lines(tmp_path: Path, resumed: int) -> None:
+def test_a_killed_attempt_counts_by_its_train_lines(tmp_path, resumed):
     killed = [train_line(10, mfu=0.2), train_line(20, mfu=0.4), save_line(20), train_line(30, mfu=0.6, cost_usd=1.5)]
     second = [train_line(40, attempt=2, since=resumed), summary_line(40, 40 - resumed, attempt=2, cost_usd=2.0)]
     refused = fault_line(20, "a checkpoint is damaged", attempt=3)  # an attempt that came to no step is none
@@ -198,19 +190,19 @@ def test_a_killed_attempt_counts_by_its_train_lines(tmp_path: Path, resumed: int
     assert facts(tmp_path / "run")["Cost"] == "at least $2.00"
 
 
-def test_the_share_of_waiting_is_of_all_steps_that_a_line_speaks_for(tmp_path: Path) -> None:
+def test_the_share_of_waiting_is_of_all_steps_that_a_line_speaks_for(tmp_path):
     run = report_run.read_run(write_run(tmp_path / "run", [train_line(10), train_line(30, steps=20)]))
     shares = [report_figures.waiting_share(line) for line in run.lines["train"]]
     assert shares == [0.5 / (10 * STEP_S), 0.5 / (20 * STEP_S)]
 
 
-def test_a_run_that_is_stopped_between_two_lines_has_done_the_steps_of_its_summary(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_between_two_lines_has_done_the_steps_of_its_summary(tmp_path):
     lines = [train_line(10), train_line(20), save_line(25), summary_line(25, 25, reason="SIGTERM")]
     summary = summarise(tmp_path / "run", lines)
     assert (summary["steps"], summary["examples"]) == (25, 25 * BATCH)
 
 
-def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported: tuple[Path, str, str]) -> None:
+def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported):
     run, html, printed = reported
     assert re.search(r"MFU</th>\s*<td class=\"unknown\">unknown</td>", html)
     assert re.search(r"Cost</th>\s*<td class=\"unknown\">unknown</td>", html)
@@ -220,12 +212,7 @@ def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported: tuple[Pat
     assert not (run / "report" / "mfu.png").exists()
 
 
-def test_validation_loss_is_set_against_the_unigram_entropy(reported: tuple[Path, str, str]) -> None:
-    wanted = "Validation loss 5.000 2.500 nats better than guessing tokens by their frequency (unigram entropy 7.500)"
-    assert wanted in shown(reported[1])
-
-
-def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path: Path) -> None:
+def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
     lines = [eval_line(10, f1=0.9, odd=3), eval_line(20, f1=0.4, odd=1), eval_line(30, loss=8.5, perplexity=None)]
     scores = summarise(tmp_path / "run", [train_line(10), *lines])["scores"]
     assert scores["loss"] == {"best": (7.0, 20), "last": (8.5, 30)}
@@ -233,33 +220,25 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path: P
     assert scores["f1"] == {"best": (0.9, 10), "last": (0.4, 20)}
     assert scores["odd"] == {"last": (1, 20)}  # nobody said which way is better
     assert set(scores) == {"loss", "perplexity", "masked_accuracy", "f1", "odd"}
+    assert facts(tmp_path / "run")["Validation perplexity, last"] == "no number at step 30"
+    diverged = report_run.read_run(write_run(tmp_path / "diverged", [train_line(10), train_line(20, loss=None)]))
+    assert ["Final training loss", "unknown"] in report.table([diverged])
 
 
-def test_a_diverged_run_does_not_show_an_earlier_loss_as_its_last(tmp_path: Path) -> None:
-    run = report_run.read_run(write_run(tmp_path / "run", [train_line(10), train_line(20, loss=None)]))
-    assert ["Final training loss", "unknown"] in report.table([run])
-
-
-def test_an_evaluation_that_became_nan_is_the_last_one(tmp_path: Path) -> None:
-    lines = [train_line(10), eval_line(10), eval_line(20, loss=None, perplexity=None)]
-    texts = facts(write_run(tmp_path / "run", lines))
-    assert texts["Validation perplexity, last"] == texts["Validation loss, last"] == "no number at step 20"
-
-
-def test_an_attempt_after_a_summary_has_no_end_yet(tmp_path: Path) -> None:
+def test_an_attempt_after_a_summary_has_no_end_yet(tmp_path):
     ended = [train_line(10), summary_line(10, 10, wall_s=60.0, reason="SIGTERM"), train_line(20, attempt=2, since=10)]
     summary = summarise(tmp_path / "run", ended)
     assert (summary["wall_s"], summary["reason"]) == (None, None)
 
 
-def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path: Path) -> None:
+def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path):
     texts = facts(write_run(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1234.5)))
     assert (texts["MFU"], texts["Cost"]) == ("43.2%", "$1,234.50")
     assert (texts["Sequence length (tokens)"], texts["Backend"], texts["Precision"]) == (str(SEQ_LEN), "ddp", "fp32")
     assert (texts["Training time (h:mm:ss)"], texts["Steps planned"]) == ("0:00:20", "40")
 
 
-def test_a_rollback_redoes_steps_within_an_attempt(tmp_path: Path) -> None:
+def test_a_rollback_redoes_steps_within_an_attempt(tmp_path):
     before = [train_line(10), save_line(15), train_line(20), train_line(30), fault_line(30), fault_line(15)]
     after = [train_line(step, since=-15, examples=(step + 15) * BATCH) for step in (20, 30, 40)]
     ended = summary_line(40, 55, skipped_steps=3, rollbacks=1)
@@ -272,7 +251,7 @@ def test_a_rollback_redoes_steps_within_an_attempt(tmp_path: Path) -> None:
     assert [line["step"] for line in run.lines["train"]] == [10, 20, 30, 40]
 
 
-def test_what_faults_and_saves_cost_is_in_the_table(tmp_path: Path) -> None:
+def test_what_faults_and_saves_cost_is_in_the_table(tmp_path):
     known = {"wall_s": 7200.0, "mttf_s": 3600.0, "suggested_interval_s": 42.4, "suggested_every": 85}
     lines = [train_line(10), save_line(10), train_line(20)]
     lines += [fault_line(11, attempt=2, steps_lost=12, recover_s=30.0), save_line(15, attempt=2, stall_s=0.75)]
@@ -298,7 +277,7 @@ def test_what_faults_and_saves_cost_is_in_the_table(tmp_path: Path) -> None:
     assert {label: texts[label] for label in expected} == expected
 
 
-def test_what_a_killed_attempt_leaves_out_is_unknown(tmp_path: Path) -> None:
+def test_what_a_killed_attempt_leaves_out_is_unknown(tmp_path):
     known = {"goodput": 0.9, "skipped_steps": 0, "rollbacks": 0, "suggested_every": 7}
     ended = [train_line(10), summary_line(10, 10, **known, mttf_s=None)]
     labels = ("Goodput", "Faults survived", "Steps lost to them", "Rollbacks", "Suggested checkpoint.every (steps)")
@@ -314,7 +293,7 @@ def test_what_a_killed_attempt_leaves_out_is_unknown(tmp_path: Path) -> None:
 
 
 def records_of(run: Path) -> report_data.Records:
-    records = report_data.read_records(run)
+    records = report_run.read_run(run).records
     assert records is not None
     return records
 
@@ -323,7 +302,7 @@ def change(run: Path, name: str, **changes: Any) -> None:
     (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), **changes}))
 
 
-def test_data_and_evaluation_of_a_run_are_shown(tmp_path: Path) -> None:
+def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
     run = finished_run.write(tmp_path / "run")
     assert report_command.main([str(run)]) == 0
     html = (run / "report" / "report.html").read_text()
@@ -341,7 +320,7 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path: Path) -> None:
     assert html.count("data:image/png;base64,") == len(pngs)
 
 
-def test_figures_hold_the_numbers_of_the_files(tmp_path: Path) -> None:
+def test_figures_hold_the_numbers_of_the_files(tmp_path):
     records = records_of(finished_run.write(tmp_path / "run"))
     (bars,) = data_figures.label_bars(records).axes
     assert [round(bar.get_width(), 3) for bar in bars.patches] == [0.6, 0.3, 0.1, 0.5, 0.3, 0.2]
@@ -361,7 +340,7 @@ def test_figures_hold_the_numbers_of_the_files(tmp_path: Path) -> None:
     assert {text.get_text() for text in matrix.texts} >= {"44\n88%", "10\n50%"}
 
 
-def test_many_labels_stay_readable(tmp_path: Path) -> None:
+def test_many_labels_stay_readable(tmp_path):
     run = finished_run.write(tmp_path / "run")
     names, number = [f"label-{index}-{'x' * 60}" for index in range(90)], data_figures.MAX_LABELS
     matrix = [[int(row == column) for column in range(90)] for row in range(90)]
@@ -375,27 +354,27 @@ def test_many_labels_stay_readable(tmp_path: Path) -> None:
     assert not data_figures.heat_map(records.evaluated[0]).axes[0].texts
 
 
-def test_runs_are_compared_label_by_label(tmp_path: Path) -> None:
+def test_runs_are_compared_label_by_label(tmp_path):
     runs = [finished_run.write(tmp_path / name) for name in ("a", "b")]
     runs.append(write_run(tmp_path / "pretraining", whole_run()))
     classes = {"negative": {"f1": 0.25}, "extra": {"f1": 1.0}}
     change(runs[1], "evaluation.json", splits={"validation": {"per_class": classes}})
-    head, *rows = report_data.f1_comparison([report_data.read_records(run) for run in runs], ["a", "b", "c"])
+    head, *rows = report_data.f1_comparison([report_run.read_run(run).records for run in runs], ["a", "b", "c"])
     assert head == ["F1 at the best evaluation", "a", "b", "c"]
     assert ["validation: negative", "0.8899", "0.2500", "unknown"] in rows
     assert ["validation: extra", "unknown", "1.0000", "unknown"] in rows
 
 
-def test_a_run_without_such_files_is_shown_without_them(reported: tuple[Path, str, str]) -> None:
+def test_a_run_without_such_files_is_shown_without_them(reported):
     run, html, _ = reported
     words = shown(html)
-    assert report_data.read_records(run) is None
+    assert report_run.read_run(run).records is None
     for word in ("Data", "Best evaluation", "Labels", "Bad rows"):
         assert f" {word} " not in words
     assert report_data.f1_comparison([None, None], ["a", "b"]) == []
 
 
-def test_question_answering_has_no_labels(tmp_path: Path) -> None:
+def test_question_answering_has_no_labels(tmp_path):
     run = finished_run.write(tmp_path / "run")
     split = {"rows": 120, "examples": 100, "label_counts": {}, "notes": {"cut_questions": 3.0}}
     change(run, "data.json", kind="qa", labels=[], splits={"train": split})
@@ -425,9 +404,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
-def test_damaged_files_on_the_data_are_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: str
-) -> None:
+def test_damaged_files_on_the_data_are_refused_by_name(tmp_path, capsys, name, content, said):
     run = finished_run.write(tmp_path / "run")
     (run / name).write_text(content)
     error = refused(capsys, run)
@@ -438,16 +415,14 @@ def test_damaged_files_on_the_data_are_refused_by_name(
 # ---- what it refuses -----------------------------------------------------------------------------------------------
 
 
-def test_a_broken_line_in_the_middle_is_rejected_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_line_in_the_middle_is_rejected_by_number(tmp_path, capsys):
     run = write_run(tmp_path / "run", [train_line(10)], tail='{"kind": "tr\n' + json.dumps(train_line(20)) + "\n")
     assert f"{run / 'metrics.jsonl'} line 2 " in refused(capsys, run)
     assert not (run / "report").exists()
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "half a line", "bad config", "unreadable"])
-def test_what_is_no_run_is_refused_and_nothing_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
+def test_what_is_no_run_is_refused_and_nothing_written(tmp_path, capsys, what):
     run, good = tmp_path / "run", write_run(tmp_path / "good", whole_run())
     if what != "missing":
         write_run(run, [] if what in ("empty", "half a line") else whole_run(), tail='{"kin' if "half" in what else "")
@@ -461,9 +436,7 @@ def test_what_is_no_run_is_refused_and_nothing_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, capsys, monkeypatch):
     run = write_run(tmp_path / "run", whole_run())
     (run / "report").mkdir()
     (run / "report" / "report.html").write_text("<title>Training report: old")
@@ -476,7 +449,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(
     assert [path.read_text() for path in (run / "report").iterdir()] == ["<title>Training report: old"]
 
 
-def test_files_of_somebody_else_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
     run = write_run(tmp_path / "run", whole_run())
     (tmp_path / "mine").mkdir()
     for name in ("training_loss.png", "report.html"):
@@ -487,9 +460,7 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
-def test_a_missing_package_is_named_with_its_cure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_is_named_with_its_cure(tmp_path, capsys, monkeypatch, name):
     run = write_run(tmp_path / "run", whole_run())
     monkeypatch.setitem(sys.modules, name, None)
     said = refused(capsys, run)
@@ -500,7 +471,7 @@ def test_a_missing_package_is_named_with_its_cure(
 
 
 @pytest.fixture
-def in_s3(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+def in_s3(bucket, tmp_path, monkeypatch):
     """Writes a run there, with the current folder elsewhere; gives its location and the flags."""
     here = tmp_path / "here"
     here.mkdir()
@@ -517,9 +488,7 @@ def in_s3(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return put
 
 
-def test_a_run_in_s3_is_reported_here(
-    bucket: Bucket, in_s3: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_s3_is_reported_here(bucket, in_s3, tmp_path, capsys):
     guess = {"text": "Ann", "probability": 0.5}
     sample = {"text": "Who?", "answers": [{"truth": "Bob", "score": 0, "guesses": [guess]}]}
     folder, *flags = in_s3("albert", samples=json.dumps({"step": 40, "samples": [sample]}))
@@ -535,21 +504,16 @@ def test_a_run_in_s3_is_reported_here(
     assert all(name in words for name in ("albert", "two", "three"))
 
 
-def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(
-    bucket: Bucket, in_s3: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(bucket, in_s3, capsys):
     folder, *flags = in_s3("bad", data="[1]")
     assert f"error: {folder}/data.json is damaged: expected a mapping" in refused(capsys, folder, *flags)
     nothing = bucket.location("nothing")
     assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in refused(capsys, nothing, *flags)
-    assert "is not a folder in S3" in refused(capsys, f"{folder}/../../x", *flags)
     assert "s3://nowhere/run/metrics.jsonl: there is no such bucket" in refused(capsys, "s3://nowhere/run", *flags)
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_silent_s3_is_a_failure_and_no_refusal(
-    bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_s3_is_a_failure_and_no_refusal(bucket, capsys, monkeypatch):
     monkeypatch.setattr("train.storage.s3_retry.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report_command.main([bucket.location("run"), *bucket.config().flags()]) == 1

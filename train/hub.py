@@ -21,11 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "runs/tweets --to jane/tweets-bert",
             "s3://bucket/runs/tweets --to jane/tweets-bert --public",
         ),
-        exits={
-            **EXITS,
-            FAILED: "the Hub or S3 did not answer",
-            REFUSED: "arguments rejected, or the Hub rejects the push",
-        },
+        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REFUSED: "arguments, or the push, rejected"},
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")
     parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, made if need be")

@@ -42,10 +42,8 @@ class Repo:
 
 @dataclass
 class Request:
-    method: str
     path: str
     authorization: str | None
-    status: int | None = None  # answered
 
 
 @dataclass
@@ -85,11 +83,10 @@ class FakeHub:
         repo.files |= files
         repo.commits.append("put")
 
-    def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
-        """Of a process that is to meet this Hub instead of the real one, with no caches but those in `home`."""
-        result = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        return {**result, **proxies, **({} if token is None else {"HF_TOKEN": token})}
+    def environment(self, home: Path) -> dict[str, str]:
+        """Of a process that uses this Hub instead of the real one, with no caches but those in `home`."""
+        hub = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        return {**hub, "HF_TOKEN": TOKEN, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -97,8 +94,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def answer(self) -> None:
-        request = Request(self.command, self.path, self.headers.get("Authorization"))
-        self.hub.requests.append(request)
+        self.hub.requests.append(Request(self.path, self.headers.get("Authorization")))
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         try:
             broken = next((status for part, status in self.hub.faults.items() if part in self.path), None)
@@ -110,7 +106,6 @@ class Handler(BaseHTTPRequestHandler):
                 raise Answer(broken, {"error": "as the test wants it"})
             raise self.route(unquote(urlsplit(self.path).path), body)
         except Answer as answer:
-            request.status = answer.status
             content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
             self.send_response(answer.status)
             for name, value in answer.headers.items():
@@ -130,15 +125,13 @@ class Handler(BaseHTTPRequestHandler):
                 return act(self, body, **match.groupdict())
         return error(404, "", f"no such page: {self.command} {path}")
 
-    def token(self) -> str:
+    def token(self, *, writes: bool = False) -> str:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if token not in (TOKEN, READ_TOKEN):
             raise Answer(401, {"error": "Invalid username or password."})
-        return token
-
-    def may_write(self) -> None:
-        if self.token() != TOKEN:
+        if writes and token != TOKEN:
             raise Answer(403, {"error": "This token may only read"})
+        return token
 
     def repo(self, kind: str | None, repo_id: str, revision: str = "main") -> Repo:
         """What a client with this token sees."""
@@ -167,7 +160,7 @@ def whoami(handler: Handler, body: bytes) -> Answer:
 
 
 def create(handler: Handler, body: bytes) -> Answer:
-    handler.may_write()
+    handler.token(writes=True)
     asked = json.loads(body)
     owner, kind = asked.get("organization") or USER, f"{asked.get('type', 'model')}s"
     if owner not in (USER, ORGANISATION):
@@ -176,8 +169,7 @@ def create(handler: Handler, body: bytes) -> Answer:
     url = {"url": f"{handler.hub.endpoint}/{repo_id}", "name": repo_id}
     if (kind, repo_id) in handler.hub.repos:
         return Answer(409, {**url, "error": "You already created this repo"})
-    private = asked.get("visibility") == "private" or bool(asked.get("private"))
-    handler.hub.repos[kind, repo_id] = Repo(private)
+    handler.hub.repos[kind, repo_id] = Repo(asked.get("visibility") == "private" or bool(asked.get("private")))
     return Answer(200, url)
 
 
@@ -188,9 +180,8 @@ def validate_yaml(handler: Handler, body: bytes) -> Answer:
         values = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else {}
         for model in values.get("model-index", ()):
             for result in model["results"]:
-                assert (
-                    model["name"] and result["task"]["type"] and result["dataset"]["type"] and result["dataset"]["name"]
-                )
+                dataset = result["dataset"]
+                assert model["name"] and result["task"]["type"] and dataset["type"] and dataset["name"]
                 assert all({"type", "value"} <= metric.keys() for metric in result["metrics"])
     except (yaml.YAMLError, AssertionError, KeyError, TypeError) as reason:
         return Answer(400, {"errors": [{"message": f"{type(reason).__name__}: {reason}"}], "warnings": []})
@@ -198,22 +189,21 @@ def validate_yaml(handler: Handler, body: bytes) -> Answer:
 
 
 def preupload(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
-    handler.may_write()
+    handler.token(writes=True)
     handler.repo(kind, id, revision)
-    modes = {
-        file["path"]: "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular" for file in json.loads(body)["files"]
-    }
-    files = [{"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None} for path, mode in modes.items()]
+    files = []
+    for path in (file["path"] for file in json.loads(body)["files"]):
+        mode = "lfs" if path.endswith(LFS_SUFFIXES) else "regular"
+        files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None})
     return Answer(200, {"files": files})
 
 
 def lfs_batch(handler: Handler, body: bytes, kind: str | None, id: str) -> Answer:
-    handler.may_write()
+    handler.token(writes=True)
     handler.repo(kind, id)
-    objects: list[dict[str, Any]] = []
-    for asked in json.loads(body)["objects"]:
-        upload = {"upload": {"href": f"{handler.hub.endpoint}/lfs/{asked['oid']}"}}
-        objects.append(asked if asked["oid"] in handler.hub.blobs else {**asked, "actions": upload})
+    objects = json.loads(body)["objects"]
+    for each in objects:
+        each["actions"] = {"upload": {"href": f"{handler.hub.endpoint}/lfs/{each['oid']}"}}
     return Answer(200, {"transfer": "basic", "objects": objects})
 
 
@@ -225,7 +215,7 @@ def lfs_put(handler: Handler, body: bytes, oid: str) -> Answer:
 
 
 def commit(handler: Handler, body: bytes, kind: str, id: str, revision: str) -> Answer:
-    handler.may_write()
+    handler.token(writes=True)
     repo = handler.repo(kind, id, revision)
     header, *operations = (json.loads(line) for line in body.splitlines())
     new = {}

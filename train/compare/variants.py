@@ -6,14 +6,15 @@ A variant whose run has ended is not run again; one that failed does not keep th
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from subprocess import Popen
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import NamedTuple
 
 from train.cli import compose as cli
 from train.cli.command import DONE, STOPPED
@@ -24,19 +25,15 @@ from train.run_folder.outcome import read_outcome
 from train.storage.folders import canonical_json, open_folder
 from train.storage.schema import FileName, read_yaml
 
-OWN = "compare"  # the section of CompareConfig that is not the run's
 
-
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     name: str
     location: str  # its run folder
     overrides: list[str]
     cfg: TrainConfig  # that they lead to
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(NamedTuple):
     outcome: str  # done | stopped | failed
     reason: str = ""
 
@@ -48,10 +45,9 @@ def make_variants(cfg: CompareConfig, given: Sequence[str]) -> list[Variant]:
     """The runs of a comparison, the baseline first. `given` are the overrides that led to `cfg`. InputError if one of
     them is no training run.
     """
-    common = [override for override in given if override.partition("=")[0].partition(".")[0] != OWN]
-    same = [make_variant(cfg, common, FileName(name)) for name in cfg.compare.names]
-    variants = list(same)
-    for variant in same:
+    common = [override for override in given if not re.match(r"compare[.=]", override)]
+    variants = [make_variant(cfg, common, FileName(name)) for name in cfg.compare.names]
+    for variant in list(variants):
         if size := cfg.compare.largest_batch.get(variant.name):
             largest = make_variant(cfg, common, variant.name, batch_size=size)
             if settings(largest.cfg) != settings(variant.cfg):  # it may be the batch of all
@@ -69,8 +65,8 @@ def make_variant(cfg: CompareConfig, common: Sequence[str], name: str, *, batch_
         raise InputError(f"compare.variants: {cfg.compare.variants[name]}: {error}") from error
     if batch_size is not None:
         own += [f"micro_batch_size={batch_size}", "global_batch_size=null"]
-    keys = {override.partition("=")[0] for override in own}
-    overrides = [*(override for override in common if override.partition("=")[0] not in keys), *own]
+    keys = tuple(f"{override.partition('=')[0]}=" for override in own)
+    overrides = [*(override for override in common if not override.startswith(keys)), *own]
     with named(name):
         return Variant(folder, location, overrides, cli.load_config(TrainConfig, overrides))
 
@@ -116,7 +112,7 @@ class Runner:
         self.before = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
-    def __exit__(self, _kind: type | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -132,28 +128,26 @@ class Runner:
         if is_done(variant):
             print(f"{variant.name}: {variant.location} is done", flush=True)
             return Ending("done")
+        ranks = self.compare.ranks
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *torchrun, "-m", "train", *variant.overrides]
         folder = open_folder(variant.location, variant.cfg.s3)
-        before, command = read_outcome(folder), self.command(variant)
+        before = read_outcome(folder)
         print(f"{variant.name}: python {shlex.join(command[1:])}", flush=True)
         self.process = processes.start(command, env=os.environ)
         if self.is_asked_to_stop:  # before the process could be signalled
             self.process.terminate()
         code = processes.exit_code(self.process)
         self.process, outcome = None, read_outcome(folder)
-        if outcome == before:  # this start left none
-            outcome = {}
         if code == DONE:
             return Ending("done")
+        if outcome == before:  # this start left none
+            outcome = {}
         # A notice that stops a run, of a machine that goes away, is one for the others as well.
         self.is_asked_to_stop |= code == STOPPED or outcome.get("outcome") == "stopped"
         if self.is_asked_to_stop:
             return Ending("stopped")
         return Ending("failed", str(outcome.get("reason") or f"exit code {code}"))
-
-    def command(self, variant: Variant) -> list[str]:
-        ranks = self.compare.ranks
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        return [sys.executable, *torchrun, "-m", "train", *variant.overrides]
 
 
 def is_done(variant: Variant) -> bool:

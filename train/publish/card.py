@@ -8,12 +8,11 @@ name is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from train.config import ShardsConfig, lower_is_better
-from train.report.data import Records, classes_table, labels_table, metrics_table, read_records, splits_table
+from train.report.data import Records, classes_table, labels_table, metrics_table, splits_table
 from train.report.page import facts
 from train.report.run import Line, Run, number, read_run, scores
 from train.report.texts import at_step, count, printable
@@ -39,14 +38,8 @@ SETTINGS = (  # of config.yaml and environment.json, flat
     ("Seed", "seed"),
 )
 TRAINED: tuple[str, ...] = ("Steps done", "Sequence length (tokens)", "Precision")  # rows of the report's table
-MACHINES: tuple[str, ...] = (
-    "Instance",
-    "Device",
-    "World size (ranks)",
-    "Training time (h:mm:ss)",
-    "Tokens/s over the whole run",
-)
-MACHINES += ("Cost", "Versions")
+MACHINES: tuple[str, ...] = ("Instance", "Device", "World size (ranks)", "Training time (h:mm:ss)")
+MACHINES += ("Tokens/s over the whole run", "Cost", "Versions")
 
 
 def write(folder: RunFolder) -> Path:
@@ -62,10 +55,21 @@ def write(folder: RunFolder) -> Path:
 
 def card(path: Path, name: str) -> str:
     """The text of the card of a run folder, under the name of the run; InputError if it is no run folder."""
-    run, records = read_run(path), read_records(path)
-    body = [f"# {text(name)}", *about(run, records), *results(run, records), *data(run, records)]
-    body += [*training(run), *hardware(run), *usage(run)]
-    return f"---\n{metadata(run, records, name)}\n---\n\n" + "\n".join(body) + "\n"
+    run = read_run(path)
+    records, figures, task = run.records or Records(), facts(run, run), task_of(run)
+    blocks = [f"# {text(name)}", about(run, records), "## Results", *results(run, records)]
+    blocks += ["## Data", text(data_name(run))]
+    if run.summary["data"] is not None:
+        blocks.append(f"Prepared data {text(run.summary['data'])}")
+    blocks += [table(splits_table(records)), table(labels_table(records))]
+    blocks += ["## Training", table([("Setting", "Value"), *settings(run, figures)])]
+    blocks += ["## Hardware, time and cost", table([("", ""), *((label, figures[label]) for label in MACHINES)])]
+    if task is not None:
+        location = run.config.get("hub.push_to") or HERE
+        call = [f'pipe = pipeline("{task.card.pipeline}", model="{location}")', f"pipe({task.card.example})"]
+        code = ["```python", "from transformers import pipeline", "", *call, "```"]
+        blocks += ["## How to use it", "\n".join(code)]
+    return "\n\n".join([f"---\n{metadata(run, records, name)}\n---", *filter(None, blocks)]) + "\n"
 
 
 def task_of(run: Run) -> TaskSpec | None:
@@ -76,7 +80,7 @@ def task_of(run: Run) -> TaskSpec | None:
 # ---- metadata ------------------------------------------------------------------------------------------------------
 
 
-def metadata(run: Run, records: Records | None, name: str) -> str:
+def metadata(run: Run, records: Records, name: str) -> str:
     """The YAML head that the Hub reads: huggingface_hub's ModelCardData, with the results as a model-index."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -108,16 +112,14 @@ def metadata(run: Run, records: Records | None, name: str) -> str:
     return str(head.to_yaml()).rstrip()
 
 
-def results_of(run: Run, records: Records | None) -> list[tuple[str, str, float]]:
+def results_of(run: Run, records: Records) -> list[tuple[str, str, float]]:
     """(split, metric, value) of the evaluation of the exported weights, where further splits are <split>_<metric>."""
     line = exported_evaluation(run)
-    others = [split.name for split in records.evaluated if split.name != "validation"] if records else []
+    others = [split.name for split in records.evaluated if split.name != "validation"]
     triples = []
-    for name in scores([line]) if line else ():
-        value = number(line or {}, name)
+    for name, points in scores([line] if line else []).items():
         split = next((each for each in others if name.startswith(f"{each}_")), "validation")
-        if value is not None:
-            triples.append((split, name.removeprefix(f"{split}_"), value))
+        triples.append((split, name.removeprefix(f"{split}_"), points["last"][0]))
     return triples
 
 
@@ -172,93 +174,58 @@ def base_name(run: Run) -> str | None:
 # ---- sections ------------------------------------------------------------------------------------------------------
 
 
-def about(run: Run, records: Records | None) -> list[str]:
+def about(run: Run, records: Records) -> str:
     task, summary, base = task_of(run), run.summary, base_name(run)
-    names = [text(label) for label in records.labels] if records else []
+    names = [text(label) for label in records.labels]
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
     pretrains = task is not None and task.settings.learns_from is ShardsConfig
     model = f"Its training went on from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
     model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
-    return [
-        "",
-        task.card.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else "",
-        f"{model}{parameters}.",
-    ]
+    sentence = task.card.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
+    return f"{sentence}\n{model}{parameters}."
 
 
-def results(run: Run, records: Records | None) -> list[str]:
-    """The best and the last value of each metric, and the tables of the best evaluation."""
+def results(run: Run, records: Records) -> Iterator[str]:
+    """Yield the best and the last value of each metric, and the tables of the best evaluation."""
     line = exported_evaluation(run)
     if line is None:
-        return ["", "## Results", "", "The run was not evaluated."]
-    rows = [
-        [
-            name.replace("_", " "),
-            *(at_step(*points[which]) if which in points else "unknown" for which in ("best", "last")),
-        ]
-        for name, points in scores(run.lines["eval"]).items()
-    ]
-    lines = ["", "## Results", "", *table([["Validation", "best", "last"], *rows])]
-    lines += ["", f"The weights here are those of step {line['step']:,}."]
-    tables = [("", metrics_table(records))] if records else []
-    tables += [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated] if records else []
-    if records and records.step is not None and any(rows for _, rows in tables):
-        lines += ["", f"The best evaluation, at step {records.step:,}:"]
+        yield "The run was not evaluated."
+        return
+    rows = [["Validation", "best", "last"]]
+    for name, points in scores(run.lines["eval"]).items():
+        values = (at_step(*points[which]) if which in points else "unknown" for which in ("best", "last"))
+        rows.append([name.replace("_", " "), *values])
+    yield table(rows)
+    yield f"The weights here are those of step {line['step']:,}."
+    of_labels = [(f"{text(f'Labels of {split.name}')}:", classes_table(split)) for split in records.evaluated]
+    tables = [(caption, rows) for caption, rows in [("", metrics_table(records)), *of_labels] if rows]
+    if records.step is not None and tables:
+        yield f"The best evaluation, at step {records.step:,}:"
     for caption, rows in tables:
-        lines += [*(["", f"{text(caption)}:"] if caption and rows else []), *(["", *table(rows)] if rows else [])]
-    return lines
+        yield from (caption, table(rows))
 
 
-def data(run: Run, records: Records | None) -> list[str]:
-    lines = ["", "## Data", "", f"{text(data_name(run))}", ""]
-    if run.environment.get("identity.data") is not None:
-        lines += [f"Prepared data {text(run.environment['identity.data'])}", ""]
-    tables = [splits_table(records), labels_table(records)] if records else []
-    for rows in tables:
-        lines += [*table(rows), ""] if rows else []
-    return lines[:-1]
-
-
-def training(run: Run) -> list[str]:
-    figures, known, task = facts(run, run), {**run.config, **run.environment}, task_of(run)
-    epoch = number(run.lines["train"][-1], "epoch") if run.lines["train"] else None
-    rows = [["Epochs", count(epoch)], *([label, figures[label]] for label in TRAINED)]
-    settings = [*SETTINGS, *(task.card.settings if task else ())]
-    rows += [[label, setting(known[key])] for label, key in settings if known.get(key) not in (None, False, 0, [])]
-    return ["", "## Training", "", *table([["Setting", "Value"], *rows])]
-
-
-def hardware(run: Run) -> list[str]:
-    """Machines, time and cost, over all attempts of the run."""
-    figures = facts(run, run)
-    rows = [["", ""], *([label, figures[label]] for label in MACHINES)]
-    return ["", "## Hardware, time and cost", "", *table(rows)]
-
-
-def usage(run: Run) -> list[str]:
-    task = task_of(run)
-    if task is None:
-        return []
-    location = run.config.get("hub.push_to") or HERE
-    call = [f'pipe = pipeline("{task.card.pipeline}", model="{location}")', f"pipe({task.card.example})"]
-    return ["", "## How to use it", "", "```python", "from transformers import pipeline", "", *call, "```"]
+def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
+    known, task = {**run.config, **run.environment}, task_of(run)
+    yield "Epochs", count(number(run.lines["train"][-1], "epoch") if run.lines["train"] else None)
+    yield from ((label, figures[label]) for label in TRAINED)
+    for label, key in [*SETTINGS, *(task.card.settings if task else ())]:
+        value = known.get(key)
+        if value not in (None, False, 0, []):
+            yield label, f"{value:g}" if isinstance(value, float) else str(value)
 
 
 # ---- markdown ------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table whose header is the first row."""
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table whose header is the first row; empty without rows."""
     lines = ["| " + " | ".join(text(cell) for cell in row) + " |" for row in rows]
-    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]) if rows else ""
 
 
 def text(value: object) -> str:
     """The value with all marks of Markdown escaped: names and labels are the user's."""
     escaped = re.sub(r"([\\`*_\[\]|#<>~])", r"\\\1", printable("unknown" if value is None else value))
     return escaped.replace("&", "&amp;")
-
-
-def setting(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable, check
 from train.host import machine
@@ -53,18 +53,15 @@ def check_push(cfg: TrainConfig) -> None:
     try:
         open_hub(to, private=cfg.hub.private)
     except (InputError, Unreachable) as error:
-        if "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here():
-            logger.warning("%s; the run starts, and pushes at its end", error)
-            return
         later = command(cfg.run_dir, to, cfg.s3, private=cfg.hub.private)
-        raise InputError(f"{error}; or leave hub.push_to out and push later with {later}") from None
+        has_begun = "environment.json" in RunFolder(cfg.run_dir, cfg.s3).folder.names_here()
+        check(has_begun, f"{error}; or leave hub.push_to out and push later with {later}")
+        logger.warning("%s; the run starts, and pushes at its end", error)
 
 
 def push(folder: RunFolder, to: str, *, private: bool) -> str:
-    """Push a run whose folder is complete on this machine; returns the address.
-
-    Raises:
-        Failure: the Hub did not accept it; the message says how to push the run again.
+    """Push a run whose folder is complete on this machine; returns the address. Failure, with the command that pushes
+    the run again, if the Hub did not accept it.
     """
     try:
         return send(gathered(folder.path, name_of(folder)), to, private=private)
@@ -103,33 +100,28 @@ def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
         files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
     if is_to_push(run / "evaluation.json", run):
         files["evaluation.json"] = run / "evaluation.json"
-    files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers(run / "metrics.jsonl")).encode()
+    numbers = (  # without texts, which may name hosts and paths
+        {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
+        for line in read_lines(run / "metrics.jsonl")
+        if line["kind"] in NUMBERS_OF
+    )
+    files["metrics.jsonl"] = "".join(json.dumps(line) + "\n" for line in numbers).encode()
     readme = export / card.NAME
     files[card.NAME] = readme.read_bytes() if is_to_push(readme, run) else card.card(run, name).encode()
     return files
 
 
 def is_to_push(path: Path, run: Path) -> bool:
-    """Whether a file is pushed.
-
-    Hidden files are not: they are half written, or those of other tools. Links that lead out of the run are not: a run
-    folder from elsewhere may have one to a private file of this machine.
+    """Whether a file is pushed. Hidden ones are not: they are half written, or those of other tools. Nor are links that
+    lead out of the run: a run folder from elsewhere may have one to a private file of this machine.
     """
     return path.is_file() and is_path(path.relative_to(run).as_posix()) and is_inside(path, run)
 
 
-def numbers(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl without their texts, which may name hosts and paths."""
-    for line in read_lines(metrics):
-        if line["kind"] in NUMBERS_OF:
-            yield {key: value for key, value in line.items() if key == "kind" or not isinstance(value, str)}
-
-
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Yield a run folder on this machine; for one in S3, a copy of what is pushed.
-
-    TensorBoard's files are not in S3: they are pushed from the machine that trained.
+    """Yield a run folder on this machine; for one in S3, a copy of what is pushed. TensorBoard's files are not in S3:
+    they are pushed from the machine that trained.
     """
     check("environment.json" in folder.folder.names_here(), f"{folder.location} is no run folder; name a run_dir")
     if not folder.is_remote:
@@ -137,8 +129,7 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
         return
     cache = make_folder(local_path(cache_dir) if cache_dir else machine.cache_root())
     with tempfile.TemporaryDirectory(prefix="hub-", dir=cache) as scratch:
-        names = set(folder.folder.names("export/")) | ({*folder.folder.names_here()} & set(CARD_FILES))
-        for name in sorted(names):
+        for name in (*folder.folder.names("export/"), *(folder.folder.names_here() & set(CARD_FILES))):
             path = Path(scratch) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             cast("S3Folder", folder.folder).download(name, path)
@@ -153,21 +144,17 @@ def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
 def check_name(key: str, to: str) -> None:
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    message = f"{key}{to} must be user/name, as jane/tweets-bert: letters, digits, '-', '_' and '.'"
-    check(to.count("/") == 1, message)
     try:
-        validate_repo_id(to)
+        validate_repo_id(to if "/" in to else "/")
     except HFValidationError as error:
-        raise InputError(message) from error
+        raise InputError(
+            f"{key}{to} must be user/name, as jane/tweets-bert: letters, digits, '-', '_' and '.'"
+        ) from error
 
 
 def open_hub(to: str, *, private: bool) -> HfApi:
     """The Hub, once it is checked that the token may write to a repository of that name, and that this is as private as
-    it should be.
-
-    Raises:
-        InputError: it may not, it is not, there is no token, or HF_HUB_OFFLINE is set.
-        Unreachable: the Hub does not answer.
+    it should be. InputError if not, or if HF_HUB_OFFLINE is set; Unreachable if the Hub does not answer.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -189,11 +176,11 @@ def open_hub(to: str, *, private: bool) -> HfApi:
             is_private = bool(api.model_info(to).private)
         except RepositoryNotFoundError:
             return api
-        names_of = {True: "private", False: "public"}
+        there, wanted = ("private" if each else "public" for each in (is_private, private))
         check(
-            is_private == private,
-            f"{to} is {names_of[is_private]} on the Hub, the run should be {names_of[private]}: choose another name, "
-            f"change it there, or set hub.private={str(is_private).lower()} (--{names_of[is_private]})",
+            there == wanted,
+            f"{to} is {there} on the Hub, the run should be {wanted}: choose another name, change it there, or set "
+            f"hub.private={str(is_private).lower()} (--{there})",
         )
         return api
 

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from train.cli.command import DONE, add_s3_flags, command_parser, guarded, s3_of
-from train.config import InputError, S3Config, check
+from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
+from train.config import S3Config, check
 from train.config.compare import TOLERANCE
 from train.report import comparison
 from train.report.page import render, table
 from train.report.run import Run, read_run
-from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
-
-FILES = (  # all that a report reads
-    "metrics.jsonl",
-    "config.yaml",
-    "environment.json",
-    "outcome.json",
-    "data.json",
-    "evaluation.json",
-    "samples.json",
-)
+from train.storage.folders import is_s3, local_path, open_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,13 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_s3_flags(parser, caches=False)
 
-    def report() -> int:
-        options = parser.parse_args(argv)
+    def report(options: argparse.Namespace, s3: S3Config) -> int:
         check(options.tolerance >= 0, f"--tolerance={options.tolerance:g} must be 0 or more")
-        write_report(options.runs, s3_of(options), output=options.output, tolerance=options.tolerance)
+        write_report(options.runs, s3, output=options.output, tolerance=options.tolerance)
         return DONE
 
-    return guarded(report)
+    return run_flags(parser, argv, report)
 
 
 def write_report(
@@ -64,10 +52,10 @@ def write_report(
 ) -> Path:
     """Write the page about runs, see `render`, and print what it says; returns the path of the HTML."""
     check_output(output)
-    with copies() as scratch:
-        runs = [open_run(location, s3, scratch) for location in dict.fromkeys(map(plain, locations))]
-        folder = default_output(runs) if output is None else local_path(output)
-        html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
+    places = [each.rstrip("/") if is_s3(each) else str(local_path(each).resolve()) for each in locations]
+    runs = [read_run(open_folder(place, s3)) for place in dict.fromkeys(places)]
+    folder = default_output(runs) if output is None else local_path(output)
+    html = render(runs, folder.resolve(), tolerance=tolerance, failed=failed)
     rows = [["", *(run.label for run in runs)], *table(runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -86,45 +74,12 @@ def check_output(output: str | None) -> None:
         local_path(output)
 
 
-# ---- folders of this machine, and S3, from which files are copied --------------------------------------------------
-
-
-def plain(location: str) -> str:
-    """The one spelling of a location."""
-    return location.rstrip("/") if is_s3(location) else str(local_path(location).resolve())
-
-
-@contextmanager
-def copies() -> Iterator[Path]:
-    """Make a temporary folder for copies of bucket/folder; errors name the original."""
-    with scratch_folder() as folder:
-        scratch = folder.resolve()
-        try:
-            yield scratch
-        except InputError as error:
-            raise InputError(str(error).replace(f"{scratch}/", "s3://")) from error
-
-
-def open_run(location: str, s3: S3Config, scratch: Path) -> Run:
-    """Read a run; one in S3 is copied to `scratch` first."""
-    if not is_s3(location):
-        return read_run(Path(location))
-    folder, parts = open_folder(location, s3), location.removeprefix("s3://").split("/")
-    check(not {"", ".", ".."} & set(parts), f"{location} is not a folder in S3; write s3://bucket/folder")
-    copy = scratch.joinpath(*parts)
-    copy.mkdir(parents=True)
-    for name in FILES:
-        with suppress(FileNotFoundError):
-            (copy / name).write_bytes(folder.read(name))
-    return replace(read_run(copy), location=location)
-
-
 def default_output(runs: list[Run]) -> Path:
     """The folder of a report without --output: beside its runs, or in the current folder for runs in S3."""
-    first = runs[0]
-    if first.location:
-        return Path(f"{first.path.name}-report" if len(runs) == 1 else "report")
-    return (first.path if len(runs) == 1 else first.path.parent) / "report"
+    location = runs[0].folder.location
+    if is_s3(location):
+        return Path(f"{runs[0].name}-report" if len(runs) == 1 else "report")
+    return (Path(location) if len(runs) == 1 else Path(location).parent) / "report"
 
 
 if __name__ == "__main__":

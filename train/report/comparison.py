@@ -42,11 +42,11 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
     name = next((name for name in wanted if name in there and name in here), None)
     if name is None:
         return "quality unknown (no evaluation of both)"
-    (value, _), (base, _) = here[name]["last"], there[name]["last"]
+    value, base = here[name]["last"][0], there[name]["last"][0]
+    both = " against ".join("no number" if each is None else f"{each:.4g}" for each in (value, base))
+    both = f"{spoken(name)} {both}"
     if value is None or base is None:
-        values = ["no number" if each is None else f"{each:.4g}" for each in (value, base)]
-        return f"quality: no number ({spoken(name)} {values[0]} against {values[1]})"
-    both = f"{spoken(name)} {value:.4g} against {base:.4g}"
+        return f"quality: no number ({both})"
     if validated_on(run) != validated_on(baseline):
         return f"quality not comparable ({both}, on different data)"
     apart = abs(value - base) / (abs(base) or abs(value) or 1.0)
@@ -62,33 +62,33 @@ def quality(run: Run, baseline: Run, tolerance: float) -> str:
 
 def work_differences(run: Run, baseline: Run, *, same_batch: bool) -> list[str]:
     """What makes the work of a run another one than the baseline's: "key: value there, value here"."""
-    work = [
-        {key: value for key, value in each.config.items() if key.startswith(WORK)} | validated_on(each)
-        for each in (baseline, run)
-    ]
-    result = list(differing(*work))
-    there, here = (each.summary["examples"] for each in (baseline, run))
+    both = (baseline, run)
+    settings = [{key: value for key, value in each.config.items() if key.startswith(WORK)} for each in both]
+    result = differing(*(known | validated_on(each) for known, each in zip(settings, both, strict=True)))
+    there, here = (each.summary["examples"] for each in both)
     if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
         result.append(f"sequences consumed: {count(there)} there, {count(here)} here")
-    lengths = [{"seq_len": each.summary["seq_len"]} for each in (baseline, run)]
-    if all(each["seq_len"] for each in lengths):  # old runs do not record it, and do not differ by that
-        result += differing(*lengths)
-    if same_batch:
-        result += differing(*({key: each.summary[key] for key in BATCH} for each in (baseline, run)))
-    return result
+    if all(each.summary["seq_len"] for each in both):  # old runs do not record it, and do not differ by that
+        result += summaries_differ(run, baseline, ("seq_len",))
+    return result + (summaries_differ(run, baseline, BATCH) if same_batch else [])
 
 
 def validated_on(run: Run) -> dict[str, Any]:
     return {"data": run.summary["data"], "eval_examples": run.config.get("eval_examples")}
 
 
-def differing(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+def summaries_differ(run: Run, baseline: Run, keys: Sequence[str]) -> list[str]:
+    return differing(*({key: each.summary[key] for key in keys} for each in (baseline, run)))
+
+
+def differing(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """ "key: value there, value here" for each key whose values differ."""
+    texts = []
     for key in there | here:
         if there.get(key) != here.get(key):
-            values = (
-                "unknown" if value is None else shortened(as_text(value)) for value in (there.get(key), here.get(key))
-            )
-            yield printable("{}: {} there, {} here".format(key, *values))
+            values = ["unknown" if each.get(key) is None else shortened(as_text(each[key])) for each in (there, here)]
+            texts.append(printable("{}: {} there, {} here".format(key, *values)))
+    return texts
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------
@@ -139,10 +139,9 @@ def sentence(run: Run, baseline: Run, tolerance: float, *, same_batch: bool) -> 
         here, there = (count(each.summary["global_batch_size"]) for each in (run, baseline))
         parts[0] += f", each at its own largest batch ({here} against {there})"
     parts.append(quality(run, baseline, tolerance))
-    machines = differing(*({key: each.summary[key] for key in MACHINE} for each in (baseline, run)))
     for what, differences in (
         ("not the same work", work_differences(run, baseline, same_batch=same_batch)),
-        ("not the same machine", list(machines)),
+        ("not the same machine", summaries_differ(run, baseline, MACHINE)),
     ):
         if differences:
             more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""

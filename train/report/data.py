@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from train.config import InputError
-from train.report.run import read_mapping
 from train.report.texts import count, score, share
+from train.storage.folders import Folder
 from train.storage.schema import BadContent, of_type, record
 
 FIRST = ("train", "validation")  # of the splits; then the others by name
 SCORES = ("precision", "recall", "f1", "support")  # columns of the table of labels
+ROWS = (  # of the table of splits
+    ("Rows of the data", "examples"),
+    ("Rows for the model", "rows"),
+    ("Used by this run", "used_rows"),
+    ("Bad rows, left out", "bad_rows"),
+    ("Left out by data.label_map", "left_out"),
+)
 Numbers = dict[str, float]
 Table = list[list[str]]  # the first row is the header
 
@@ -74,38 +80,37 @@ Facts = TypeVar("Facts", SplitFacts, Evaluated)
 
 @dataclass(frozen=True)
 class Records:
-    labels: list[str]
-    lengths: list[float]  # that batches are padded to, in tokens
-    splits: list[SplitFacts]
-    step: int | None  # of the evaluation
-    evaluated: list[Evaluated]
+    labels: list[str] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)  # that batches are padded to, in tokens
+    splits: list[SplitFacts] = field(default_factory=list)
+    step: int | None = None  # of the evaluation
+    evaluated: list[Evaluated] = field(default_factory=list)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_records(run: Path) -> Records | None:
-    """data.json and evaluation.json of a run folder; None if it has neither. InputError, one line, for damaged ones."""
-    path = run / "data.json"
+def read_mapping(
+    folder: Folder, name: str, parse: Callable[[bytes], Any], convert: Callable[[Any], Any] = dict
+) -> dict[str, Any]:
+    """The mapping in a file, converted; empty if there is no such file. InputError if it is damaged."""
     try:
-        data = read_mapping(path, parse)
-        labels = of_type(list[str], data.get("labels", []), "labels")
-        lengths = of_type(list[float], data.get("lengths", []), "lengths")
-        splits = parts(SplitFacts, tables_of(data))
-        path = run / "evaluation.json"
-        evaluation = read_mapping(path, parse)
-        step = of_type(int | None, evaluation.get("step"), "step")
-        tables = tables_of(evaluation)
-        for name, table in tables.items():
-            further = {key: value for key, value in table.items() if type(value) in (int, float)}
-            metrics = of_type(dict[str, Any], table.get("metrics", {}), f"splits.{name}.metrics")
-            table["metrics"] = metrics | further
-        evaluated = parts(Evaluated, tables)
-    except OSError as error:
-        raise InputError(f"cannot read {error.filename or run}: {error.strerror}") from error
-    except BadContent as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-    return Records(labels, lengths, splits, step, evaluated) if data or evaluation else None
+        value = parse(folder.read(name))
+        if not isinstance(value, dict):
+            raise BadContent(f"expected a mapping, found {type(value).__name__}")
+        converted: dict[str, Any] = convert({str(key): item for key, item in value.items()})
+        return converted
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{folder.location}/{name} is damaged: {error}") from error
+
+
+def read_records(folder: Folder) -> Records | None:
+    """data.json and evaluation.json of a run folder; None if it has neither. InputError, one line, for damaged ones."""
+    data = read_mapping(folder, "data.json", parse, data_of)
+    evaluation = read_mapping(folder, "evaluation.json", parse, evaluation_of)
+    return Records(**data, **evaluation) if data or evaluation else None
 
 
 def parse(content: bytes) -> Any:
@@ -120,53 +125,58 @@ def parse(content: bytes) -> Any:
     return json.loads(content, object_hook=drop_unknown, parse_float=finite, parse_constant=finite)
 
 
-def tables_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The splits of a file by name."""
-    tables: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
-    return tables
+def data_of(content: dict[str, Any]) -> dict[str, Any]:
+    labels = of_type(list[str], content.get("labels", []), "labels")
+    lengths = of_type(list[float], content.get("lengths", []), "lengths")
+    return {"labels": labels, "lengths": lengths, "splits": splits_of(SplitFacts, content)}
 
 
-def parts(kind: type[Facts], tables: dict[str, dict[str, Any]]) -> list[Facts]:
+def evaluation_of(content: dict[str, Any]) -> dict[str, Any]:
+    step = of_type(int | None, content.get("step"), "step")
+    return {"step": step, "evaluated": splits_of(Evaluated, content)}
+
+
+def splits_of(kind: type[Facts], content: dict[str, Any]) -> list[Facts]:
     """Make each split: training and validation first, the others by name. Fields that `kind` lacks are dropped."""
-    names = sorted(tables, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-    known = {item.name for item in fields(kind)}
-    return [
-        record(kind, {key: tables[name][key] for key in known & tables[name].keys()} | {"name": name}, f"splits.{name}")
-        for name in names
-    ]
+    splits: dict[str, dict[str, Any]] = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
+    result, known = [], {item.name for item in fields(kind)}
+    for name in sorted(splits, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name)):
+        values = {key: value for key, value in splits[name].items() if key in known}
+        if "metrics" in known:
+            metrics = of_type(dict[str, Any], values.get("metrics", {}), f"splits.{name}.metrics")
+            values["metrics"] = metrics | {
+                key: value for key, value in splits[name].items() if type(value) in (int, float)
+            }
+        result.append(record(kind, values | {"name": name}, f"splits.{name}"))
+    return result
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
 
 
+def with_header(corner: str, columns: Iterable[str], rows: Table) -> Table:
+    header = [corner, *columns]
+    return [header, *rows] if rows and len(header) > 1 else []
+
+
 def splits_table(records: Records) -> Table:
     """A column for each split: its rows, what was left out or cut, its share of padding."""
     splits = records.splits
-    if not splits:
-        return []
-    rows: list[tuple[str, list[float | None]]] = [
-        ("Rows of the data", [split.examples for split in splits]),
-        ("Rows for the model", [split.rows for split in splits]),
-        ("Used by this run", [split.used_rows for split in splits]),
-        ("Bad rows, left out", [split.bad_rows for split in splits]),
-        ("Left out by data.label_map", [split.left_out for split in splits]),
-    ]
+    rows = [[label, *(count(getattr(split, key)) for split in splits)] for label, key in ROWS]
     for note in {note: None for split in splits for note in split.notes}:
-        rows.append((note.replace("_", " ").capitalize(), [split.notes.get(note) for split in splits]))
-    table = [["", *(split.name for split in splits)], *([label, *map(count, values)] for label, values in rows)]
-    return [*table, ["Padding, of all tokens", *(share(split.padding_share) for split in splits)]]
+        rows.append([note.replace("_", " ").capitalize(), *(count(split.notes.get(note)) for split in splits)])
+    rows.append(["Padding, of all tokens", *(share(split.padding_share) for split in splits)])
+    return with_header("", (split.name for split in splits), rows)
 
 
 def labels_table(records: Records) -> Table:
     """A row for each label: the number and share of the rows of each split that have it."""
-    splits = [split for split in records.splits if split.label_counts]
+    columns = {split.name: split.label_counts for split in records.splits if split.label_counts}
     rows = []
     for label in label_names(records):
-        counts = [split.label_counts.get(label, 0) for split in splits]
-        shares = [value / (sum(split.label_counts.values()) or 1) for value, split in zip(counts, splits, strict=True)]
-        cells = (f"{count(value)} ({share(part)})" for value, part in zip(counts, shares, strict=True))
-        rows.append([label, *cells])
-    return [["Label", *(split.name for split in splits)], *rows] if splits else []
+        shares = ((counts.get(label, 0), sum(counts.values()) or 1) for counts in columns.values())
+        rows.append([label, *(f"{count(value)} ({share(value / total)})" for value, total in shares)])
+    return with_header("Label", columns, rows)
 
 
 def label_names(records: Records) -> list[str]:
@@ -177,22 +187,20 @@ def label_names(records: Records) -> list[str]:
 
 def metrics_table(records: Records) -> Table:
     """A row for each metric of the best evaluation, a column for each split."""
-    names = {name: None for split in records.evaluated for name in split.metrics}
-    rows = [
-        [name.replace("_", " "), *(score(split.metrics.get(name)) for split in records.evaluated)] for name in names
-    ]
-    return [["", *(split.name for split in records.evaluated)], *rows] if rows else []
+    columns = {split.name: split.metrics for split in records.evaluated}
+    names = {name: None for metrics in columns.values() for name in metrics}
+    rows = [[name.replace("_", " "), *(score(each.get(name)) for each in columns.values())] for name in names]
+    return with_header("", columns, rows)
 
 
 def classes_table(evaluated: Evaluated) -> Table:
     """A row for each label: precision, recall, F1 and the number of examples that have it."""
     known = [label for label in evaluated.labels if label in evaluated.per_class]
-    labels = list(dict.fromkeys([*known, *evaluated.per_class]))
     rows = []
-    for label in labels:
+    for label in dict.fromkeys([*known, *evaluated.per_class]):
         scores = evaluated.per_class[label]
         rows.append([label, *(score(scores.get(name)) for name in SCORES[:-1]), count(scores.get("support"))])
-    return [["Label", "Precision", "Recall", "F1", "Support"], *rows] if rows else []
+    return with_header("Label", ("Precision", "Recall", "F1", "Support"), rows)
 
 
 def f1_comparison(runs: Sequence[Records | None], names: Sequence[str]) -> Table:
@@ -205,10 +213,4 @@ def f1_comparison(runs: Sequence[Records | None], names: Sequence[str]) -> Table
     ]
     keys = {key: None for column in columns for key in column}
     rows = [[f"{split}: {label}", *(score(column.get((split, label))) for column in columns)] for split, label in keys]
-    return [["F1 at the best evaluation", *names], *rows] if rows else []
-
-
-def bad_rows(records: Records | None) -> list[tuple[str, str]]:
-    """(split, description) of the bad rows that the run has named."""
-    splits = records.splits if records is not None else []
-    return [(split.name, text) for split in splits for text in split.bad_examples]
+    return with_header("F1 at the best evaluation", names, rows)

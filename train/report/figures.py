@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.config import lower_is_better
 from train.report.comparison import times
-from train.report.run import Line, Run, number, scores
+from train.report.run import Line, Run, number
 from train.report.texts import shortened, spoken
 from train.storage.folders import sha256_bytes
 
@@ -61,8 +61,7 @@ def metric(key: str) -> Callable[[Line], float | None]:
 
 
 def waiting_share(line: Line) -> float | None:
-    waited, step_s = number(line, "data_wait_s"), number(line, "step_s")
-    steps = number(line, "steps")
+    waited, step_s, steps = (number(line, key) for key in ("data_wait_s", "step_s", "steps"))
     return waited / (step_s * steps) if waited is not None and step_s and steps else None
 
 
@@ -87,14 +86,10 @@ PANELS = (  # below the quality
 def panels(runs: list[Run]) -> Iterator[Panel]:
     """Yield the panels of these runs, with what readers look for first: loss, throughput, quality."""
     yield from (LOSS, THROUGHPUT)
-    yield from eval_panels(runs)
-    yield from PANELS
-
-
-def eval_panels(runs: list[Run]) -> Iterator[Panel]:
-    for name in {name: None for run in runs for name in scores(run.lines["eval"]) if name != "loss"}:
+    for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
         unit, file, spikes = spoken(name), file_name("validation", name), lower_is_better(name)
         yield Panel(file, f"Validation {unit}", unit, metric(name), kind="eval", from_zero=False, spikes=spikes)
+    yield from PANELS
 
 
 def file_name(prefix: str, name: str) -> str:
@@ -107,8 +102,7 @@ def file_name(prefix: str, name: str) -> str:
 
 
 def points(lines: list[Line], value: Callable[[Line], float | None], x: str) -> tuple[list[float], list[float]]:
-    pairs = [(number(line, x), value(line)) for line in lines]
-    known = [(a, b) for a, b in pairs if a is not None and b is not None]
+    known = [(a, b) for line in lines if (a := number(line, x)) is not None and (b := value(line)) is not None]
     return [a for a, _ in known], [b for _, b in known]
 
 
@@ -139,23 +133,22 @@ def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
     """Draw validation points and unigram entropy on the loss figure, each named once in the legend."""
     has_points = False
     for index, run in enumerate(runs):
-        xs, ys = points(run.lines["eval"], metric("loss"), x)
+        xs, ys = points(run.lines["eval"], LOSS.value, x)
         axes.plot(xs, ys, "o", ms=5, color=look(index)["color"], mec="#222222", mew=0.8)
-        has_points = has_points or bool(xs)
+        has_points |= bool(xs)
     if has_points:
         axes.plot([], [], "o", ms=5, color="#bbbbbb", mec="#222222", mew=0.8, label=" validation")
     # With sentence-order prediction the loss is not only that of the tokens.
-    entropies = [None if predicts_order(run) else run.summary["unigram_entropy"] for run in runs]
+    entropies = [
+        None if any("sop_loss" in line for line in run.lines["eval"]) else run.summary["unigram_entropy"]
+        for run in runs
+    ]
     for index, entropy in enumerate(entropies):
         if entropy is not None and entropy not in entropies[:index]:
             shared = len(set(entropies)) == 1
             axes.axhline(entropy, linestyle=(0, (6, 3)), lw=1.2, color="#555555" if shared else look(index)["color"])
     if any(entropy is not None for entropy in entropies):
         axes.plot([], [], linestyle=(0, (6, 3)), lw=1.2, color="#555555", label=" unigram entropy of the corpus")
-
-
-def predicts_order(run: Run) -> bool:
-    return any("sop_loss" in line for line in run.lines["eval"])
 
 
 def finish(axes: Axes, panel: Panel, ys: list[float]) -> None:
@@ -225,8 +218,7 @@ def png_of(figure: Figure) -> bytes:
 # ---- several runs --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Bars:
+class Bars(NamedTuple):
     """A bar for each run, of one figure of its summary."""
 
     name: str  # of the PNG
@@ -250,13 +242,11 @@ MEMORY = (  # what the peak is taken from: the first that every run has
 )
 
 
-def bars_of(runs: list[Run]) -> Iterator[Bars]:
-    """Yield the bars for which there are figures."""
-    yield from (bars for bars in BARS if any(run.summary[bars.key] for run in runs))
-    for key, unit in MEMORY:
-        if all(run.summary[key] for run in runs):
-            yield Bars("memory_by_run", "Peak memory", key, "{:,.2f} GB", unit, scale=1e-9)
-            break
+def bars_of(runs: list[Run]) -> list[Bars]:
+    """The bars for which there are figures."""
+    memory = [Bars("memory_by_run", "Peak memory", key, "{:,.2f} GB", unit, scale=1e-9) for key, unit in MEMORY]
+    memory = [bars for bars in memory if all(run.summary[bars.key] for run in runs)][:1]
+    return [*(bars for bars in BARS if any(run.summary[bars.key] for run in runs)), *memory]
 
 
 def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
@@ -277,10 +267,15 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
         return png_of(figure)
 
 
-def loss_over_time(runs: list[Run]) -> bytes | None:
-    """The PNG of the training loss over the time since each run's first start, or over that in steps where one did not
-    record its start.
-    """
-    panel = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
-    is_recorded = all("since_start_s" in line for run in runs for line in run.lines["train"])
-    return draw(panel, runs, "since_start_s" if is_recorded else "train_s")
+def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
+    """(name, title, PNG) of the curves, and for several runs of the bars beside the first one's."""
+    x = x_axis(runs)
+    drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
+    if len(runs) > 1:
+        # Over the time in steps if a run did not record its start.
+        is_recorded = all("since_start_s" in line for run in runs for line in run.lines["train"])
+        over_time = replace(LOSS, name="training_loss_over_time", title="Training loss over time")
+        png = draw(over_time, runs, "since_start_s" if is_recorded else "train_s")
+        drawn.append((over_time.name, over_time.title, png))
+        drawn += [(bars.name, bars.title, draw_bars(bars, runs)) for bars in bars_of(runs)]
+    return [(name, title, png) for name, title, png in drawn if png is not None]

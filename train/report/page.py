@@ -9,36 +9,22 @@ import base64
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.config import InputError, check
 from train.config.compare import TOLERANCE
 from train.report import comparison
 from train.report.cards import ability, cards, side_by_side
-from train.report.data import (
-    Records,
-    bad_rows,
-    classes_table,
-    f1_comparison,
-    labels_table,
-    metrics_table,
-    read_records,
-    splits_table,
-)
+from train.report.data import Records, Table, classes_table, f1_comparison, labels_table, metrics_table, splits_table
 from train.report.data_figures import data_figures
-from train.report.figures import MAX_POINTS, bars_of, draw, draw_bars, look, loss_over_time, panels, x_axis
+from train.report.figures import MAX_POINTS, curves, look, x_axis
 from train.report.run import Run, tell_apart
 from train.report.texts import as_text, at_step, duration, percent, printable
 from train.run_folder import samples
-from train.storage.atomic_io import write_atomic
 from train.storage.folders import LocalFolder
 from train.storage.schema import BadContent
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
 TITLES = ("Training report: ", "Comparison of ")  # of report.html.j2
-Table = list[list[str]]
 
 # ---- table ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +122,7 @@ def config_differences(runs: Sequence[Run]) -> Table:
     """Rows of a key and a value for each run, for the keys that differ; run_dir always does and is left out."""
     keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
     rows = [[key, *(as_text(run.config[key]) if key in run.config else "-" for run in runs)] for key in keys]
-    return [[printable(row[0]), *row[1:]] for row in rows if len(set(row[1:])) > 1]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 # ---- page ----------------------------------------------------------------------------------------------------------
@@ -152,69 +138,60 @@ def why_unknown(run: Run, figure: str) -> str:
     return f"no {what} is known for the instance {as_text(run.config.get('instance.name', '(no name)'))} ({key})"
 
 
-def describe(run: Run, records: Records | None, index: int) -> dict[str, Any]:
+def describe(run: Run, index: int) -> dict[str, Any]:
     """The values that the template shows of one run."""
+    splits = run.records.splits if run.records else []
     return {
         "label": run.label,
-        "path": printable(run.location or run.path),
+        "location": run.folder.location,
         "stroke": look(index),
         "summary": run.summary,
-        "cards": cards(run, records),
+        "cards": cards(run),
         "why": {key: why_unknown(run, key) for key in ("mfu", "cost_usd") if run.summary[key] is None},
         "folded": {
             "Faults and alarms": [
                 (f"step {line['step']:,}", as_text(line.get("reason"))) for line in run.lines["fault"]
             ],
-            "Bad rows, left out": [(split, printable(text)) for split, text in bad_rows(records)],
-            "Configuration": [(printable(key), as_text(value)) for key, value in run.config.items()],
-            "Environment": [(printable(key), as_text(value)) for key, value in run.environment.items()],
+            "Bad rows, left out": [(split.name, text) for split in splits for text in split.bad_examples],
+            "Configuration": [(key, as_text(value)) for key, value in run.config.items()],
+            "Environment": [(key, as_text(value)) for key, value in run.environment.items()],
         },
     }
 
 
 def sections(records: Records) -> list[tuple[str, list[tuple[str, Table]]]]:
     """(title, [(caption, table)]) of the data and of the best evaluation; empty ones are left out."""
+    evaluation = "Best evaluation" if records.step is None else f"Best evaluation, at step {records.step:,}"
     by_label = [(f"Labels of {split.name}", classes_table(split)) for split in records.evaluated]
-    titled = [
+    titled = (
         ("Data", [("", splits_table(records)), ("", labels_table(records))]),
-        (
-            "Best evaluation" if records.step is None else f"Best evaluation, at step {records.step:,}",
-            [("", metrics_table(records)), *by_label],
-        ),
-    ]
-    known = [(title, [(caption, printed(rows)) for caption, rows in tables if rows]) for title, tables in titled]
+        (evaluation, [("", metrics_table(records)), *by_label]),
+    )
+    known = [(title, [(caption, rows) for caption, rows in tables if rows]) for title, tables in titled]
     return [(title, tables) for title, tables in known if tables]
-
-
-def printed(rows: Table) -> Table:
-    return [[printable(cell) for cell in row] for row in rows]
 
 
 def samples_of(run: Run) -> samples.Samples | None:
     """What the model answered to some validation examples. InputError, one line, for a damaged file."""
     try:
-        return samples.read(LocalFolder(run.path))
+        return samples.read(run.folder)
     except BadContent as error:
-        raise InputError(f"{run.path / samples.NAME} is damaged: {error}") from error
+        raise InputError(f"{run.folder.location}/{samples.NAME} is damaged: {error}") from error
 
 
-def template() -> Template:
+def fill_template(values: dict[str, Any]) -> str:
+    """The HTML. Every value is escaped, and made printable, where the template shows it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["printable"] = printable
-    return environment.get_template("report.html.j2")
-
-
-def curves(runs: list[Run]) -> list[tuple[str, str, bytes]]:
-    """(name, title, PNG) of the curves, and for several runs of the bars beside the first one's."""
-    x = x_axis(runs)
-    drawn = [(panel.name, panel.title, draw(panel, runs, x)) for panel in panels(runs)]
-    if len(runs) > 1:
-        drawn.append(("training_loss_over_time", "Training loss over time", loss_over_time(runs)))
-        drawn += [(bars.name, bars.title, draw_bars(bars, runs)) for bars in bars_of(runs)]
-    return [(name, title, png) for name, title, png in drawn if png is not None]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+    )
+    return environment.get_template("report.html.j2").render(values)
 
 
 def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, failed: Sequence[str] = ()) -> Path:
@@ -228,38 +205,36 @@ def render(runs: list[Run], output: Path, *, tolerance: float = TOLERANCE, faile
         failed: a line on each run that is missing here, since it failed.
     """
     tell_apart(runs)
-    records, is_one = [read_records(run.path) for run in runs], len(runs) == 1
-    learnt, only = (samples_of(runs[0]), records[0]) if is_one else (None, None)
+    is_one = len(runs) == 1
+    learnt, only = (samples_of(runs[0]), runs[0].records) if is_one else (None, None)
     figures, pictures = curves(runs), [] if only is None else list(data_figures(only))
-    described = [describe(run, each, index) for index, (run, each) in enumerate(zip(runs, records, strict=True))]
-    html = template().render(
-        runs=described,
-        rows=side_by_side(runs, [each["cards"] for each in described]),
-        sentences=comparison.sentences(runs, tolerance),
-        warnings=[*failed, *comparison.warnings(runs)] if not is_one or failed else [],
-        tolerance=percent(tolerance),
-        samples=learnt,
-        ability="" if learnt is None else ability(runs[0].summary),
-        table=table(runs),
-        differences=config_differences(runs),
-        figures=[(title, base64.b64encode(png).decode()) for _, title, png in figures],
-        sections=sections(only) if only is not None else [],
-        pictures=[(title, base64.b64encode(png).decode()) for _, title, png in pictures],
-        comparison=[] if is_one else printed(f1_comparison(records, [run.label for run in runs])),
-        by_sequences=x_axis(runs) == "examples",
-        averaged=any(len(run.lines["train"]) > MAX_POINTS for run in runs),
-        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    described = [describe(run, index) for index, run in enumerate(runs)]
+    html = fill_template(
+        {
+            "runs": described,
+            "rows": side_by_side(runs, [each["cards"] for each in described]),
+            "sentences": comparison.sentences(runs, tolerance),
+            "warnings": [*failed, *comparison.warnings(runs)] if not is_one or failed else [],
+            "tolerance": percent(tolerance),
+            "samples": learnt,
+            "ability": "" if learnt is None else ability(runs[0].summary),
+            "table": table(runs),
+            "differences": config_differences(runs),
+            "figures": [(title, base64.b64encode(png).decode()) for _, title, png in figures],
+            "sections": sections(only) if only is not None else [],
+            "pictures": [(title, base64.b64encode(png).decode()) for _, title, png in pictures],
+            "comparison": [] if is_one else f1_comparison([run.records for run in runs], [run.label for run in runs]),
+            "by_sequences": x_axis(runs) == "examples",
+            "averaged": any(len(run.lines["train"]) > MAX_POINTS for run in runs),
+            "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        }
     )
     files = {f"{name}.png": png for name, _, png in [*figures, *pictures]} | {"report.html": html.encode()}
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        page = output / "report.html"
-        there = page.read_bytes() if page.is_file() else b""
-        is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
-        foreign = [name for name in files if (output / name).exists() and not is_ours]
-        check(not foreign, f"{output} holds {', '.join(foreign[:3])} of no report; --output names another folder")
-        for name, content in files.items():
-            write_atomic(output / name, content)
-    except OSError as error:
-        raise InputError(f"cannot write the report to {output}: {error.strerror}") from error
-    return page
+    folder = LocalFolder(output)
+    there = folder.read("report.html") if folder.size("report.html") is not None else b""
+    is_ours = any(f"<title>{title}".encode() in there for title in TITLES)
+    foreign = [name for name in files if name in folder.names_here() and not is_ours]
+    check(not foreign, f"{output} holds {', '.join(foreign[:3])} of no report; --output names another folder")
+    for name, content in files.items():
+        folder.write(name, content)
+    return output / "report.html"

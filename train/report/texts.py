@@ -11,7 +11,10 @@ LONG = 1e6  # a ratio above it is written with an exponent
 
 def printable(text: object) -> str:
     """The text without what a terminal, a figure or UTF-8 cannot show: control and direction marks, lone surrogates."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in str(text))
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in plain)
 
 
 def shortened(text: str, length: int = 40) -> str:

@@ -20,8 +20,7 @@ from train.config import Plan, TrainConfig
 from train.host import machine
 from train.host.memory import own_peak_bytes
 from train.run_folder.folder import RunFolder
-from train.telemetry.console import RunConsole
-from train.telemetry.journal import Journal
+from train.telemetry.journal import Journal, RunConsole
 from train.telemetry.monitor import HardwareSample, Monitor
 from train.telemetry.profile import Profiler
 from train.telemetry.stragglers import Stragglers
@@ -107,11 +106,10 @@ class Recorder:
         return self.steps_of[seq_len] < COMPILED_STEPS
 
     def __enter__(self) -> Recorder:
-        step, is_first_rank = self.progress.step, self.world.rank == 0
-        self.journal: Journal | None = None
-        if is_first_rank:
-            self.journal = Journal(self.folder, first_step=step + 1, tensorboard=self.cfg.tensorboard)
-        self.profiler = Profiler(self.cfg, self.folder, self.backend) if is_first_rank and self.cfg.profile else None
+        step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
+        journal = Journal(self.folder, first_step=step + 1, tensorboard=cfg.tensorboard) if is_first_rank else None
+        self.journal: Journal | None = journal
+        self.profiler = Profiler(cfg, self.folder, self.backend) if is_first_rank and cfg.profile else None
         self.console = RunConsole(step=step, total_steps=self.plan.total_steps, is_first_rank=is_first_rank)
         if self.on_line is not None:
             self.on_line(self, "start", {})
@@ -142,9 +140,12 @@ class Recorder:
         """Count a wait for data outside of a step: for the first batches, which no step has drawn ahead."""
         self.window.wait_s += wait_s
         self.window.work_s += wait_s
-        self.window.busy_s += wait_s
-        self.train_s += wait_s
-        self.progress.productive_s += wait_s
+        self._busy(wait_s)
+
+    def _busy(self, busy_s: float) -> None:
+        self.window.busy_s += busy_s
+        self.train_s += busy_s
+        self.progress.productive_s += busy_s
 
     def end_step(
         self, reads: bool, *, lr: float, micro_batches: Sequence[Batch], seq_len: int, grad_norm: Tensor
@@ -217,11 +218,8 @@ class Recorder:
 
     def _time_step(self) -> None:
         compile_s = self.backend.graphs().compile_s - self.compiled_s
-        busy_s = max(time.perf_counter() - self.began_s - compile_s, 1e-9)
         self.window.compile_s += compile_s
-        self.window.busy_s += busy_s
-        self.train_s += busy_s
-        self.progress.productive_s += busy_s
+        self._busy(max(time.perf_counter() - self.began_s - compile_s, 1e-9))
 
     def _write_train(self, lr: float, grad_norm: float, sums: Sums) -> None:
         window = self.window

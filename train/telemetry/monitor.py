@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import platform
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -74,9 +75,9 @@ class Monitor:
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
         self.source, self.period_s = source, period_s
         self.stop, self.lock = threading.Event(), threading.Lock()
-        self.sums: dict[str, list[float]] = {}  # of OVER_TIME: sum, number of devices, number of readings
+        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of OVER_TIME, since the last sample
         self.latest: Totals = {}
-        self.num_errors, self.counts_errors = 0, False
+        self.num_errors: int | None = None  # since the last sample; None: nothing counts them
         self.waiting: Counter[str] = Counter()  # alarms
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
@@ -97,35 +98,35 @@ class Monitor:
                 self.add(reading)
                 self.add(host_reading())
         except Exception as error:  # a run must not fail for a reading
-            logger.warning(f"monitor: {type(error).__name__}: {error}; no more readings of the devices")
-        with self.lock:  # the devices are no longer read
+            logger.warning(f"monitor: {type(error).__name__}: {error}; the devices are not read, training continues")
+        with self.lock:
             self.latest = {name: pair for name, pair in self.latest.items() if name not in DEVICE}
-            self.counts_errors = False
+            self.num_errors = self.num_errors or None
         while not self.stop.wait(self.period_s):
             self.add(host_reading())
 
     def add(self, reading: Reading) -> None:
         with self.lock:
-            for name, (total, num) in reading.totals.items():
+            for name, pair in reading.totals.items():
                 if name in OVER_TIME:
-                    before = self.sums.get(name, [0.0, 0.0, 0.0])
-                    self.sums[name] = [before[0] + total, before[1] + num, before[2] + 1]
+                    self.series[name].append(pair)
                 else:
-                    self.latest[name] = (total, num)
+                    self.latest[name] = pair
             if reading.errors is not None:
-                self.counts_errors = True
-                self.num_errors += sum(reading.errors.values())
+                self.num_errors = (self.num_errors or 0) + sum(reading.errors.values())
                 self.waiting.update(reading.errors)
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
     def read(self) -> HardwareSample:
         """Means since the last call, the latest memory, new errors, and the number of waiting alarms."""
         with self.lock:
-            totals = {name: (total / readings, num / readings) for name, (total, num, readings) in self.sums.items()}
-            totals |= self.latest
-            if self.counts_errors or self.num_errors:
+            totals = dict(self.latest)
+            for name, pairs in self.series.items():
+                totals[name] = (fmean(total for total, _ in pairs), fmean(num for _, num in pairs))
+            if self.num_errors is not None:
                 totals["device_errors"] = (self.num_errors, 1.0)
-            self.sums, self.num_errors = {}, 0
+                self.num_errors = 0
+            self.series.clear()
             return HardwareSample(totals, float(len(self.waiting)))
 
     def alarms(self) -> list[str]:
@@ -162,11 +163,7 @@ def host_reading() -> Reading:
 
 def nvidia_readings(stop: threading.Event, *, num_devices: int, period_s: float) -> Iterator[Reading]:
     """Yield readings of the first GPUs that CUDA shows, by NVML, which counts no FLOPs. Not run on hardware."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        logger.warning(f"NVML: {error}: no readings of the GPUs; training continues")
-        return
+    pynvml.nvmlInit()
     note = Notes()
     errors_before: dict[int, int] = {}  # uncorrected memory errors, by GPU
     hot: set[int] = set()

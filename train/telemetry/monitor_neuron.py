@@ -12,11 +12,11 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Reading:
     warnings: tuple[str, ...] = ()  # alarms that are no errors
 
     def add(self, errors: dict[str, int]) -> None:
+        """Add the counts above 0."""
         self.errors = Counter(self.errors) + Counter(errors)
 
 
@@ -67,9 +68,9 @@ class Notes:
 
 
 def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, period_s: float) -> Iterator[Reading]:
-    """Yield the readings of a neuron-monitor that is started here, until `stop` is set or it ends; none, with a
-    warning, if it is missing. `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the
-    NEURON_PROCESS_TAG of its processes.
+    """Yield the readings of a neuron-monitor that is started here, until `stop` is set. OSError if it is missing, does
+    not start or ends. `num_devices` of this machine's Neuron devices are the run's, `run_tag` is the NEURON_PROCESS_TAG
+    of its processes.
 
     The child must not outlive the run. It is ended when this function or the interpreter ends. A run that is killed
     does neither, but its end of the pipe closes with it, and the tool gets SIGPIPE at its next line, a second later.
@@ -78,46 +79,34 @@ def readings(stop: threading.Event, *, num_devices: int, run_tag: str | None, pe
     """
     tool = shutil.which(TOOL, path=os.pathsep.join([os.environ.get("PATH", os.defpath), FOLDER]))
     if tool is None:
-        logger.warning(f"{TOOL} is neither on PATH nor in {FOLDER}: no readings of the devices; training continues")
-        return
+        raise FileNotFoundError(f"{TOOL} is neither on PATH nor in {FOLDER}")
     with tempfile.TemporaryDirectory(prefix="neuron-monitor-", ignore_cleanup_errors=True) as folder:
         config, messages = Path(folder) / "config.json", Path(folder) / "stderr.txt"
         config.write_text(json.dumps(tool_config(period_s)))
-        try:
-            with messages.open("wb") as stderr:
-                child = subprocess.Popen(
-                    [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
-                )
-        except OSError as error:
-            logger.warning(f"{tool} does not start ({error}): no readings of the devices; training continues")
-            return
+        with messages.open("wb") as stderr:
+            child = subprocess.Popen(
+                [tool, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
+            )
         atexit.register(child.terminate)
-        try:
-            assert child.stdout is not None
-            parser = LineParser(num_devices, run_tag, Notes())
-            for line in child.stdout:  # one every `period_s`
-                if stop.is_set():
-                    return
-                reading = parser.parse(line)
-                if reading is not None:
-                    yield reading
-            last = messages.read_text(errors="replace").strip().splitlines()[-1:]
-            why = ", ".join([f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)])
-            logger.warning(f"{TOOL} ended ({why}): no more readings of the devices; training continues")
-        finally:
-            atexit.unregister(child.terminate)
-            end(child)
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    child.terminate()
-    try:
-        child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    assert child.stdout is not None
-    child.stdout.close()
+        with child:
+            try:
+                assert child.stdout is not None
+                parser = LineParser(num_devices, run_tag)
+                for line in child.stdout:  # one every `period_s`
+                    if stop.is_set():
+                        return
+                    reading = parser.parse(line)
+                    if reading is not None:
+                        yield reading
+                last = messages.read_text(errors="replace").strip().splitlines()[-1:]
+                why = ", ".join([f"exit code {child.wait(STOP_S)}", *(line[:200] for line in last)])
+                raise ChildProcessError(f"{TOOL} ended ({why})")
+            finally:
+                atexit.unregister(child.terminate)
+                child.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STOP_S)
+                child.kill()
 
 
 def tool_config(period_s: float) -> dict[str, Any]:
@@ -138,37 +127,34 @@ class LineParser:
 
     num_devices: int  # a core in use is listed, an idle one may not be
     run_tag: str | None
-    note: Notes
-    ecc: dict[tuple[float, str], float] = field(default_factory=dict)
+    note: Notes = field(default_factory=Notes)
+    ecc: dict[tuple[int, str], int] = field(default_factory=dict)
 
     def parse(self, line: bytes) -> Reading | None:
         """The reading of a line; None for a line that is no report, the first of which is noted."""
+        reading = Reading()
         try:
             report = json.loads(line)
-        except (ValueError, RecursionError):
-            report = None
-        if not isinstance(report, dict):
+            self.group(report, "neuron_hardware_info")  # carries an error without a driver
+            self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
+            counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
+            if counters is not None:
+                reading.add(self.new_ecc(counters))
+        except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
-                self.note("line", f"{TOOL} wrote a line that is no JSON object; such lines are left out: {line[:80]!r}")
+                self.note("line", f"{TOOL} wrote a line that is no report; such lines are left out: {error!r:.200}")
             return None
-        reading = Reading()
-        self.group(report, "neuron_hardware_info")  # carries an error without a driver
-        self.read_processes(reading, self.ours(report.get("neuron_runtime_data")))
-        counters = self.group(mapping(report.get("system_data")), "neuron_hw_counters")
-        if counters is not None:
-            reading.add(self.new_ecc(counters))
         return reading
 
-    def ours(self, entries: Any) -> list[dict[str, Any]]:
+    def ours(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The processes that carry the run's tag; if the run has no tag or none carries it, the processes without one.
 
         The tool reports the number of a process that has no tag as its tag.
         """
-        known = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-        tagged = [entry for entry in known if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
+        tagged = [entry for entry in entries if self.run_tag and entry.get("neuron_runtime_tag") == self.run_tag]
         if tagged:
             return tagged
-        untagged = [entry for entry in known if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
+        untagged = [entry for entry in entries if entry.get("neuron_runtime_tag") in (None, "", str(entry.get("pid")))]
         if untagged and self.run_tag:
             self.note("tag", f"no Neuron process carries the tag {self.run_tag}: those without a tag are counted")
         return untagged
@@ -177,38 +163,37 @@ class LineParser:
         """Add the processes to the reading. Utilisation and memory need all of them: a mean over some is not the
         machine's.
         """
-        busy: dict[int, float] = {}
-        flops, memory, num_counted = [], [], 0
+        busy: dict[str, float] = defaultdict(float)  # percent, by core: several processes may list one
+        flops: list[Any] = []
+        memory: list[Any] = []
+        num_counted = 0
         for entry in entries:
             if entry.get("error"):
                 self.note("process", f"{TOOL} on process {entry.get('pid')}: {entry['error']}")
-            groups = {name: self.group(mapping(entry.get("report")), name) for name in RUNTIME_GROUPS}
-            counters, stats = groups["neuroncore_counters"], groups["execution_stats"]
-            cores = cores_of(mapping(counters)) if counters is not None else None
-            num_counted += cores is not None
-            for core, values in (cores or {}).items():
-                busy[core] = busy.get(core, 0.0) + (number(values.get("neuroncore_utilization")) or 0.0) / 100
+            counters, used, stats = (self.group(entry.get("report") or {}, name) or {} for name in RUNTIME_GROUPS)
+            listed = counters.get("neuroncores_in_use")
+            num_counted += listed is not None
+            # `v3d`, which holds the physical cores, is not read.
+            cores = {core: values for core, values in (listed or {}).items() if core.isdecimal()}
+            for core, values in cores.items():
+                busy[core] += values.get("neuroncore_utilization") or 0.0
                 # `flops` in the guide, `effective_flops` in a recording, neither in others.
-                flops.append(number(values.get("flops", values.get("effective_flops"))))
-            used = mapping(mapping(groups["memory_used"]).get("neuron_runtime_used_bytes"))
-            memory.append(number(used.get("neuron_device")))
-            if stats is not None:
+                flops.append(values.get("flops", values.get("effective_flops")))
+            memory.append((used.get("neuron_runtime_used_bytes") or {}).get("neuron_device"))
+            if stats:
                 reading.add({f"{name_of(entry, cores)}: {what}": count for what, count in errors_of(stats).items()})
         if entries and num_counted == len(entries):
-            shares = [min(1.0, share) for share in busy.values()]  # several processes may list a core
+            shares = [min(1.0, percent / 100) for percent in busy.values()]
             reading.totals["device_utilisation"] = (sum(shares), max(self.num_devices, sum(map(bool, shares))))
             known = [value for value in flops if value is not None]
             if known:
                 reading.totals["device_flops_per_s"] = (sum(known), self.num_devices)
-        held = [value for value in memory if value is not None]
-        if held and len(held) == len(entries):
-            reading.totals["device_memory_bytes"] = (sum(held), self.num_devices)
+        if memory and None not in memory:
+            reading.totals["device_memory_bytes"] = (sum(memory), self.num_devices)
 
     def group(self, groups: dict[str, Any], name: str) -> dict[str, Any] | None:
-        group = groups.get(name)
-        if not isinstance(group, dict):
-            return None
-        if group.get("error"):
+        group: dict[str, Any] | None = groups.get(name)
+        if group and group.get("error"):
             self.note(name, f"{TOOL} could not read {name}: {group['error']}")
             return None
         return group
@@ -220,34 +205,14 @@ class LineParser:
         the first line are not.
         """
         new = {}
-        devices = counters.get("neuron_devices")
-        for device in map(mapping, devices if isinstance(devices, list) else []):
-            index = number(device.get("neuron_device_index"))
+        for device in counters.get("neuron_devices") or []:
             for name in ECC_COUNTERS:
-                count = number(device.get(name))
-                if index is not None and count is not None:
+                index, count = device["neuron_device_index"], device.get(name)
+                if count is not None:
                     increase = count - self.ecc.get((index, name), count)
+                    new[f"Neuron device {index}: uncorrected memory errors ({name})"] = increase
                     self.ecc[index, name] = count
-                    if increase > 0:
-                        new[f"Neuron device {index:g}: uncorrected memory errors ({name})"] = round(increase)
         return new
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def number(value: Any) -> float | None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-    return float(value) if valid else None
-
-
-def cores_of(counters: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
-    """The values of each (logical) NeuronCore. `v3d`, which holds the physical ones, is not read."""
-    cores = counters.get("neuroncores_in_use")
-    if not isinstance(cores, dict):
-        return None
-    return {int(core): values for core, values in cores.items() if core.isdecimal() and isinstance(values, dict)}
 
 
 def errors_of(stats: dict[str, Any]) -> dict[str, int]:
@@ -255,23 +220,21 @@ def errors_of(stats: dict[str, Any]) -> dict[str, int]:
 
     The tool counts them by outcome and by type. If both may count the same failure, the larger count is taken.
     """
-    outcomes, types = mapping(stats.get("execution_summary")), mapping(stats.get("error_summary"))
-    typed = {what: number(types.get(name)) or 0.0 for name, what in TYPED_ERRORS.items()}
-    numeric = [outcomes.get("completed_with_num_err"), types.get("numerical"), types.get("numeric")]
-    counts = {
-        "executions completed with numerical errors (NaN)": max(number(count) or 0.0 for count in numeric),
+    outcomes, types = stats.get("execution_summary") or {}, stats.get("error_summary") or {}
+    typed = {what: types.get(name) or 0 for name, what in TYPED_ERRORS.items()}
+    numeric = (outcomes.get("completed_with_num_err"), types.get("numerical"), types.get("numeric"))
+    return {
+        "executions completed with numerical errors (NaN)": max(count or 0 for count in numeric),
         **typed,
-        **{what: number(outcomes.get(name)) or 0.0 for name, what in FAILED.items()},
-        "executions completed with other errors": (number(outcomes.get("completed_with_err")) or 0.0)
-        - sum(typed.values()),
+        **{what: outcomes.get(name) or 0 for name, what in FAILED.items()},
+        "executions completed with other errors": (outcomes.get("completed_with_err") or 0) - sum(typed.values()),
     }
-    return {what: round(count) for what, count in counts.items() if count > 0}
 
 
-def name_of(entry: dict[str, Any], cores: dict[int, dict[str, Any]] | None) -> str:
+def name_of(entry: dict[str, Any], cores: dict[str, dict[str, Any]]) -> str:
     """The NeuronCore of a process that drives one (others may be listed as idle), or else the process."""
-    busy = [core for core, values in (cores or {}).items() if number(values.get("neuroncore_utilization"))]
-    for known in (busy, list(cores or {})):
+    busy = [core for core, values in cores.items() if values.get("neuroncore_utilization")]
+    for known in (busy, list(cores)):
         if len(known) == 1:
             return f"NeuronCore {known[0]}"
     return f"Neuron process {entry.get('pid')}"

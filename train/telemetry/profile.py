@@ -39,7 +39,7 @@ class Profiler:
     def begin_step(self) -> None:
         """Call it before a step's batches are drawn."""
         if self.steps == self.cfg.profile_after:
-            self.wait_for_device()
+            self.backend.copy_to_host([], [])  # waits for the device
             self.tracing = torch.profiler.profile()
             self.tracing.start()
             self.began_s, self.wait_s = time.perf_counter(), 0.0
@@ -49,7 +49,7 @@ class Profiler:
         self.steps += 1
         self.wait_s += wait_s
         if self.tracing is not None and self.steps == self.cfg.profile_after + self.cfg.profile_steps:
-            self.wait_for_device()
+            self.backend.copy_to_host([], [])
             window_s = time.perf_counter() - self.began_s
             self.tracing.stop()
             self.write(window_s)
@@ -58,27 +58,20 @@ class Profiler:
     def close(self) -> None:
         if self.tracing is not None:
             self.tracing.stop()
-            self.tracing = None
             logger.warning("profile=true: the attempt ended before %d steps were traced", self.cfg.profile_steps)
-
-    def wait_for_device(self) -> None:
-        self.backend.copy_to_host([], [])
 
     def write(self, window_s: float) -> None:
         """Write trace and page into the run folder."""
-        title = f"{self.backend.name} on {self.backend.device_name}, {self.backend.precision}"
-        text = page(
-            self.tracing,
-            title=f"{title}: {self.cfg.profile_steps} steps in {window_s:.3f} s, traced",
-            window_s=window_s,
-            wait_s=self.wait_s,
-            may_compile=self.backend.may_compile,
-        )
+        backend = self.backend
+        title = f"{backend.name} on {backend.device_name}, {backend.precision}: {self.cfg.profile_steps} steps"
+        title += f" in {window_s:.3f} s, traced"
+        may_compile = backend.may_compile
+        text = page(self.tracing, title=title, window_s=window_s, wait_s=self.wait_s, may_compile=may_compile)
         with tempfile.TemporaryDirectory() as scratch:
             raw = Path(scratch) / "trace.json"
             self.tracing.export_chrome_trace(str(raw))
             self.folder.folder.write("profile/trace.json.gz", gzip.compress(raw.read_bytes()))
-        self.folder.folder.write("profile/summary.md", (text + self.backend.profile_text()).encode())
+        self.folder.folder.write("profile/summary.md", (text + backend.profile_text()).encode())
         logger.info("profile: %s/profile/summary.md; the trace beside it opens in ui.perfetto.dev", self.cfg.run_dir)
 
 

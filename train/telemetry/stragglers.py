@@ -47,12 +47,11 @@ class Pace:
 
 
 class Stragglers:
-    """Watches how long each rank has worked for each line of the metrics."""
+    """Watches how long each rank has worked for each line of the metrics. `hosts` [world_size]: the machine of each
+    rank; `stages` [world_size]: a rank is compared with others of its stage only, by default with all.
+    """
 
     def __init__(self, cfg: StragglerConfig, hosts: Sequence[str], stages: Sequence[int] | None = None) -> None:
-        """`hosts` [world_size]: the machine of each rank; `stages` [world_size]: a rank is compared with others of its
-        stage only, by default with all.
-        """
         self.cfg, self.hosts, self.stages = cfg, hosts, stages or [0] * len(hosts)
         self.paces = [Pace() for _ in hosts]
         self.seen = 0
@@ -87,15 +86,10 @@ class Stragglers:
         ratios: dict[int, float] = {}
         for stage in sorted(set(self.stages)):
             ranks = [rank for rank, own in enumerate(self.stages) if own == stage]
-            medians_s = medians_of_others([works_s[rank] for rank in ranks]) if len(ranks) > 1 else [0.0]
-            if min(medians_s) <= 0:
-                return {}
-            ratios |= {rank: works_s[rank] / median_s for rank, median_s in zip(ranks, medians_s, strict=True)}
+            ordered, middle = sorted(works_s[rank] for rank in ranks), (len(ranks) - 1) // 2
+            for rank in ranks:
+                higher = middle + (works_s[rank] <= ordered[middle])  # its place among all, of the others' median
+                if higher == len(ordered) or ordered[higher] <= 0:
+                    return {}
+                ratios[rank] = works_s[rank] / ordered[higher]
         return dict(sorted(ratios.items()))
-
-
-def medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each value the median of all others; with an even number of others, the higher of the two in the middle."""
-    ordered = sorted(values)
-    middle = (len(values) - 1) // 2
-    return [ordered[middle + (value <= ordered[middle])] for value in values]
