@@ -16,12 +16,10 @@ Exit code 1 unless weights and losses are equal, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,36 +31,22 @@ import psutil
 import torch
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
+from benchmarks import harness
+from benchmarks.harness import run_timed, torchrun
+
 FAULTS = ("rank", "torchrun", "stuck", "save", "notice")
 POLL_S = 0.005
+SETTINGS = """
+    experiment=demo global_batch_size=16 eval_every=null checkpoint.every=20 log_every=1 export=false tensorboard=false
+    backend.precision=fp32 backend.device=cpu watchdog.step_s=5 watchdog.start_s=120
+"""
 
 
-def settings(run_dir: Path, data: Path, steps: int) -> list[str]:
-    return [
-        "experiment=demo",
-        f"run_dir={run_dir}",
-        f"data.path={data}",
-        f"max_steps={steps}",
-        "global_batch_size=16",
-        "eval_every=null",
-        "checkpoint.every=20",
-        "log_every=1",
-        "export=false",
-        "tensorboard=false",
-        "backend.precision=fp32",
-        "backend.device=cpu",
-        "watchdog.step_s=5",
-        "watchdog.start_s=120",
-    ]
-
-
+@retry(retry=retry_if_exception_type(OSError), stop=stop_after_delay(30), wait=wait_fixed(1), reraise=True)
 def start(overrides: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}", "--max-restarts=1000"]
+    command = [sys.executable, "-m", *torchrun(ranks, "train", *overrides, max_restarts=1000)]
     with log.open("ab") as file:
-        return subprocess.Popen([sys.executable, "-m", *launcher, "-m", "train", *overrides], stdout=file, stderr=file)
+        return subprocess.Popen(command, stdout=file, stderr=file)
 
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
@@ -83,51 +67,43 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
 
 
 class Chaos:
-    def __init__(self, overrides: list[str], ranks: int, run_dir: Path, rng: random.Random) -> None:
-        self.overrides, self.ranks, self.run_dir, self.rng = overrides, ranks, run_dir, rng
+    def __init__(self, overrides: list[str], ranks: int, run_dir: Path, seed: int) -> None:
+        self.overrides, self.ranks, self.run_dir, self.rng = overrides, ranks, run_dir, random.Random(seed)
         self.log = run_dir.with_suffix(".log")
         self.launcher = start(overrides, ranks, self.log)
         self.done: list[str] = []
         self.starts = 1
+        self.since_unix_s = 0.0  # time of the last fault
 
     def is_training(self) -> bool:
         """Whether this attempt has come to its loop: a fault in the middle of a start would only be another start."""
         trained = lines(self.run_dir, "train")
-        return bool(trained) and trained[-1]["time_unix_s"] > self.since
-
-    def outcome(self) -> dict[str, Any]:
-        path = self.run_dir / "outcome.json"
-        return json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
+        return bool(trained) and trained[-1]["time_unix_s"] > self.since_unix_s
 
     def is_done(self) -> bool:
-        """Whether the run is. A fault after its last step can make the launcher exit with 1 nevertheless."""
-        return self.launcher.poll() is not None and self.outcome()["outcome"] == "done"
+        """Whether the run is; if it was ended and can resume, it is started again."""
+        if self.launcher.poll() is None:
+            return False
+        path = self.run_dir / "outcome.json"
+        outcome = json.loads(path.read_text()) if path.is_file() else {"outcome": "", "goes_on": True}
+        if outcome["outcome"] == "done":  # a fault after the last step can make the launcher exit with 1 nevertheless
+            return True
+        if not outcome["goes_on"]:
+            sys.exit(f"the run has ended for good: {outcome['reason']}; see {self.log}")
+        self.launcher, self.starts = start(self.overrides, self.ranks, self.log), self.starts + 1
+        return False
 
     def run(self, every_s: float) -> None:
         """Until the run is done."""
-        self.since = 0.0
-        while True:
-            self.wait(self.rng.uniform(0.5, 1.5) * every_s)
-            if self.launcher.poll() is None and self.is_training():
+        strikes_at_s = 0.0
+        while not self.is_done():
+            if time.monotonic() > strikes_at_s:
                 fault = FAULTS[len(self.done) % len(FAULTS)]
-                if self.strike(fault):
+                if strikes_at_s and self.is_training() and self.strike(fault):
                     self.done.append(fault)
-                    self.since = time.time()
+                    self.since_unix_s = time.time()
                     print(f"  {fault} at step {lines(self.run_dir, 'train')[-1]['step']}", flush=True)
-            elif self.is_done():
-                return
-
-    def wait(self, seconds: float) -> None:
-        """So long, or until the run is done; what was ended and can go on is started again."""
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            if self.launcher.poll() is not None:
-                if self.is_done():
-                    return
-                outcome = self.outcome()
-                if not outcome["goes_on"]:
-                    sys.exit(f"the run has ended for good: {outcome['reason']}; see {self.log}")
-                self.launcher, self.starts = restarted(self.overrides, self.ranks, self.log), self.starts + 1
+                strikes_at_s = time.monotonic() + self.rng.uniform(0.5, 1.5) * every_s
             time.sleep(0.1)
 
     def strike(self, fault: str) -> bool:
@@ -162,11 +138,6 @@ class Chaos:
         return False
 
 
-@retry(retry=retry_if_exception_type(OSError), stop=stop_after_delay(30), wait=wait_fixed(1), reraise=True)
-def restarted(overrides: list[str], ranks: int, log: Path) -> subprocess.Popen[bytes]:
-    return start(overrides, ranks, log)
-
-
 def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
     """Weights, and the loss of every step as the run that counts saw it."""
     weights = torch.load(run_dir / f"checkpoints/step_{steps:08d}/model.pt", weights_only=True)
@@ -174,27 +145,25 @@ def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
+    parser = harness.parser(__doc__, steps=3000, ranks=2, seed=0)
     parser.add_argument("--every-s", type=float, default=20.0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     data = folder / "data"
     prepare = ["corpus=pydocs", f"output={data}", "seq_len=64", "tokenizer.vocab_size=2000", "validation_fraction=0.05"]
-    subprocess.run([sys.executable, "-m", "train.prepare", *prepare], check=True, stderr=subprocess.DEVNULL)
+    run_timed("train.prepare", *prepare, log=folder / "prepare.log")
     calm, wild = folder / "calm", folder / "wild"
+    own = [f"data.path={data}", f"max_steps={options.steps}", *SETTINGS.split()]
 
     began_s = time.monotonic()
-    launcher = start(settings(calm, data, options.steps), options.ranks, calm.with_suffix(".log"))
+    launcher = start([f"run_dir={calm}", *own], options.ranks, calm.with_suffix(".log"))
     if launcher.wait() != 0:
         sys.exit(f"the undisturbed run failed, see {calm.with_suffix('.log')}")
     calm_s = time.monotonic() - began_s
     print(f"undisturbed: {options.steps} steps in {calm_s:.0f} s; faults every {options.every_s:g} s on average:")
 
     began_s = time.monotonic()
-    chaos = Chaos(settings(wild, data, options.steps), options.ranks, wild, random.Random(options.seed))
+    chaos = Chaos([f"run_dir={wild}", *own], options.ranks, wild, options.seed)
     chaos.run(options.every_s)
     wild_s = time.monotonic() - began_s
 

@@ -4,15 +4,7 @@
 
 The same weights and AdamW moments, on a real disk, while a loop of matrix products runs beside, on one thread as
 under torchrun. Every side of every round is a process of its own, forked from the one that made the state; rounds
-interleave the sides, back and forth. Tables hold least / **median** / greatest of the rounds. Of each save:
-
-    stall           the call blocks the loop. The first one has to touch new memory, unless that was done beforehand
-    durable         from the call until the files are synced and the checkpoint is there
-    training lost   the stall, and what the steps beside were slowed by until then
-    CPU             of all threads but the loop's: what a save takes, whoever else uses the machine
-    steps beside    in that time, of those that the loop takes alone, right before and right after
-    slowest step    beside, of a step alone (0: none): a thread that keeps Python's lock shows here
-    memory          host memory at its peak, above that of the state itself, of the state's bytes; sampled
+interleave the sides, back and forth. benchmarks/README.md says what the columns of the tables mean.
 
 "torch.save" blocks until its file is synced. "async_save" is used as documented, in a gloo group of one rank; "buffers
 kept" hands it a stager that lives from save to save, which is the best that it can do. Every checkpoint has a folder
@@ -26,14 +18,16 @@ import argparse
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,7 +41,8 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.harness import machine, spread, table
+from benchmarks import harness
+from benchmarks.harness import machine, ratios, spread, table, turns
 from train.backend.ddp import DDP
 from train.checkpoints import loader
 from train.checkpoints.manifest import Manifest, step_name
@@ -69,6 +64,8 @@ MODELS = {
 }
 VOCAB_SIZE, SEQ_LEN = 30000, 512
 SAMPLE_S = 0.05  # between looks at the memory of a side
+COMPARED = ("stall_s", "durable_s", "lost_s")
+MEASURES = (*COMPARED, "cpu_s", "share", "slowest")
 DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 
 
@@ -90,6 +87,11 @@ class State:
         return {"model": self.model.state_dict(), "optimizer": self.replica.state()["optimizer"]}
 
     @property
+    def num_bytes(self) -> int:
+        """Weights that are tied count once."""
+        return sum(weight.nbytes for weight in self.model.parameters()) + num_bytes_of(self.content()["optimizer"])
+
+    @property
     def mark(self) -> nn.Parameter:
         """A small weight, whose value tells of which moment a checkpoint is."""
         return min(self.model.parameters(), key=torch.numel)
@@ -106,11 +108,6 @@ def build_state(name: str) -> State:
         moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not there yet
         moments["exp_avg_sq"].fill_(1e-6)
     return State(model, optimizer, DDP(BackendConfig(device="cpu")))
-
-
-def num_bytes(state: State) -> int:
-    """Weights that are tied count once."""
-    return sum(weight.nbytes for weight in state.model.parameters()) + num_bytes_of(state.content()["optimizer"])
 
 
 # ---- the sides -----------------------------------------------------------------------------------------------------
@@ -161,15 +158,8 @@ class Ours(TorchSave):
 
     def prepare(self) -> Future[Any]:
         cfg = CheckpointConfig(keep=0)  # the benchmark removes them
-        self.saver = AsyncSaver(
-            cfg,
-            self.store,
-            self.state.replica,
-            self.state.backend,
-            DRAFT,
-            may_commit=lambda: None,
-            after_commit=lambda: None,
-        )
+        parts = (self.store, self.state.replica, self.state.backend)
+        self.saver = AsyncSaver(cfg, *parts, DRAFT, may_commit=lambda: None, after_commit=lambda: None)
         self.saver.warm()
         return self.saver.warming
 
@@ -212,14 +202,10 @@ class AsyncSave(TorchSave):
         return done()
 
     def save(self, number: int) -> Future[Any]:
-        future = dcp.async_save(
-            self.state.content(),
-            checkpoint_id=self.path_of(number),
-            async_checkpointer_type=self.kind,
-            async_stager=self.stager,
+        path, kind = self.path_of(number), self.kind
+        return dcp.async_save(  # type: ignore[return-value]
+            self.state.content(), checkpoint_id=path, async_checkpointer_type=kind, async_stager=self.stager
         )
-        assert isinstance(future, Future)
-        return future
 
     def load(self, number: int) -> None:
         content = self.state.content()
@@ -242,13 +228,8 @@ class AsyncSaveProcess(AsyncSave):
     staging = StagingOptions(False, True, False, False)
 
 
-SIDES: dict[str, type[TorchSave]] = {
-    "torch.save": TorchSave,
-    "ours": Ours,
-    "async": AsyncSave,
-    "async_kept": AsyncSaveKept,
-    "async_process": AsyncSaveProcess,
-}
+SIDES: dict[str, type[TorchSave]] = {"torch.save": TorchSave, "ours": Ours, "async": AsyncSave}
+SIDES |= {"async_kept": AsyncSaveKept, "async_process": AsyncSaveProcess}
 LOADED = ("torch.save", "ours", "async")
 
 
@@ -289,8 +270,9 @@ class Round:
     saves: list[Save]
     memory: float = 0.0  # above the state's, of its bytes
 
-    def later(self, measure: Callable[[Save], float]) -> float:
-        return statistics.median(measure(save) for save in self.saves[1:] or self.saves)
+    def later(self, measure: str) -> float:
+        """The median of a measure over all saves but the first."""
+        return statistics.median(getattr(save, measure) for save in self.saves[1:] or self.saves)
 
 
 class Loop:
@@ -312,7 +294,7 @@ class Loop:
         end_s = time.monotonic() + seconds
         return statistics.mean(self.until(lambda: time.monotonic() > end_s))
 
-    def go_on(self, call: Callable[[], Future[Any]]) -> Save:
+    def beside(self, call: Callable[[], Future[Any]]) -> Save:
         """What `call` blocks, and the steps taken until its future is done."""
         cpu_s, began_s = process_cpu_s(), time.monotonic()
         future = call()
@@ -341,11 +323,11 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
         return future
 
     alone = [loop.alone_s(alone_s)]
-    result = [loop.go_on(side.prepare)]
+    result = [loop.beside(side.prepare)]
     for number in range(saves):
         alone.append(loop.alone_s(alone_s))
         side.state.set_mark(number)
-        result.append(loop.go_on(partial(save, number)))
+        result.append(loop.beside(partial(save, number)))
         if number:
             shutil.rmtree(side.path_of(number - 1))
     alone.append(loop.alone_s(alone_s))
@@ -360,14 +342,10 @@ def own_memory(process: psutil.Process) -> int:
     anonymous, shared = 0, 0
     for one in (process, *process.children(recursive=True)):
         try:
-            lines = Path(f"/proc/{one.pid}/status").read_text().splitlines()
+            status = Path(f"/proc/{one.pid}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):  # it has ended since
             continue
-        sizes = {
-            key: int(value.split()[0]) * 1024
-            for key, _, value in (line.partition(":") for line in lines)
-            if key in ("RssAnon", "RssShmem")
-        }
+        sizes = {key: int(kib) * 1024 for key, kib in re.findall(r"^(Rss\w+):\s*(\d+) kB", status, re.MULTILINE)}
         anonymous += sizes.get("RssAnon", 0)
         shared = max(shared, sizes.get("RssShmem", 0))
     return anonymous + shared
@@ -376,13 +354,13 @@ def own_memory(process: psutil.Process) -> int:
 def in_a_fork(work: Callable[[], Any]) -> tuple[Any, int]:
     """What `work` returns in a process that shares all memory so far, and the bytes that it took more at its peak."""
 
-    def answer(pipe: Connection) -> None:
+    def send_result(pipe: Connection) -> None:
         pipe.send(None)
         pipe.send(work())
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    child = context.Process(target=answer, args=(theirs,))
+    child = context.Process(target=send_result, args=(theirs,))
     child.start()
     theirs.close()
     try:
@@ -401,134 +379,115 @@ def in_a_fork(work: Callable[[], Any]) -> tuple[Any, int]:
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
-def drop_from_cache(folder: Path) -> None:
-    for path in folder.rglob("*"):
+def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
+    """Seconds, with files that are not in the page cache."""
+    for path in side.path_of(number).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def load_s(side: TorchSave, number: int, how: Callable[[int], None]) -> float:
-    drop_from_cache(side.path_of(number))
     began_s = time.monotonic()
     how(number)
     return time.monotonic() - began_s
 
 
-def measure_load(side: TorchSave, number: int) -> float:
-    """Seconds; RuntimeError unless the state is that of the save."""
-    side.state.set_mark(-1)
-    seconds = load_s(side, number, side.load)
-    if not bool((side.state.mark == number).all()):
-        raise RuntimeError(f"{side.label} gave back another state than it was given")
-    return seconds
+def measure_loads(sides: list[TorchSave], rounds: int, number: int) -> dict[str, list[float]]:
+    """Seconds of each round. RuntimeError unless the state is that of the save."""
+    result: dict[str, list[float]] = defaultdict(list)
+    for side in sides * rounds:
+        side.state.set_mark(-1)
+        result[side.label].append(load_s(side, number, side.load))
+        if not bool((side.state.mark == number).all()):
+            raise RuntimeError(f"{side.label} loaded another state than it saved")
+        if isinstance(side, Ours):
+            result["of which its checksums"].append(load_s(side, number, side.verify))
+    return result
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Results:
-    rounds: dict[str, list[Round]] = field(default_factory=dict)
-    loads_s: dict[str, list[float]] = field(default_factory=dict)
-
-
-def ratio(result: list[Round], base: list[Round], measure: Callable[[Save], float]) -> str:
-    return spread(one.later(measure) / other.later(measure) for one, other in zip(result, base, strict=False))
 
 
 def save_table(rounds: dict[str, list[Round]]) -> str:
     head = ["", "stall, first save, s", "stall, later, s", "of torch.save's", "durable, s", "of torch.save's"]
     head += ["training lost, of torch.save's", "CPU, s", "steps beside", "slowest step", "memory, of the state's"]
     rows = []
-    base = rounds.get("torch.save", [])
     for name, result in rounds.items():
+        later = {measure: [one.later(measure) for one in result] for measure in MEASURES}
+        of_base = {
+            measure: spread(ratios(values, [one.later(measure) for one in rounds["torch.save"]]))
+            for measure, values in later.items()
+            if "torch.save" in rounds and measure in COMPARED
+        }
         cells = (
             SIDES[name].label,
             spread(one.saves[0].stall_s for one in result),
-            spread(one.later(lambda save: save.stall_s) for one in result),
-            ratio(result, base, lambda save: save.stall_s),
-            spread(one.later(lambda save: save.durable_s) for one in result),
-            ratio(result, base, lambda save: save.durable_s),
-            ratio(result, base, lambda save: save.lost_s),
-            spread(one.later(lambda save: save.cpu_s) for one in result),
-            spread(one.later(lambda save: save.share) for one in result),
-            spread((one.later(lambda save: save.slowest) for one in result), 2),
+            spread(later["stall_s"]),
+            of_base.get("stall_s", ""),
+            spread(later["durable_s"]),
+            of_base.get("durable_s", ""),
+            of_base.get("lost_s", ""),
+            spread(later["cpu_s"]),
+            spread(later["share"]),
+            spread(later["slowest"], 2),
             spread((one.memory for one in result), 2),
         )
         rows.append(cells)
     return table(head, rows)
 
 
-def load_table(results: Results) -> str:
-    rows = []
-    base = results.loads_s.get(TorchSave.label, [])
-    for label, seconds in results.loads_s.items():
-        ratios = [one / other for one, other in zip(seconds, base, strict=False)]
-        rows.append((label, spread(seconds), spread(ratios)))
+def load_table(loads_s: dict[str, list[float]]) -> str:
+    base = loads_s.get(TorchSave.label)
+    rows = [
+        (label, spread(seconds), spread(ratios(seconds, base)) if base else "") for label, seconds in loads_s.items()
+    ]
     return table(("", "load, s", "of torch.load's"), rows)
 
 
 def heading(name: str, state: State) -> str:
     parameters = sum(weight.numel() for weight in state.model.parameters())
-    size, load = num_bytes(state) / 1e9, os.getloadavg()[0]
-    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {size:.2f} GB"
-    return f"{about}; {machine('torch')}, load before {load:.1f}."
+    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {state.num_bytes / 1e9:.2f} GB"
+    return f"{about}; {machine('torch')}, load before {os.getloadavg()[0]:.1f}."
 
 
-def run(options: argparse.Namespace, state: State, folder: Path) -> Results:
-    results, size = Results(), num_bytes(state)
-    for number in range(options.rounds):
-        for name in options.sides if number % 2 == 0 else reversed(options.sides):
-            side = SIDES[name](state, folder / name)
-            shutil.rmtree(side.folder, ignore_errors=True)
-            result, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
-            result.memory = memory / size
-            results.rounds.setdefault(name, []).append(result)
-            print(f"round {number} {name}: {summary(result)}", file=sys.stderr)
-            if name not in LOADED:
-                shutil.rmtree(side.folder)
+def run(
+    options: argparse.Namespace, state: State, folder: Path
+) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
+    """The rounds of each side, and seconds of loads."""
+    rounds: dict[str, list[Round]] = {name: [] for name in options.sides}
+    for number, name in turns(options.rounds, options.sides):
+        side = SIDES[name](state, folder / name)
+        shutil.rmtree(side.folder, ignore_errors=True)
+        result, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
+        result.memory = memory / state.num_bytes
+        rounds[name].append(result)
+        for save in result.saves:
+            figures = f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}"
+            print(f"round {number} {name}: {figures}", file=sys.stderr)
+        if name not in LOADED:
+            shutil.rmtree(side.folder)
     sides = [SIDES[name](state, folder / name) for name in LOADED if name in options.sides]
-    for _ in range(options.rounds):
-        for side in sides:
-            results.loads_s.setdefault(side.label, []).append(measure_load(side, options.saves - 1))
-            if isinstance(side, Ours):
-                seconds = load_s(side, options.saves - 1, side.verify)
-                results.loads_s.setdefault("of which its checksums", []).append(seconds)
-    return results
+    return rounds, measure_loads(sides, options.rounds, options.saves - 1)
 
 
-def summary(result: Round) -> str:
-    saves = [f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}" for save in result.saves]
-    return f"{'; '.join(saves)}; memory {result.memory:.2f}"
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=2, saves=2)  # the first save of each side and round is shown apart
     parser.add_argument("--model", choices=MODELS, default="albert_xxlarge")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--saves", type=int, default=2, help="of each side and round; the first is shown apart")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ratios need torch.save")
     parser.add_argument("--alone-s", type=float, default=1.5, help="seconds of the loop alone, before each save")
     parser.add_argument("--folder", type=Path, default=Path(), help="a temporary one is made in it, on its disk")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(1)  # as under torchrun; and a fork would miss the threads of a pool
     with tempfile.TemporaryDirectory(dir=options.folder, prefix=".checkpoints-") as name:
         state = build_state(options.model)
         about = heading(options.model, state)
-        results = run(options, state, Path(name))
+        rounds, loads_s = run(options, state, Path(name))
     notes = []
-    if "ours" in results.rounds:
-        prepared = [result.prepare for result in results.rounds["ours"]]
+    if "ours" in rounds:
+        prepared = [result.prepare for result in rounds["ours"]]
         notes.append(
             f"Ours makes its memory beside the first steps: {spread(one.durable_s for one in prepared)} s, in which "
             f"the loop takes {spread(one.share for one in prepared)} of its steps."
         )
-    print("\n\n".join((about, *notes, save_table(results.rounds), load_table(results))))
+    print("\n\n".join((about, *notes, save_table(rounds), load_table(loads_s))))
 
 
 if __name__ == "__main__":

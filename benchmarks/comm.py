@@ -13,9 +13,9 @@ with its 30,000 tokens (11.2 million parameters, 45 MB of gradients), in fp32; i
     hierarchical    backend.hierarchical_reduction=true, with and without bf16 (with --ranks 2 or more)
     alone           nothing is sent: what the computing takes, for the share of the link
 
-A CPU core computes thousands of times slower than a GPU, which leaves the link idle: the batch is small so that plain
-DDP spends a share of its time in it as fast devices do, and that share is printed. Bytes are those that the first
-machine's network card has sent. The loss is that of sequences which no contestant was trained on.
+The batch is small so that plain DDP spends a share of its time in the link as fast devices do, and that share is
+printed. Bytes are those that the first machine's network card has sent. The loss is that of sequences which no
+contestant was trained on.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[0:0] = [str(ROOT), str(ROOT / "tests")]  # the machines of the tests
+sys.path[0:0] = [str(ROOT), str(ROOT / "tests")]  # the ranks run this file; the machines are those of the tests
 
 import torch
 from services.machines import PACKAGES, fault, missing_programs, three_machines
 
+from benchmarks import harness
+from benchmarks.harness import ratios, spread, table
 from train import prepare
 from train.backend import slow_links
 from train.backend.ddp import DDP
@@ -126,26 +128,16 @@ def rank_main(options: argparse.Namespace) -> None:
     cfg = train_config(options)
     backend = DDP(BackendConfig(device="cpu", precision="fp32"))
     world, task = backend.world, build_task(cfg)
-    sampler = ShardSampler(
-        task.shard_rows, seed=0, global_batch_size=options.batch * world.size, rank=world.rank, world_size=world.size
-    )
-    made = Batches(
-        task.train_data(),
-        sampler.micro_batches(options.batch),
-        batch_size=options.batch,
-        num_workers=0,
-        prefetch=1,
-        pin_memory=False,
-    )
+    all_rows = options.batch * world.size
+    sampler = ShardSampler(task.shard_rows, seed=0, global_batch_size=all_rows, rank=world.rank, world_size=world.size)
+    order = sampler.micro_batches(options.batch)
+    made = Batches(task.train_data(), order, batch_size=options.batch, num_workers=0, prefetch=1, pin_memory=False)
     batches = list(islice(made, HELD_OUT + options.rounds * STEPS))
-    taking_part = {
-        name: Contestant(backend, cfg, name, settings, task) for name, settings in contestants(options).items()
-    }
-    names = list(taking_part)
-    for number in range(options.rounds):
+    settings = contestants(options)
+    taking_part = {name: Contestant(backend, cfg, name, own, task) for name, own in settings.items()}
+    for number, name in harness.turns(options.rounds, list(taking_part)):
         start = HELD_OUT + number * STEPS
-        for name in names if number % 2 else reversed(names):
-            taking_part[name].round(batches[start : start + STEPS])
+        taking_part[name].round(batches[start : start + STEPS])
     losses = {name: each.loss(batches[:HELD_OUT]) for name, each in taking_part.items() if name != ALONE}
     if world.rank == 0:
         rows = {
@@ -194,35 +186,34 @@ PASSED_ON = ("rounds", "ranks", "batch", "seq_len", "layers", "powersgd_rank")
 
 def report(rows: dict[str, Any], options: argparse.Namespace) -> None:
     timed = {name: row["step_s"][SKIPPED:] for name, row in rows.items()}
-    share = statistics.median(1 - alone / plain for alone, plain in zip(timed[ALONE], timed[PLAIN], strict=True))
+    share = 1 - statistics.median(ratios(timed[ALONE], timed[PLAIN]))
     sequences = options.rounds * STEPS * options.batch * options.ranks * 2
     print(
         f"{options.rate}, 2 machines x {options.ranks}, batch {options.batch} x {options.seq_len} a rank, "
         f"{options.layers} layers; {share:.0%} of plain DDP's step is communication; losses after {sequences} sequences"
     )
-    print(f"{'':18} {'ms/step':>8} {'MB sent/step':>13} {'times plain (least, median, most)':>35} {'loss':>8}")
-    for name, row in rows.items():
-        ratios = [plain / own for plain, own in zip(timed[PLAIN], timed[name], strict=True)]
-        spread = " ".join(f"{choose(ratios):.2f}" for choose in (min, statistics.median, max))
-        megabytes = statistics.median(row["step_bytes"][SKIPPED:]) / 1e6
-        loss = "" if row["loss"] is None else f"{row['loss']:8.3f}"
-        print(f"{name:18} {1000 * statistics.median(timed[name]):8.0f} {megabytes:13.1f} {spread:>35} {loss:>8}")
+    cells = [
+        (
+            name,
+            f"{1000 * statistics.median(timed[name]):.0f}",
+            f"{statistics.median(row['step_bytes'][SKIPPED:]) / 1e6:.1f}",
+            spread(ratios(timed[PLAIN], timed[name])),
+            "" if row["loss"] is None else f"{row['loss']:.3f}",
+        )
+        for name, row in rows.items()
+    ]
+    print(table(("", "ms a step", "MB sent a step", "times plain", "loss"), cells))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    # With fewer layers a step computes less; they share their weights.
+    parser = harness.parser(__doc__, rounds=12, ranks=1, batch=1, seq_len=32, layers=12, powersgd_rank=16)
     parser.add_argument("--rate", default="1gbit", help="of the link in each direction, as tc writes it")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--ranks", type=int, default=1, help="on each machine")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a rank")
-    parser.add_argument("--seq-len", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=12, help="fewer compute less; they share their weights")
-    parser.add_argument("--powersgd-rank", type=int, default=16)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the ranks
     options = parser.parse_args()
     if "RANK" in os.environ:
         rank_main(options)
-        return 0
+        return
     if options.rounds <= SKIPPED:
         parser.error(f"--rounds must be above {SKIPPED}, which are not timed")
     if missing := missing_programs():
@@ -232,8 +223,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
         report(measure(options), options)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,11 +10,11 @@ continues where it was stopped. Caches of compiled kernels are as the rounds bef
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from pathlib import Path
 
+from benchmarks import harness
+from benchmarks.harness import spread, table, turns
 from train.cli import compose as cli
 from train.compare.variants import Runner, Variant, make_variants
 from train.config import Failure, check
@@ -30,30 +30,19 @@ MEASURES = {
     "peak_device_bytes": "peak device memory of rank 0, bytes",
     "peak_host_bytes": "peak host memory of rank 0, bytes",
 }
-Rounds = dict[str, list[Run]]  # by variant
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="+", metavar="key=value", help="as of python -m train.compare")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    cli.add_schema(CompareConfig, "compare", [])
-    return cli.guarded(lambda: run(options.settings, options.rounds))
 
 
 def run(given: list[str], rounds: int) -> int:
-    results: Rounds = {}
     first = cli.load_config(CompareConfig, given)
+    folders = [f"run_dir={cli.quoted(f'{first.run_dir}/round_{number + 1}')}" for number in range(rounds)]
+    kept = [each for each in given if not each.startswith("run_dir=")]
+    of_rounds = [make_variants(cli.load_config(CompareConfig, [*kept, own]), [*kept, own]) for own in folders]
+    names = [variant.name for variant in of_rounds[0]]
+    check(len(names) > 1, "there is one variant only: compare.run names two or more")
+    results: dict[str, list[Run]] = {name: [] for name in names}
     with Runner(first.compare) as runner:
-        for number in range(1, rounds + 1):
-            overrides = [each for each in given if not each.startswith("run_dir=")]
-            overrides.append(f"run_dir={cli.quoted(f'{first.run_dir}/round_{number}')}")
-            variants = make_variants(cli.load_config(CompareConfig, overrides), overrides)
-            check(len(variants) > 1, "there is one variant only: compare.run names two or more")
-            ended = {each.name: run_one(runner, each) for each in (variants if number % 2 else variants[::-1])}
-            for variant in variants:  # in their own order
-                results.setdefault(variant.name, []).append(ended[variant.name])
+        for number, index in turns(rounds, range(len(names))):
+            results[names[index]].append(run_one(runner, of_rounds[number][index]))
     print_results(results, first.compare.tolerance)
     return cli.DONE
 
@@ -65,31 +54,27 @@ def run_one(runner: Runner, variant: Variant) -> Run:
     return read_run(Path(variant.location).resolve())
 
 
-def print_results(results: Rounds, tolerance: float) -> None:
-    baseline = next(iter(results.values()))
-    for key, name in MEASURES.items():
-        if not any(run.summary[key] for runs in results.values() for run in runs):
-            continue
-        print(f"\n{name}")
-        for variant, runs in results.items():
-            ratios = [ratio(run, base, key) for run, base in zip(runs, baseline, strict=True)]
-            times = "" if runs is baseline else f"   {spread(ratios, '{:.3f}')} times"
-            print(f"  {variant:24} {spread([run.summary[key] for run in runs], '{:,.4g}')}{times}")
-    print()
-    for variant, runs in list(results.items())[1:]:
-        for number, (run, base) in enumerate(zip(runs, baseline, strict=True), 1):
+def print_results(results: dict[str, list[Run]], tolerance: float) -> None:
+    (baseline, bases), *others = results.items()
+    rows = []
+    for key, label in MEASURES.items():
+        rows.append([label, *(spread([run.summary[key] for run in runs], 4) for runs in results.values())])
+        rows[-1] += [spread(ratio(run, base, key) for run, base in zip(runs, bases, strict=True)) for _, runs in others]
+    head = ["", *results, *(f"{variant} / {baseline}" for variant, _ in others)]
+    print(table(head, [row for row in rows if any(row[1:])]), end="\n\n")
+    for variant, runs in others:
+        for number, (run, base) in enumerate(zip(runs, bases, strict=True), 1):
             differences = work_differences(run, base, same_batch="_batch_" not in variant)
             work = "; ".join(differences) or "the same"
             print(f"{variant}, round {number}: {quality(run, base, tolerance)}; work: {work}")
 
 
-def spread(values: list[float | None], form: str) -> str:
-    """Median, lowest and highest."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "unknown"
-    low, middle, high = (form.format(each) for each in (min(known), statistics.median(known), max(known)))
-    return f"{middle} ({low} to {high})" if len(known) > 1 else middle
+def main() -> int:
+    parser = harness.parser(__doc__, rounds=3)
+    parser.add_argument("settings", nargs="+", metavar="key=value", help="as of python -m train.compare")
+    options = parser.parse_args()
+    cli.add_schema(CompareConfig, "compare", [])
+    return cli.guarded(lambda: run(options.settings, options.rounds))
 
 
 if __name__ == "__main__":

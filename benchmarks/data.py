@@ -22,16 +22,16 @@ import sys
 import sysconfig
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import harness
 from benchmarks.harness import Result, machine, run, shown, spread, table
 from benchmarks.peers.corpus import LARGE_ROWS, LARGE_SHARDS, RESUME_AT, Corpus, write_corpus
-from benchmarks.peers.readers import READERS, WRITERS, Reader, nothing
+from benchmarks.peers.readers import READERS, WRITERS, Reader
 
 PARTS = ("speed", "memory", "resume", "shuffle")
 PEERS = {"litdata": "litdata==0.2.76", "mds": "mosaicml-streaming==0.13.0"}  # an environment each
@@ -77,7 +77,7 @@ def measure(python: str, kind: str, name: str, corpus: Corpus, seconds: float) -
     except RuntimeError as error:
         print(f"{kind} of {name} failed: {error}", file=sys.stderr)
         return None
-    print(f"{kind} {name}: { {key: value for key, value in result.items() if key != 'versions'} }", file=sys.stderr)
+    print(f"{kind} {name}: {result}", file=sys.stderr)
     return result
 
 
@@ -129,7 +129,7 @@ def loader_table(results: dict[str, list[Result]], corpus: Corpus) -> str:
             memory = [values(result, key) for key in ("early_mib", "late_mib")]
             cells = (
                 spread(values(result, "of_limit")),
-                spread(values(result, "import_s"), 2) if reader.load is not nothing else "",
+                spread(values(result, "import_s"), 2) if reader.load else "",
                 spread(values(result, "first_batch_s"), 2),
                 spread(values(result, "resumed_s"), 2),
                 " / ".join(sorted({"yes" if exact else "no" for exact in values(result, "exact")})),
@@ -155,15 +155,6 @@ def large_table(results: dict[str, list[Result]]) -> str:
 # ---- what windows do to a shuffle ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shuffle:
-    """Of the global batches of one epoch."""
-
-    shards: float  # distinct ones in a batch, mean
-    places: float  # variance of the mean place in the corpus, over that of independent draws
-    tokens: float | None  # mean chi-square per degree of freedom of a batch's tokens against those of all
-
-
 def epoch_batches(shard_rows: list[int], batch: int, window: int, epoch: int) -> np.ndarray:
     """[batches, batch] row numbers in our order."""
     from train.data.shards.order import EpochOrder, ShuffleBlock
@@ -173,21 +164,20 @@ def epoch_batches(shard_rows: list[int], batch: int, window: int, epoch: int) ->
     return order.rows(0, whole).reshape(-1, batch)
 
 
-def shuffle_of(batches: np.ndarray, shard_rows: list[int], tokens: np.ndarray | None) -> Shuffle:
-    firsts = np.cumsum([0, *shard_rows])
-    shards = [len(np.unique(np.searchsorted(firsts, rows, side="right"))) for rows in batches]
-    places = (batches + 0.5) / firsts[-1]
-    independent = 1 / 12 / batches.shape[1]
-    spread_of_means = float(np.mean((places.mean(1) - 0.5) ** 2))
-    return Shuffle(
-        shards=float(np.mean(shards)),
-        places=spread_of_means / independent,
-        tokens=None if tokens is None else float(np.mean(chi_square(batches, tokens))),
-    )
+def distinct_shards(batches: np.ndarray, shard_rows: list[int]) -> float:
+    """In a batch, mean."""
+    bounds = np.cumsum(shard_rows)
+    return statistics.mean(len(np.unique(np.searchsorted(bounds, rows, side="right"))) for rows in batches)
 
 
-def chi_square(batches: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """[batches] chi-square, per degree of freedom, of the tokens of each batch against those of the whole corpus."""
+def variance_of_places(batches: np.ndarray, num_rows: int) -> float:
+    """Variance of a batch's mean place in the corpus, over that of independent draws."""
+    means = ((batches + 0.5) / num_rows).mean(1)
+    return float(np.mean((means - 0.5) ** 2)) * 12 * batches.shape[1]
+
+
+def chi_square(batches: np.ndarray, tokens: np.ndarray) -> float:
+    """Mean chi-square, per degree of freedom, of the tokens of a batch against those of the whole corpus."""
     counts = np.bincount(tokens.ravel())
     share = counts / counts.sum()
     size = batches.shape[1] * tokens.shape[1]
@@ -197,15 +187,7 @@ def chi_square(batches: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     expected = np.bincount(bins, share * size, len(common) + 1)
     seen = np.stack([np.bincount(bins[tokens[rows].ravel()], minlength=len(expected)) for rows in batches])
     used = expected > 0
-    return ((seen - expected) ** 2 / np.where(used, expected, 1))[:, used].sum(1) / (used.sum() - 1)
-
-
-def prepared_tokens(folder: Path) -> np.ndarray:
-    """[rows, seq_len] of prepared training data, in the corpus' order."""
-    from train.data.shards.format import ShardSet, read_manifest
-
-    shards = ShardSet(folder, read_manifest(folder), "train")
-    return shards.rows(np.arange(len(shards))).tokens
+    return float(np.mean(((seen - expected) ** 2)[:, used] / expected[used]) * used.sum() / (used.sum() - 1))
 
 
 def prepare_text(folder: Path) -> Path:
@@ -217,49 +199,42 @@ def prepare_text(folder: Path) -> Path:
 
 def shuffle_table(text: Path, epochs: int) -> str:
     """Windows of K of the shards against a full permutation; each figure the mean over so many epochs."""
-    tokens = prepared_tokens(text)
+    from train.data.shards.format import ShardSet, read_manifest
+
+    shards = ShardSet(text, read_manifest(text), "train")
+    tokens = shards.rows(np.arange(len(shards))).tokens  # in the corpus' order
     even = [SHUFFLE_SHARD_ROWS] * SHUFFLE_SHARDS
     parts = [len(part) for part in np.array_split(np.arange(len(tokens)), SHUFFLE_SHARDS)]
-    result: dict[int, list[tuple[Shuffle, Shuffle]]] = defaultdict(list)
-    for window, epoch in itertools.product(SHUFFLE_WINDOWS, range(epochs)):
-        synthetic = shuffle_of(epoch_batches(even, SHUFFLE_BATCH, window, epoch), even, None)
-        real = shuffle_of(epoch_batches(parts, TEXT_BATCH, window, epoch), parts, tokens)
-        result[window].append((synthetic, real))
-    full = statistics.mean(real.tokens or 0.0 for _, real in result[SHUFFLE_SHARDS])
+    rows, chi_squares = [], {}
+    for window in SHUFFLE_WINDOWS:
+        made = [epoch_batches(even, SHUFFLE_BATCH, window, epoch) for epoch in range(epochs)]
+        real = [epoch_batches(parts, TEXT_BATCH, window, epoch) for epoch in range(epochs)]
+        distinct = statistics.mean(distinct_shards(batches, even) for batches in made)
+        places = statistics.mean(variance_of_places(batches, sum(even)) for batches in made)
+        chi_squares[window] = statistics.mean(chi_square(batches, tokens) for batches in real)
+        label = "all (full permutation)" if window == SHUFFLE_SHARDS else str(window)
+        rows.append((label, f"{distinct:.1f}", shown(places)))
     head = (
         f"shards in a window, of {SHUFFLE_SHARDS}",
         f"distinct shards in a batch of {SHUFFLE_BATCH}",
         "variance of its mean place, of independent draws'",
         f"tokens of a batch of {TEXT_BATCH} against all: chi-square, of a full permutation's",
     )
-    rows = []
-    for window, pairs in result.items():
-        shards = statistics.mean(synthetic.shards for synthetic, _ in pairs)
-        places = statistics.mean(synthetic.places for synthetic, _ in pairs)
-        ratio = statistics.mean(real.tokens or 0.0 for _, real in pairs) / full
-        label = "all (full permutation)" if window == SHUFFLE_SHARDS else str(window)
-        rows.append((label, f"{shards:.1f}", shown(places), f"{ratio:.3f}"))
-    return table(head, rows)
+    of_full = [f"{value / chi_squares[SHUFFLE_SHARDS]:.3f}" for value in chi_squares.values()]
+    return table(head, [(*row, of_text) for row, of_text in zip(rows, of_full, strict=True)])
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=5, rows=Corpus(Path()).shard_rows, epochs=20)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of reading, of each run")
-    parser.add_argument("--rows", type=int, default=Corpus(Path()).shard_rows, help="sequences in each of 8 shards")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--peers-dir", type=Path, help="keeps the peers' environments; left out: a temporary folder")
     parser.add_argument("--text", type=Path, help="prepared data to shuffle; left out: the demo's corpus")
-    parser.add_argument("--epochs", type=int, default=20, help="of the shuffles")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+    options = parser.parse_args()
     tables = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -3,23 +3,21 @@
     python -m benchmarks.estimate --data data/demo [--rounds 3] [--steps 40] [--cases NAME ...]
 
 --data is what `make demo` prepares. Each case runs right after the demo on one rank, from whose run folder the
-estimate predicts it in sequences per second. Every rank has one thread. The network of two ranks, this machine's
-memory, has no figure in the catalogue, so their all-reduce is not in the estimate. The speed of a run is that of its
-fastest 5 steps, since other programs may share the machine.
+estimate predicts it in sequences per second. Every rank has one thread. The all-reduce of two ranks is not in the
+estimate: the memory of this machine has no figure in the catalogue. The speed of a run is that of its fastest 5 steps.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.harness import spread
+from benchmarks import harness
+from benchmarks.harness import run, spread, torchrun
 from launch.calibration import Calibration, read_calibration
 from launch.estimate import estimate
 from train.cli import compose as cli
@@ -44,12 +42,8 @@ def settings(data: Path, run_dir: Path, steps: int, more: list[str]) -> list[str
 
 def measure(ranks: int, overrides: list[str], run_dir: Path) -> Calibration:
     """Run it, and read its speed as `calibrate=RUN` does, but of its fastest steps."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, *torchrun, "-m", "train", *overrides]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    words = ["train", *overrides] if ranks == 1 else torchrun(ranks, "train", *overrides)
+    run(sys.executable, "-m", *words, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     known = read_calibration(str(run_dir), S3Config())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     fastest = max(line["tokens_per_s"] for line in lines if line["kind"] == "train") / known.seq_len
@@ -67,34 +61,29 @@ def predict(ranks: int, overrides: list[str], calibration: Calibration, vocab_si
     return speed
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=3, steps=40)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args()
     data = options.data.resolve()
     vocab_size = json.loads((data / "manifest.json").read_text())["config"]["tokenizer"]["vocab_size"]
-    ratios: dict[str, list[float]] = {name: [] for name in options.cases}
+    to_measured: dict[str, list[float]] = {name: [] for name in options.cases}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds):
-            for index, name in enumerate(options.cases):
-                ranks, more = CASES[name]
-                base = Path(folder) / f"{number}/{index}/base"
-                known = measure(1, settings(data, base, options.steps, []), base)
-                run_dir = Path(folder) / f"{number}/{index}/run"
-                overrides = settings(data, run_dir, options.steps, more)
-                expected = predict(ranks, overrides, known, vocab_size)
-                seen = measure(ranks, overrides, run_dir).sequences_per_s
-                ratios[name].append(expected / seen)
-                text = f"round {number}, {name}: estimated {expected:.0f}, measured {seen:.0f} sequences/s"
-                print(text, file=sys.stderr, flush=True)
+        for number, name in itertools.product(range(options.rounds), options.cases):
+            ranks, more = CASES[name]
+            base, run_dir = (Path(tempfile.mkdtemp(dir=folder)) / "run" for _ in range(2))
+            known = measure(1, settings(data, base, options.steps, []), base)
+            overrides = settings(data, run_dir, options.steps, more)
+            expected = predict(ranks, overrides, known, vocab_size)
+            seen = measure(ranks, overrides, run_dir).sequences_per_s
+            to_measured[name].append(expected / seen)
+            text = f"round {number}, {name}: estimated {expected:.0f}, measured {seen:.0f} sequences/s"
+            print(text, file=sys.stderr, flush=True)
     print("estimated / measured speed, least / median / greatest of the rounds")
-    for name, values in ratios.items():
+    for name, values in to_measured.items():
         print(f"{name:32} {spread(values)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

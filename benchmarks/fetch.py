@@ -17,10 +17,10 @@ import random
 import resource
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import boto3
 
+from benchmarks import harness
 from benchmarks.harness import ROOT, Result, run, spread, table
 
 sys.path.append(str(ROOT / "tests"))  # the S3 server of the tests
@@ -37,7 +38,7 @@ from services.s3_server import S3Server
 REGION = "us-east-1"
 
 BUCKET, THREADS, READ_BYTES = "benchmark-fetch", 4, 2**20
-Fetch = Callable[[str], None]
+Fetch = Callable[[str], object]
 
 
 def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
@@ -60,52 +61,52 @@ def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
 def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     from s3torchconnector import S3ReaderConstructor
 
-    dataset, number = connector_dataset(endpoint, shards, S3ReaderConstructor.sequential())
+    open_object = connector_reader(endpoint, shards, S3ReaderConstructor.sequential())
 
-    def fetch(name: str) -> None:
-        reader, digest = dataset[number[name]], hashlib.sha256()
-        with (folder / name).open("wb") as file:
-            while chunk := reader.read(READ_BYTES):
-                file.write(chunk)
-                digest.update(chunk)
+    def read(name: str) -> Iterator[bytes]:
+        reader = open_object(name)
+        while chunk := reader.read(READ_BYTES):
+            yield chunk
 
-    return fetch
+    return written_and_hashed(read, folder)
 
 
 def stream(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     from train.data.shards.download import stream_constructor
 
-    dataset, number = connector_dataset(endpoint, shards, stream_constructor)
-
-    def fetch(name: str) -> None:
-        for _ in dataset[number[name]]():
-            pass
-
-    return fetch
+    open_object = connector_reader(endpoint, shards, stream_constructor)
+    return lambda name: deque(open_object(name)(), maxlen=0)
 
 
-def connector_dataset(endpoint: str, shards: list[Any], constructor: Any) -> tuple[Any, dict[str, int]]:
+def connector_reader(endpoint: str, shards: list[Any], constructor: Any) -> Callable[[str], Any]:
     from s3torchconnector import S3ClientConfig, S3MapDataset
 
     names = [shard.file for shard in shards]
-    config = S3ClientConfig(part_size=max(shard.bytes for shard in shards), force_path_style=True)
     dataset = S3MapDataset.from_objects(
         [f"s3://{BUCKET}/{name}" for name in names],
         region=REGION,
         endpoint=endpoint,
         reader_constructor=constructor,
-        s3client_config=config,
+        s3client_config=S3ClientConfig(part_size=max(shard.bytes for shard in shards), force_path_style=True),
     )
-    return dataset, {name: number for number, name in enumerate(names)}
+    return lambda name: dataset[names.index(name)]
 
 
 def boto(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     client = boto3.client("s3", endpoint_url=endpoint, region_name=REGION)
 
+    def read(name: str) -> Iterator[bytes]:
+        chunks: Iterator[bytes] = client.get_object(Bucket=BUCKET, Key=name)["Body"].iter_chunks(READ_BYTES)
+        return chunks
+
+    return written_and_hashed(read, folder)
+
+
+def written_and_hashed(read: Callable[[str], Iterable[bytes]], folder: Path) -> Fetch:
     def fetch(name: str) -> None:
-        digest, body = hashlib.sha256(), client.get_object(Bucket=BUCKET, Key=name)["Body"]
+        digest = hashlib.sha256()
         with (folder / name).open("wb") as file:
-            for chunk in body.iter_chunks(READ_BYTES):
+            for chunk in read(name):
                 file.write(chunk)
                 digest.update(chunk)
 
@@ -138,13 +139,14 @@ def measure(name: str, path: dict[str, Any]) -> Result:
 @contextmanager
 def s3_server(folder: Path) -> Iterator[tuple[Any, FaultProxy]]:
     """boto3's client of a server on this machine, and the proxy before it, which counts requests."""
-    with ExitStack() as stack:
-        server = S3Server(folder / "server", ends_with_pid=os.getpid())
-        os.environ |= {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
-        os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        proxy = FaultProxy(urlsplit(server.endpoint).port or 80, log=folder / "proxy.log")
-        stack.callback(proxy.stop)
+    server = S3Server(folder / "server", ends_with_pid=os.getpid())
+    os.environ |= {"AWS_ACCESS_KEY_ID": server.key, "AWS_SECRET_ACCESS_KEY": server.secret}
+    os.environ |= {"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    proxy = FaultProxy(urlsplit(server.endpoint).port or 80, log=folder / "proxy.log")
+    try:
         yield boto3.client("s3", endpoint_url=server.endpoint, region_name=REGION), proxy
+    finally:
+        proxy.stop()
 
 
 def upload(client: Any, number: int, size: int) -> list[Result]:
@@ -158,13 +160,10 @@ def upload(client: Any, number: int, size: int) -> list[Result]:
     return shards
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shards", type=int, default=16)
-    parser.add_argument("--mb", type=int, default=64, help="2^20 bytes of a shard; 64 is what the preparation writes")
+def main() -> None:
+    parser = harness.parser(__doc__, rounds=5, shards=16, mb=64)  # of a shard: 64 MiB is what the preparation writes
     parser.add_argument("--measure", choices=FETCHERS, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure, json.loads(os.environ["PLACE"]))), flush=True)
         os._exit(0)  # the connector's threads may take long to end

@@ -12,20 +12,14 @@
 
 The same start weights (an encoder and one random head), tokens (compared, row by row), split, batch, epochs, dropout,
 fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
-warm-up begins at 0, a step behind ours. No loader processes but where said, no TensorBoard; ours saves once, at the
-end. What does not fill a batch is left out beforehand, and both find their texts tokenised. Every run is a process of
-its own; rounds go through all variants, forwards and backwards in turn; the seed of order and dropout is the round's
-number.
-
-The published checkpoints of ALBERT name the tanh GELU "gelu_new", eight operations in transformers. Ours runs it as one
-kernel, and exports it under that kernel's name, by which the Trainer gains as well. --published gives both sides the
-published name.
+warm-up begins at 0, a step behind ours. What does not fill a batch is left out beforehand, and both find their texts
+tokenised. Every run is a process of its own; rounds go through all variants, forwards and backwards in turn; the seed
+of order and dropout is the round's number. --published gives both sides the activation's name of the published ALBERTs,
+"gelu_new", eight operations in transformers and one kernel in ours.
 
 Seconds of training are those of steps with the wait for their data and with compiling, without evaluations and log
-lines; tokens/s is real tokens, without padding, over these. The rounds share TorchInductor's cache on the disk. The
-target is a share of the lowest final F1 of all runs; seconds are to the end of the step before the first evaluation
-that reached it. Shapes are distinct [batch, seq]: XLA compiles a graph for each. Peak memory is that of the largest
-process of a run, on Linux.
+lines; tokens/s is real tokens, without padding, over these. The target is a share of the lowest final F1 of all runs;
+seconds are to the end of the step before the first evaluation that reached it. Shapes are distinct [batch, seq].
 """
 
 from __future__ import annotations
@@ -33,18 +27,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Result, spread, table, three
+from benchmarks import harness
+from benchmarks.harness import ROOT, Result, measure_table, num_cpus, run_timed, three, turns
 
 # No torch here: at a start the kernel counts the parent's memory as the peak of its child.
 
@@ -70,28 +61,24 @@ MEASURES = {  # what is reported, and whether more (1) or less (-1) of it is bet
 }
 
 
+SETTINGS = """
+    task=classify model=any optim=finetune optim.weight_decay=0.01 optim.warmup_fraction=0.1 backend=ddp
+    backend.device=cpu log_every=50 checkpoint.every=1000000 export=false tensorboard=false
+"""
+
+
 def settings(options: argparse.Namespace, folder: Path) -> list[str]:
     """What all runs of ours have in common."""
     return [
-        "task=classify",
-        "model=any",
-        "optim=finetune",
-        "backend=ddp",
-        "backend.device=cpu",
+        *SETTINGS.split(),
         f"backend.precision={options.precision}",
         f"seq_len={options.seq_len}",
         f"global_batch_size={options.batch}",
         f"eval_batch_size={EVAL_BATCH}",
         f"max_epochs={options.epochs}",
         f"eval_every={options.eval_every}",
-        "log_every=50",
         f"optim.lr={options.lr}",
-        "optim.weight_decay=0.01",
-        "optim.warmup_fraction=0.1",
         f"data.cache_dir={folder / 'cache'}",
-        "checkpoint.every=1000000",
-        "export=false",
-        "tensorboard=false",
     ]
 
 
@@ -137,20 +124,6 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps({**facts, "labels": task.labels, "settings": to_dict(cfg)}))
 
 
-def run_apart(command: list[str], log: Path, *, threads: int) -> Result:
-    """A module in a fresh process, and what it used. RuntimeError with the end of its log if it fails."""
-    spawned_unix_s = time.time()
-    with log.open("w") as file:
-        environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        process = subprocess.Popen([sys.executable, "-m", *command], stdout=file, stderr=file, cwd=ROOT, env=environ)
-        _, status, used = os.wait4(process.pid, 0)  # with its own children, as far as it waited for them
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
-    times = {"spawned_unix_s": spawned_unix_s, "command_s": time.time() - spawned_unix_s}
-    return {**times, "cpu_s": used.ru_utime + used.ru_stime, "peak_rss_mib": used.ru_maxrss / 1024}
-
-
 def our_words(options: argparse.Namespace, variant: str, seed: int, folder: Path, run_dir: Path) -> list[str]:
     """The command line of a run of ours."""
     return [
@@ -189,13 +162,19 @@ def read_ours(run_dir: Path, shapes: Mapping[str, int]) -> Result:
 
 def run_variant(options: argparse.Namespace, variant: str, seed: int, folder: Path, facts: Result) -> Result:
     run_dir = Path(tempfile.mkdtemp(prefix=f"{variant}-", dir=folder))
-    log = run_dir.with_suffix(".log")
-    if variant in OURS:
-        command = ["train", *our_words(options, variant, seed, folder, run_dir)]
-        return {**run_apart(command, log, threads=options.threads), **read_ours(run_dir, facts["shapes"])}
     result = run_dir / "result.json"
-    command = ["benchmarks.peers.trainer", variant, str(folder), str(seed), str(result)]
-    return {**run_apart(command, log, threads=options.threads), **json.loads(result.read_text())}
+    words = ["benchmarks.peers.trainer", variant, str(folder), str(seed), str(result)]
+    if variant in OURS:
+        words = ["train", *our_words(options, variant, seed, folder, run_dir)]
+    usage = run_timed(*words, log=run_dir.with_suffix(".log"), OMP_NUM_THREADS=str(options.threads))
+    own = read_ours(run_dir, facts["shapes"]) if variant in OURS else json.loads(result.read_text())
+    return {
+        **own,
+        "start_s": own["begun_unix_s"] - usage.began_unix_s,
+        "command_s": usage.wall_s,
+        "cpu_s": usage.cpu_s,
+        "peak_rss_mib": usage.peak_rss_mib,
+    }
 
 
 def measures(result: Result, target: float) -> dict[str, float]:
@@ -210,8 +189,7 @@ def measures(result: Result, target: float) -> dict[str, float]:
         "train_shapes": result["shapes"]["train"],
         "eval_shapes": result["shapes"]["validation"],
         "eval_s": statistics.median(one["eval_s"] for one in result["evaluations"]),
-        "start_s": result["begun_unix_s"] - result["spawned_unix_s"],
-        **{name: result[name] for name in ("command_s", "cpu_s", "peak_rss_mib")},
+        **{name: result[name] for name in ("start_s", "command_s", "cpu_s", "peak_rss_mib")},
     }
 
 
@@ -225,8 +203,9 @@ def compare(rounds: list[dict[str, Result]]) -> Result:
         raise RuntimeError(f"tokens, steps or evaluations of the runs differ: {sorted(work)}")
     target = TARGET_SHARE * min(result["evaluations"][-1]["f1"] for result in runs)
     measured = [{variant: measures(result, target) for variant, result in round_.items()} for round_ in rounds]
+    variants = [variant for variant in VARIANTS if variant in measured[0]]
     values = {
-        variant: {name: three([one[variant][name] for one in measured]) for name in MEASURES} for variant in measured[0]
+        variant: {name: three([one[variant][name] for one in measured]) for name in MEASURES} for variant in variants
     }
     against = {}
     for ours, theirs in ((a, b) for a in OURS for b in THEIRS if {a, b} <= set(values)):
@@ -238,51 +217,37 @@ def compare(rounds: list[dict[str, Result]]) -> Result:
     return {"target_f1": round(target, 4), "values": values, "against": against}
 
 
-def table_of(columns: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> str:
-    rows = [
-        (label, *(spread(column[name], 4) for column in columns.values() if name in column))
-        for name, (label, _) in MEASURES.items()
-    ]
-    return table(("", *columns), [cells for cells in rows if len(cells) > 1])
-
-
 def benchmark(options: argparse.Namespace, words: list[str]) -> None:
-    rounds: list[dict[str, Result]] = []
+    rounds: list[dict[str, Result]] = [{} for _ in range(options.rounds)]
     with tempfile.TemporaryDirectory(prefix="finetune-") as name:
-        folder = Path(name)
-        run_apart(["benchmarks.finetune", *words, "--prepare", name], folder / "prepare.log", threads=options.threads)
+        folder, threads = Path(name), str(options.threads)
+        own = ["benchmarks.finetune", *words, "--prepare", name]
+        run_timed(*own, log=folder / "prepare.log", OMP_NUM_THREADS=threads)
         facts = json.loads((folder / "facts.json").read_text())
-        for number in range(options.rounds):
-            order = options.variants if number % 2 == 0 else options.variants[::-1]
-            answer = {variant: run_variant(options, variant, number, folder, facts) for variant in order}
-            rounds.append({variant: answer[variant] for variant in options.variants})
-            print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
+        for number, variant in turns(options.rounds, options.variants):
+            rounds[number][variant] = run_variant(options, variant, number, folder, facts)
+            print(f"round {number + 1} of {options.rounds}: {variant} done", file=sys.stderr)
     result = compare(rounds)
     counts = f"{facts['rows']['train']:,} texts to learn, {facts['rows']['validation']:,} to judge"
     steps = f"{facts['steps']:,} steps of {options.batch}, {options.precision}, {options.threads} threads"
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
-    print(f"{options.data.name}: {counts}, {len(facts['labels'])} classes; {steps}; {versions}")
+    print(f"{options.data.name}: {counts}, {len(facts['labels'])} classes; {steps}")
+    print(f"{harness.machine('torch', 'transformers')}")
     print(f"target: macro F1 {result['target_f1']:g}, {TARGET_SHARE:g} of the lowest final one\n")
-    print(table_of(result["values"]))
+    labels = {name: label for name, (label, _) in MEASURES.items()}
+    print(measure_table(labels, result["values"]))
     if result["against"]:
-        print(f"\nOurs against theirs, above 1 where ours is better:\n\n{table_of(result['against'])}")
+        print(f"\nOurs against theirs, above 1 where ours is better:\n\n{measure_table(labels, result['against'])}")
     print(f"\n{json.dumps(result)}")
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, rounds=3, epochs=3, batch=32, eval_every=100, seq_len=64, threads=num_cpus())
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="how to read the data: see conf/data")
     parser.add_argument("--data", type=Path, default=ROOT / "tests" / "data" / "tweets.csv", help="a CSV file")
     parser.add_argument("--model", default="runs/demo", help="to begin from: a run, or a folder of transformers")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--seq-len", type=int, default=64, help="tokens; longer texts are cut, by all")
     parser.add_argument("--lengths", type=int, nargs="*", default=[32, 48], help="shorter ones of buckets, rising")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--published", action="store_true", help="name ALBERT's activation as the published ones do")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)  # for the first process of a benchmark

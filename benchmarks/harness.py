@@ -1,20 +1,25 @@
-"""What the benchmarks share: figures of several rounds, tables in Markdown, processes of their own, and the machine."""
+"""What the benchmarks share: arguments, rounds, processes of their own, figures of several rounds, and tables."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parent.parent
 Result = dict[str, Any]
+Name = TypeVar("Name")
 
 
 def hide_torch_xla() -> None:
@@ -24,9 +29,76 @@ def hide_torch_xla() -> None:
     sys.modules["torch_xla"] = None  # type: ignore[assignment]
 
 
+def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
+    """A parser with an option for each of these whole numbers, which are its defaults."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in numbers.items():
+        result.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=f"[{value}]")
+    return result
+
+
+def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
+    """All sides in each of the rounds, by turns from the first to the last and from the last to the first."""
+    for number in range(rounds):
+        for side in sides if number % 2 == 0 else reversed(sides):
+            yield number, side
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def run(*command: str, **environment: str) -> str:
+    """Run a command in the repository. Returns what it prints; RuntimeError with the end of its errors if it fails."""
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process took, with its own children as far as it waited for them."""
+
+    began_unix_s: float
+    wall_s: float
+    cpu_s: float
+    peak_rss_mib: float
+
+
+def run_timed(module: str, *words: str, log: Path, **environment: str) -> Usage:
+    """Run a module in a process of its own. RuntimeError with the end of its log if it fails."""
+    began_s, began_unix_s = time.perf_counter(), time.time()
+    env = {**os.environ, **environment}
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-m", module, *words], stdout=file, stderr=file, cwd=ROOT, env=env)
+        _, status, used = os.wait4(process.pid, 0)
+    wall_s = time.perf_counter() - began_s
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{module} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+    return Usage(began_unix_s, wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def torchrun(ranks: int, *words: str, max_restarts: int = 0) -> list[str]:
+    """The words after `python -m` that start a module on several ranks of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [f"--nproc-per-node={ranks}", f"--master-port={port}", f"--max-restarts={max_restarts}"]
+    return ["torch.distributed.run", *options, "-m", *words]
+
+
+# ---- figures -------------------------------------------------------------------------------------------------------
+
+
 def three(values: Sequence[float]) -> tuple[float, float, float]:
     """The least, the median and the greatest."""
     return min(values), statistics.median(values), max(values)
+
+
+def ratios(ones: Iterable[float], others: Iterable[float]) -> list[float]:
+    return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def spread(values: Iterable[float | None], digits: int = 3) -> str:
@@ -49,17 +121,19 @@ def shown(value: float, digits: int = 3) -> str:
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
     head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def run(*command: str, **environment: str) -> str:
-    """Run a command in the repository. Returns what it prints; RuntimeError with the end of its errors if it fails."""
-    env = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return done.stdout
+def measure_table(labels: Mapping[str, str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """A table with a row for each measure that some column has, by its label."""
+    rows = [
+        [label, *(spread(column.get(measure, ()), 4) for column in columns.values())]
+        for measure, label in labels.items()
+    ]
+    return table(["", *columns], [row for row in rows if any(row[1:])])
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
 
 
 def num_cpus() -> int:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.harness import Result
 from train.cli import compose as cli
 from train.config import ModelConfig, TrainConfig
-from train.data.batches import loader as data_batches
+from train.data.batches.loader import Batch, Batches
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.format import SPLITS, TokenizerInfo, write_manifest, write_shard
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
-from train.storage.folders import LocalFolder, sha256_file
+from train.storage.folders import LocalFolder, sha256_bytes
 from train.tasks import build_task
 
 NUM_ROWS = 512
@@ -36,7 +38,7 @@ class Shape:
     model: str
     vocab_size: int
     seq_len: int
-    batch: int
+    batch: int  # sequences in a micro batch
 
 
 SHAPES = {
@@ -52,92 +54,70 @@ SHAPES = {
 }
 
 
-def synthetic_data(folder: Path, shape: Shape) -> Path:
-    """A prepared data set of random tokens: nothing is learnt here, only timed."""
-    rng = np.random.default_rng(0)
+def synthetic_data(folder: Path, shape: Shape) -> None:
+    """A prepared data set of random tokens in data/ of this folder: nothing is learnt here, only timed."""
+    rng, home = np.random.default_rng(0), LocalFolder(folder / "data")
     splits = {}
     for split in SPLITS:
         tokens = rng.integers(FIRST, shape.vocab_size, (NUM_ROWS, shape.seq_len)).astype(np.uint16)
         tokens[:, 0], tokens[:, shape.seq_len // 2], tokens[:, -1] = CLS, SEP, SEP
         pivot = np.full(NUM_ROWS, shape.seq_len // 2 + 1, np.uint16)
-        rows = Rows(tokens, pivot, np.ones(NUM_ROWS, np.uint8))
-        splits[split] = [write_shard(LocalFolder(folder), f"{split}-00000.safetensors", rows)]
-    (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+        splits[split] = [
+            write_shard(home, f"{split}-00000.safetensors", Rows(tokens, pivot, np.ones(NUM_ROWS, np.uint8)))
+        ]
+    tokenizer = write_tokenizer(home, shape.vocab_size)
+    counts = {"unigram_entropy": float(np.log(shape.vocab_size))}
     write_manifest(
-        LocalFolder(folder),
-        seq_len=shape.seq_len,
-        dtype="uint16",
-        splits=splits,
-        tokenizer=TokenizerInfo(
-            sha256=sha256_file(folder / "tokenizer" / "tokenizer.json"),
-            vocab_size=shape.vocab_size,
-            cls_id=CLS,
-            sep_id=SEP,
-            mask_id=MASK,
-            pad_id=PAD,
-            special_ids=list(range(FIRST)),
-        ),
-        counts={"unigram_entropy": float(np.log(shape.vocab_size))},
-        config={},
-    )
-    return folder
-
-
-def config(folder: Path, shape: Shape, precision: str, steps: int, compile: str = "none") -> TrainConfig:
-    return cli.load_config(
-        TrainConfig,
-        [
-            f"model={shape.model}",
-            f"data.path={folder / 'data'}",
-            f"run_dir={tempfile.mkdtemp(dir=folder)}/run",
-            f"global_batch_size={shape.batch}",
-            f"max_steps={steps}",
-            f"log_every={LOG_EVERY}",
-            "data.num_workers=0",  # masks are drawn inside the step: their whole cost is in the figure
-            "eval_every=null",
-            "eval_examples=1",
-            "checkpoint.every=1000000",
-            "export=false",
-            f"backend.device={DEVICE.type}",
-            f"backend.precision={precision}",
-            f"backend.compile={compile}",
-            "optim.lr=1e-4",
-        ],
+        home, seq_len=shape.seq_len, dtype="uint16", splits=splits, tokenizer=tokenizer, counts=counts, config={}
     )
 
 
-def ready_batches(folder: Path, shape: Shape, steps: int) -> list[data_batches.Batch]:
+def write_tokenizer(home: LocalFolder, vocab_size: int) -> TokenizerInfo:
+    """An empty file in place of a tokenizer, for data that no text was made into."""
+    home.write("tokenizer/tokenizer.json", b"{}")
+    return TokenizerInfo(
+        sha256=sha256_bytes(b"{}"),
+        vocab_size=vocab_size,
+        cls_id=CLS,
+        sep_id=SEP,
+        mask_id=MASK,
+        pad_id=PAD,
+        special_ids=list(range(FIRST)),
+    )
+
+
+def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
+    """A run on `synthetic_data` that evaluates and saves nothing on its way. Masks are drawn inside the step: their
+    whole cost is in the figure.
+    """
+    own = [f"model={shape.model}", f"data.path={folder / 'data'}", f"max_steps={steps}"]
+    rest = "data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false optim.lr=1e-4"
+    return cli.load_config(TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more])
+
+
+def native_config(folder: Path, shape: Shape, precision: str, steps: int, compile: str = "none") -> TrainConfig:
+    backend = [f"backend.device={DEVICE.type}", f"backend.precision={precision}", f"backend.compile={compile}"]
+    return config(folder, shape, steps, f"global_batch_size={shape.batch}", f"log_every={LOG_EVERY}", *backend)
+
+
+def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
     """The batches that our loop sees, made beforehand."""
-    task = build_task(config(folder, shape, "fp32", 1))
+    task = build_task(native_config(folder, shape, "fp32", 1))
     sampler = ShardSampler([NUM_ROWS], seed=0, global_batch_size=shape.batch, rank=0, world_size=1)
     order = sampler.micro_batches(shape.batch)
-    made = data_batches.Batches(
-        task.train_data(), order, batch_size=shape.batch, num_workers=0, prefetch=1, pin_memory=False
-    )
+    made = Batches(task.train_data(), order, batch_size=shape.batch, num_workers=0, prefetch=1, pin_memory=False)
     return list(islice(made, steps))
 
 
-def transformers_model(cfg: ModelConfig, shape: Shape) -> nn.Module:
-    """What a user of transformers writes: the model class with the published ALBERT v2 settings."""
-    from transformers import AlbertConfig, AlbertForMaskedLM
-
-    return AlbertForMaskedLM(
-        AlbertConfig(
-            vocab_size=shape.vocab_size,
-            embedding_size=cfg.embedding_size or 128,
-            hidden_size=cfg.hidden_size or 768,
-            intermediate_size=cfg.intermediate_size or 3072,
-            num_hidden_layers=cfg.num_layers or 12,
-            num_attention_heads=cfg.num_heads or 12,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:
+    """The rows of a batch as transformers wants them, with labels [S] of the same masks."""
+    inputs = batch["inputs"]
+    columns = (inputs["input_ids"], inputs["token_type_ids"], full_labels(inputs))
+    return [{"input_ids": a, "token_type_ids": b, "labels": c} for a, b, c in zip(*columns, strict=True)]
 
 
-def full_labels(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Labels [B, S] of the same masks, as transformers wants them."""
+def full_labels(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Labels [B, S] of the same masks."""
     used = inputs["labels"] != IGNORE_INDEX
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
     lines = torch.arange(len(labels))[:, None].expand_as(used)
@@ -145,49 +125,78 @@ def full_labels(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     return labels
 
 
-def saved_mib(forward: Callable[[], torch.Tensor], parameters: set[int]) -> float:
-    """Bytes kept for the backward pass, each storage once, parameters left out."""
-    storages: dict[int, int] = {}
+def transformers_model(cfg: ModelConfig, vocab_size: int) -> nn.Module:
+    """What a user of transformers writes: the model class with the published ALBERT v2 settings."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            vocab_size=vocab_size,
+            embedding_size=cfg.embedding_size,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=cfg.intermediate_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_heads,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = forward()
-    result = sum(storages.values()) / 2**20
-    del loss
-    return result
+
+# ---- what is kept for the backward pass ----------------------------------------------------------------------------
 
 
-def activations(shape_name: str, precision: str) -> dict[str, Any]:
-    """MiB per sequence saved for the backward pass by our step and by transformers' model."""
-    shape, autocast = SHAPES[shape_name], precision == "bf16"
+class Kept:
+    """The bytes that autograd keeps, each storage once and weights left out, and the most of them at a time."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self.weights = {weight.untyped_storage().data_ptr() for weight in weights}
+        self.users: Counter[int] = Counter()
+        self.num_bytes, self.peak_bytes = 0, 0
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(partial(Saved, self), lambda saved: saved.tensor)
+
+    def __enter__(self) -> Kept:
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hooks.__exit__()
+
+
+class Saved:
+    """A tensor for as long as autograd keeps it; several may share their memory."""
+
+    def __init__(self, kept: Kept, tensor: Tensor) -> None:
+        self.kept, self.tensor, self.key = kept, tensor, tensor.untyped_storage().data_ptr()
+        kept.users[self.key] += 1
+        if kept.users[self.key] == 1 and self.key not in kept.weights:
+            kept.num_bytes += tensor.untyped_storage().nbytes()
+            kept.peak_bytes = max(kept.peak_bytes, kept.num_bytes)
+
+    def __del__(self) -> None:
+        self.kept.users[self.key] -= 1
+        if not self.kept.users[self.key] and self.key not in self.kept.weights:
+            self.kept.num_bytes -= self.tensor.untyped_storage().nbytes()
+
+
+def activations(shape_name: str, precision: str) -> Result:
+    """MiB per sequence kept for the backward pass by our step and by transformers' model."""
+    shape, result = SHAPES[shape_name], {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data").mkdir()
-        synthetic_data(folder / "data", shape)
-        cfg = config(folder, shape, precision, 1)
+        synthetic_data(folder, shape)
+        cfg = native_config(folder, shape, precision, 1)
         inputs = ready_batches(folder, shape, 1)[0]["inputs"]
-        labels = full_labels(inputs)
-        ours = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
-        theirs = transformers_model(cfg.model, shape)
-
-        def our_loss() -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = ours(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
-                return F.cross_entropy(logits.flatten(0, 1).float(), inputs["labels"].flatten())
-
-        def their_loss() -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return theirs(
-                    input_ids=inputs["input_ids"], token_type_ids=inputs["token_type_ids"], labels=labels
-                ).loss
-
-        result = {}
-        for label, model, forward in (("ours", ours, our_loss), ("transformers", theirs, their_loss)):
-            pointers = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-            result[f"{label}_mib_per_sequence"] = round(saved_mib(forward, pointers) / shape.batch, 1)
+    ours = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
+    theirs = transformers_model(cfg.model, shape.vocab_size)
+    for label, model in {"ours": ours, "transformers": theirs}.items():
+        with Kept(model.parameters()) as kept, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            if model is ours:
+                logits = model(inputs["input_ids"], inputs["token_type_ids"], inputs["positions"])
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), inputs["labels"].flatten())
+            else:
+                tokens = {name: inputs[name] for name in ("input_ids", "token_type_ids")}
+                loss = model(**tokens, labels=full_labels(inputs)).loss
+        result[f"{label}_mib_per_sequence"] = round(kept.peak_bytes / 2**20 / shape.batch, 1)
+        del loss
     return {"shape": shape_name, "precision": precision, **result}

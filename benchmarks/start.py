@@ -6,13 +6,11 @@
 --data is what `make demo` prepares. Every start is a process, the sides taking turns; each prints "step 1", and
 then its clocks are read: wall seconds since it was started, and CPU seconds of it and the processes it has started.
 `--trees` times the program of other checkouts too. The Trainer is timed with --accelerate, the folder that
-`pip install --target FOLDER --no-deps accelerate` has filled: where transformers finds accelerate it imports it, and
-with it torch_xla, in our runs as well.
+`pip install --target FOLDER --no-deps accelerate` has filled.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,16 +23,15 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file
 
-from benchmarks.harness import ROOT, three
-
-FIRST_STEP = "step 1"
+from benchmarks import harness
+from benchmarks.harness import ROOT, ratios, three, turns
 
 
 def ours(data: Path, scratch: Path) -> list[str]:
     """The command of the demo that writes its first step's line; it is killed then."""
     run_dir = tempfile.mkdtemp(dir=scratch)
     settings = [f"data.path={data}", f"run_dir={run_dir}/run", "log_every=1", "backend=ddp", "backend.device=cpu"]
-    return [sys.executable, "-m", "train", "experiment=demo", *settings]
+    return ["train", "experiment=demo", *settings]
 
 
 def trainer(data: Path, scratch: Path) -> list[str]:
@@ -42,18 +39,19 @@ def trainer(data: Path, scratch: Path) -> list[str]:
     if not rows.exists():
         shard = min(data.glob("train-*.safetensors"))
         np.save(rows, load_file(shard)["tokens"].astype(np.int64))
-    return [sys.executable, "-m", "benchmarks.peers.first_step", str(rows), str(data / "tokenizer")]
+    return ["benchmarks.peers.first_step", str(rows), str(data / "tokenizer")]
 
 
-def time_start(command: list[str], *folders: Path) -> tuple[float, float]:
+def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
     """Wall and CPU seconds until the first line that begins with "step 1". Python finds modules in `folders`."""
+    command = [sys.executable, "-m", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "HF_HUB_OFFLINE": "1"}
     began_s = time.perf_counter()
     with psutil.Popen(command, cwd=folders[0], env=environ, stdout=PIPE, stderr=STDOUT, text=True) as process:
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if " ".join(line.split()).startswith(FIRST_STEP):
+            if " ".join(line.split()).startswith("step 1"):
                 break
         else:
             raise RuntimeError(f"{' '.join(command)} ended without a first step:\n{''.join(lines)}")
@@ -66,34 +64,31 @@ def time_start(command: list[str], *folders: Path) -> tuple[float, float]:
 
 
 def compare(data: Path, rounds: int, trees: list[Path], accelerate: Path | None) -> dict[str, object]:
-    """Least, median and greatest seconds of each side, and the medians of its ratios to ours of the same round."""
+    """Least, median and greatest seconds of each side, and of its ratios to ours of the same round."""
     sides = {"ours": (ours, [ROOT]), **{f"ours at {tree}": (ours, [tree]) for tree in trees}}
     if accelerate is not None:
         sides["trainer"] = (trainer, [ROOT, accelerate])
-    answer: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:  # a killed run's loader may still write
-        for number in range(rounds + 1):
-            for side, (command, folders) in sides.items():
-                clocks = time_start(command(data, Path(name)), *folders)
-                print(
-                    f"round {number}, {side}: {clocks[0]:.2f} s, {clocks[1]:.2f} s of CPU", file=sys.stderr, flush=True
-                )
-                if number:  # the first round fills the page cache
-                    answer[side].append(clocks)
+        for number, side in turns(rounds + 1, list(sides)):
+            command, folders = sides[side]
+            clocks = time_start(command(data, Path(name)), *folders)
+            print(f"round {number}, {side}: {clocks[0]:.2f} s, {clocks[1]:.2f} s of CPU", file=sys.stderr, flush=True)
+            if number:  # the first round fills the page cache
+                taken[side].append(clocks)
     result: dict[str, object] = {}
-    for side, clocks_of_side in answer.items():
-        for folder, clock in enumerate(("wall", "cpu")):
-            result[f"{side}, {clock} s"] = three([clocks[folder] for clocks in clocks_of_side])
-            pairs = zip(clocks_of_side, answer["ours"], strict=True)
+    for index, clock in enumerate(("wall", "cpu")):
+        seconds = {side: [clocks[index] for clocks in rows] for side, rows in taken.items()}
+        for side, values in seconds.items():
+            result[f"{side}, {clock} s"] = three(values)
             if side != "ours":
-                result[f"{side} / ours, {clock}"] = three([other[folder] / mine[folder] for other, mine in pairs])
+                result[f"{side} / ours, {clock}"] = three(ratios(values, seconds["ours"]))
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, rounds=5)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trees", type=Path, nargs="*", default=[], help="other checkouts, whose program is timed too")
     parser.add_argument("--accelerate", type=Path, help="folder that holds accelerate, for the Trainer's side alone")
     options = parser.parse_args()

@@ -2,19 +2,15 @@
 
     python -m benchmarks.step [--rounds 3] [--steps 10] [--shape base|demo|...] [--precision fp32 bf16] [--compile]
 
-Same sizes, weights, sequences, masks, batch, optimizer, clipping and precision for all. "bare" is our optimised step
-with no loop around it and its batches ready in memory, so ours / bare is what the loop, data included, costs. "trainer"
-is transformers' Trainer on transformers' own model class with its defaults, so trainer / ours is what a user gains.
-Between any two steps of a loop one bare step is taken: ratios are of neighbours in time, medians of a round's pairs,
-and survive a machine that is shared. --compile adds ours with backend.compile=layers and the Trainer with
-torch_compile=True. The share of the peak is the model's arithmetic a second against that of the fastest product of two
-matrices, which this device did around the rounds (train.bench). --activations counts what is kept for the
-backward pass instead.
+"bare" is our optimised step with no loop around it and its batches ready in memory; "ours" is `train.loop.run`;
+"trainer" is transformers' Trainer on transformers' own model class with its defaults. Between any two steps of a loop
+one bare step is taken: ratios are of neighbours in time, medians of a round's pairs, and survive a machine that is
+shared. --compile adds both compiled. The share of the peak is the model's arithmetic a second against that of the
+fastest product of two matrices, around the rounds. --activations counts what is kept for the backward pass instead.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -23,8 +19,10 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from benchmarks.harness import hide_torch_xla, three
+from benchmarks import harness
+from benchmarks.harness import Result, hide_torch_xla, ratios, three, turns
 
 hide_torch_xla()
 
@@ -39,8 +37,8 @@ from benchmarks.pretraining import (
     SHAPES,
     Shape,
     activations,
-    config,
-    full_labels,
+    native_config,
+    plain_rows,
     ready_batches,
     synthetic_data,
     transformers_model,
@@ -56,50 +54,14 @@ from train.optim import build_optimizer
 from train.tasks import build_task
 
 SKIPPED = 3  # first steps of a round, which warm up
-
-
-class Pairs:
-    """Seconds of a loop's steps, each beside those of a bare step taken right before it."""
-
-    def __init__(self, bare: Bare) -> None:
-        self.bare = bare
-        self.steps: list[tuple[float, float]] = []
-        self.bares: list[tuple[float, float]] = []
-        self.began: tuple[float, float] | None = None
-
-    def between_steps(self) -> None:
-        """The loop's step ends here; take a bare step; the loop's next one begins."""
-        now = clocks()
-        if self.began is not None:
-            self.steps.append((now[0] - self.began[0], now[1] - self.began[1]))
-        before = clocks()
-        self.bare.step()
-        self.began = clocks()
-        self.bares.append((self.began[0] - before[0], self.began[1] - before[1]))
-
-    def medians(self, skip: int) -> dict[str, float]:
-        """Median seconds of the loop's and the bare steps, and median ratio of the pairs, wall and CPU."""
-        pairs = list(zip(self.steps, self.bares, strict=False))[skip:]
-        result = {}
-        for folder, name in enumerate(("wall", "cpu")):
-            result[f"step_{name}_s"] = statistics.median(step[folder] for step, _ in pairs)
-            result[f"bare_{name}_s"] = statistics.median(bare[folder] for _, bare in pairs)
-            result[f"ratio_{name}"] = statistics.median(step[folder] / bare[folder] for step, bare in pairs)
-        return result
-
-
-def clocks() -> tuple[float, float]:
-    """Wall seconds, and CPU seconds of all threads of this process, once the device has done its work."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter(), time.process_time()
+CLOCKS = ("wall", "cpu")
 
 
 class Bare:
     """Forward, backward, clip, update on batches that lie ready: our model and optimizer with no loop around them."""
 
     def __init__(self, folder: Path, shape: Shape, precision: str) -> None:
-        cfg = config(folder, shape, precision, 1)
+        cfg = native_config(folder, shape, precision, 1)
         torch.manual_seed(0)
         self.model = build_masked_lm(cfg.model, vocab_size=shape.vocab_size, pad_id=PAD, seq_len=shape.seq_len)
         self.model.to(DEVICE)
@@ -119,6 +81,40 @@ class Bare:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+class Pairs:
+    """Seconds of a loop's steps, each beside those of a bare step taken right before it; by wall and CPU clock."""
+
+    def __init__(self, bare: Bare) -> None:
+        self.bare = bare
+        self.steps: list[list[float]] = []
+        self.bares: list[list[float]] = []
+        self.began: tuple[float, float] | None = None
+
+    def between_steps(self) -> None:
+        """The loop's step ends here; take a bare step; the loop's next one begins."""
+        before = clocks()
+        if self.began is not None:
+            self.steps.append([after - began for after, began in zip(before, self.began, strict=True)])
+        self.bare.step()
+        self.began = clocks()
+        self.bares.append([after - began for after, began in zip(self.began, before, strict=True)])
+
+    def medians(self) -> dict[str, float]:
+        """Median wall seconds of the loop's steps, and median ratio of the pairs, wall and CPU."""
+        pairs = list(zip(self.steps, self.bares, strict=False))[SKIPPED:]
+        result = {"step_wall_s": statistics.median(step[0] for step, _ in pairs)}
+        for index, clock in enumerate(CLOCKS):
+            result[clock] = statistics.median(step[index] / bare[index] for step, bare in pairs)
+        return result
+
+
+def clocks() -> tuple[float, float]:
+    """Wall seconds, and CPU seconds of all threads of this process, once the device has done its work."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
+
+
 def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles: bool = False) -> Pairs:
     """The product's own entry, with the pairs taken in its recorder."""
     pairs = Pairs(Bare(folder, shape, precision))
@@ -128,12 +124,9 @@ def run_ours(folder: Path, shape: Shape, precision: str, steps: int, *, compiles
             pairs.between_steps()
             super().begin_step()
 
-    kept, loop.Recorder = loop.Recorder, Pairing  # type: ignore[misc]
-    try:
-        compile = "layers" if compiles else "none"
-        loop.run(config(folder, shape, precision, steps + 1, compile), StopRequest())
-    finally:
-        loop.Recorder = kept  # type: ignore[misc]
+    cfg = native_config(folder, shape, precision, steps + 1, "layers" if compiles else "none")
+    with mock.patch.object(loop, "Recorder", Pairing):
+        loop.run(cfg, StopRequest())
     return pairs
 
 
@@ -141,12 +134,8 @@ def run_trainer(folder: Path, shape: Shape, precision: str, steps: int, *, compi
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
     torch.manual_seed(0)
-    model = transformers_model(config(folder, shape, precision, steps).model, shape)
-    rows = []
-    for batch in ready_batches(folder, shape, steps + 1):
-        inputs = batch["inputs"]
-        columns = (inputs["input_ids"], inputs["token_type_ids"], full_labels(inputs))
-        rows += [{"input_ids": a, "token_type_ids": b, "labels": c} for a, b, c in zip(*columns, strict=True)]
+    model = transformers_model(native_config(folder, shape, precision, steps).model, shape.vocab_size)
+    rows = [row for batch in ready_batches(folder, shape, steps + 1) for row in plain_rows(batch)]
     pairs = Pairs(Bare(folder, shape, precision))
 
     class Pairing(TrainerCallback):
@@ -180,44 +169,33 @@ CONTESTANTS = {
 }
 
 
-def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> dict[str, Any]:
+def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> Result:
     """Medians over the rounds: seconds per step, and each loop's ratio to the bare steps between its own."""
-    shape = SHAPES[shape_name]
-    answer: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    shape, device = SHAPES[shape_name], DDP(BackendConfig(device=DEVICE.type, precision=precision))
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "data").mkdir()
-        synthetic_data(folder / "data", shape)
-        peaks = [peak_flops_per_s(precision)]
-        for number in range(rounds):
-            for each in names if number % 2 == 0 else names[::-1]:
-                answer[each].append(CONTESTANTS[each](folder, shape, precision, steps + SKIPPED).medians(SKIPPED))
-            peaks.append(peak_flops_per_s(precision))
-        flops = flops_per_step(folder, shape)
-    result: dict[str, Any] = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
+        synthetic_data(folder, shape)
+        task = build_task(native_config(folder, shape, "fp32", 1))
+        flops = shape.batch * (task.flops_per_example(task.build_model(), shape.seq_len) or 0.0)
+        peaks = [matmul_flops_per_s(device)[0]]
+        for index, (_, each) in enumerate(turns(rounds, names), start=1):
+            taken[each].append(CONTESTANTS[each](folder, shape, precision, steps + SKIPPED).medians())
+            if index % len(names) == 0:
+                peaks.append(matmul_flops_per_s(device)[0])
+    result: Result = {"shape": shape_name, "precision": precision, "threads": torch.get_num_threads()}
     result |= {"device": DEVICE.type, "tflop_per_step": flops / 1e12, "peak_tflops": rounded([p / 1e12 for p in peaks])}
-    for each, rows in answer.items():
+    for each, rows in taken.items():
         times = [row["step_wall_s"] for row in rows]
         result[f"{each}_step_wall_s"] = round(statistics.median(times), 4)
         result[f"{each}_tokens_per_s"] = round(shape.batch * shape.seq_len / statistics.median(times))
         result[f"{each} share of the peak"] = rounded([flops / step_s / max(peaks) for step_s in times])
-    for clock in ("wall", "cpu"):
-        ratios = {each: [row[f"ratio_{clock}"] for row in rows] for each, rows in answer.items()}
-        result |= {f"{each} / bare ({clock})": rounded(values) for each, values in ratios.items()}
+    for clock in CLOCKS:
+        to_bare = {each: [row[clock] for row in rows] for each, rows in taken.items()}
+        result |= {f"{each} / bare ({clock})": rounded(values) for each, values in to_bare.items()}
         for theirs, ours in ((a, b) for a in names for b in names if a[0] == "t" and b[0] == "o"):
-            pairs = zip(ratios[ours], ratios[theirs], strict=True)
-            result[f"{theirs} / {ours} ({clock})"] = rounded([b / a for a, b in pairs])
+            result[f"{theirs} / {ours} ({clock})"] = rounded(ratios(to_bare[theirs], to_bare[ours]))
     return result
-
-
-def peak_flops_per_s(precision: str) -> float:
-    return matmul_flops_per_s(DDP(BackendConfig(device=DEVICE.type, precision=precision)))[0]
-
-
-def flops_per_step(folder: Path, shape: Shape) -> float:
-    """The model's arithmetic alone, by the formula of train.models."""
-    task = build_task(config(folder, shape, "fp32", 1))
-    return shape.batch * (task.flops_per_example(task.build_model(), shape.seq_len) or 0.0)
 
 
 def rounded(values: list[float]) -> list[float]:
@@ -225,9 +203,7 @@ def rounded(values: list[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each variant a round")
+    parser = harness.parser(__doc__, rounds=3, steps=10)
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--compile", action="store_true", help="compiled contestants beside the plain ones")

@@ -2,14 +2,11 @@
 
     python -m benchmarks.xla [--rounds 3] [--steps 30] [--shape base|demo] [--depth 12] [--accumulation 4]
 
-"naive" is a plain PyTorch/XLA script of the shape of AWS's sentiment fine-tuning sample, written afresh: transformers'
-model moved to the device, torch's AdamW, MpDeviceLoader, a [batch, seq] mask of ones, labels at every position, a
-warm-up from 0, the loss read at every step. "unrolled" and "scan" are `train.loop.run` with that backend.layers.
-Same weights, sequences, masks and batch, checked by the losses; fp32, one process, no ranks.
-
-Every run is a process of its own, because a graph is compiled once in each; rounds interleave the variants. The device
-is waited for after steps 1, 2 and 4 and after the last only, so that working ahead of it is not punished. A read is a
-transfer from the device to the host, of any number of tensors at once: until it is answered, nothing new is queued.
+"naive" is a plain PyTorch/XLA script of the shape of AWS's sentiment fine-tuning sample, written afresh; "unrolled" and
+"scan" are `train.loop.run` with that backend.layers. Same weights, sequences, masks and batch, checked by the losses;
+fp32, one process, no ranks. Every run is a process of its own, because a graph is compiled once in each. The device is
+waited for after steps 1, 2 and 4 and after the last only, so that working ahead of it is not punished. A read is a
+transfer from the device to the host, of any number of tensors at once: until it ends, nothing new is queued.
 """
 
 from __future__ import annotations
@@ -22,14 +19,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from benchmarks.harness import memory_mib, num_cpus, run, spread, table, three
-from train.cli import compose as cli
+from benchmarks import harness, pretraining
+from benchmarks.harness import Result, measure_table, memory_mib, num_cpus, ratios, run, three
 from train.config import TrainConfig
 
 VARIANTS = ("naive", "unrolled", "scan")
@@ -53,61 +51,46 @@ MEASURES = {
     "parameters": "trained parameters",
 }
 COMPARED = ("compile_s", "first_step_s", "to_step_2_s", "ready_s", "step_s", "step_cpu_s", "peak_rss_mib")
-
-
-@dataclass(frozen=True)
-class Shape:
-    model: str
-    vocab_size: int
-    seq_len: int
-    batch: int  # sequences in a micro batch
-
-
 SHAPES = {
-    "base": Shape("albert_base", 2000, 128, 2),
-    "demo": Shape("albert_tiny", 2000, 64, 32),
+    "base": replace(pretraining.SHAPES["base"], vocab_size=2000, batch=2),
+    "demo": pretraining.SHAPES["demo"],
 }
 
 
 # ---- one run, in a process of its own ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Clocks, and PyTorch/XLA's counts since the start of the process."""
-
-    wall_s: float
-    cpu_s: float  # of all threads
-    graphs: int
-    compile_s: float
-    executions: int
-    reads: int
-    number_reads: int
+Reading = dict[str, float]
 
 
 def take_reading() -> Reading:
+    """Clocks, and PyTorch/XLA's counts since the start of the process."""
     import torch_xla.debug.metrics as metrics
 
     def metric(name: str) -> tuple[int, float]:
-        answer = metrics.metric_data(name)
-        return (0, 0.0) if answer is None else (answer[0], answer[1])
+        data = metrics.metric_data(name)
+        return (0, 0.0) if data is None else (data[0], data[1])
 
     graphs, compile_ns = metric("CompileTime")
-    return Reading(
-        wall_s=time.perf_counter(),
-        cpu_s=time.process_time(),
-        graphs=graphs,
-        compile_s=compile_ns / 1e9,
-        executions=metric("ExecuteTime")[0],
-        reads=metric("TransferFromDeviceTime")[0],
-        number_reads=metrics.counter_value("aten::_local_scalar_dense") or 0,
-    )
+    return {
+        "wall_s": time.perf_counter(),
+        "cpu_s": time.process_time(),  # of all threads
+        "graphs": graphs,
+        "compile_s": compile_ns / 1e9,
+        "executions": metric("ExecuteTime")[0],
+        "reads": metric("TransferFromDeviceTime")[0],
+        "number_reads": metrics.counter_value("aten::_local_scalar_dense") or 0,
+    }
+
+
+def between(earlier: Reading, later: Reading) -> Reading:
+    return {name: later[name] - earlier[name] for name in earlier}
 
 
 class Meter:
     """Readings at the begin and the end of each of `num_steps` steps, and what they come to."""
 
-    def __init__(self, num_steps: int, flush: Callable[[], None]) -> None:
+    def __init__(self, num_steps: int, flush: Callable[[], None] = lambda: None) -> None:
         self.num_steps, self.flush = num_steps, flush
         self.start = take_reading()
         self.begun: list[Reading] = []
@@ -128,33 +111,28 @@ class Meter:
         if step == self.num_steps:
             self.peak_rss_mib = memory_mib("VmHWM")
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> Result:
         first, last = self.begun[0], self.ended[self.num_steps - 1]
-        steady = self.begun[SKIPPED]
-        steps = self.num_steps - SKIPPED
-        pairs = list(zip(self.begun, self.ended, strict=True))
-        setup_s = first.wall_s - self.start.wall_s
-        first_s, second_s = (end.wall_s - begin.wall_s for begin, end in pairs[:2])
+        setup_s = first["wall_s"] - self.start["wall_s"]
+        first_s, second_s = (between(self.begun[step], self.ended[step])["wall_s"] for step in range(2))
+        steady = between(self.begun[SKIPPED], last)
+        per_step = {name: value / (self.num_steps - SKIPPED) for name, value in steady.items()}
         return {
-            "graphs": last.graphs - first.graphs,
-            "setup_graphs": first.graphs,
-            "graphs_afterwards": take_reading().graphs - last.graphs,
-            "compile_s": last.compile_s - first.compile_s,
+            "graphs": last["graphs"] - first["graphs"],
+            "setup_graphs": first["graphs"],
+            "compile_s": last["compile_s"] - first["compile_s"],
             "setup_s": setup_s,
             "first_step_s": first_s,
             "to_step_2_s": first_s + second_s,
             "ready_s": setup_s + first_s + second_s,
-            "step_s": (last.wall_s - steady.wall_s) / steps,
-            "step_cpu_s": (last.cpu_s - steady.cpu_s) / steps,
-            "executions": (last.executions - steady.executions) / steps,
-            "reads": (last.reads - steady.reads) / steps,
-            "number_reads": (last.number_reads - steady.number_reads) / steps,
-            "reads_of_steps": [end.reads - begin.reads for begin, end in pairs[SKIPPED : self.num_steps]],
+            "step_s": per_step["wall_s"],
+            "step_cpu_s": per_step["cpu_s"],
+            **{name: per_step[name] for name in ("executions", "reads", "number_reads")},
             "peak_rss_mib": self.peak_rss_mib,
         }
 
 
-def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
+def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
     """What a user writes who follows a tutorial. Nothing is done about what PyTorch/XLA makes of it: the decoder, tied
     to the embedding until `.to(device)`, is trained as a weight of its own.
     """
@@ -162,27 +140,16 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
     import torch_xla.core.xla_model as xm
     from torch.utils.data import DataLoader
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
-    from transformers import AlbertConfig, AlbertForMaskedLM, get_linear_schedule_with_warmup
+    from transformers import get_linear_schedule_with_warmup
 
     made = torch.load(folder / "rows.pt", weights_only=True)
     meter = Meter(num_steps, flush=torch_xla.sync)  # what the loader would do at the next batch
-    batch, sizes = cfg.micro_batch_size or 1, cfg.model
+    batch = cfg.micro_batch_size or 1
     accumulation = (cfg.global_batch_size or batch) // batch
 
     device = torch_xla.device()
     torch.manual_seed(cfg.seed)
-    model = AlbertForMaskedLM(
-        AlbertConfig(
-            vocab_size=made["vocab_size"],
-            embedding_size=sizes.embedding_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    ).to(device)
+    model = pretraining.transformers_model(cfg.model, made["vocab_size"]).to(device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr)
     warmup = round(num_steps * cfg.optim.warmup_fraction)
@@ -200,15 +167,15 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
                 scheduler.step()
             losses.append(loss.item())
         meter.end()
-    weighted = sum(a * b for a, b in zip(losses, made["counts"][:accumulation], strict=False))
+    counts = made["counts"][:accumulation]
     return {
         **meter.result(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "first_loss": weighted / sum(made["counts"][:accumulation]),
+        "first_loss": sum(a * b for a, b in zip(losses, counts, strict=False)) / sum(counts),
     }
 
 
-def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
+def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
     """The product's own entry, with readings taken in its recorder. It runs for one step more: its last one evaluates
     and saves.
     """
@@ -217,8 +184,8 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
     from train import loop
     from train.attempt.preempt import StopRequest
 
-    meter = Meter(num_steps, flush=lambda: None)  # a step of ours ends with what it has queued
-    engines, counts, sums = [], [], []
+    meter = Meter(num_steps)  # a step of ours ends with what it has queued
+    counts, sums, parameters = [], [], []
 
     class Metered(loop.Recorder):
         def begin_step(self) -> None:
@@ -230,24 +197,17 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
             meter.end()
             counts.append(sum(batch["count"] for batch in values["micro_batches"]))
             if self.progress.step <= 2:  # between two steps, in nobody's time: the loss so far
-                sums.extend(xm._maybe_convert_to_cpu([engines[0].loss_sum]))
+                parameters[:] = [parameter.numel() for parameter in self.engine.parameters]
+                sums.extend(xm._maybe_convert_to_cpu([self.engine.loss_sum]))
 
-    def build_engine(*args: Any, **kwargs: Any) -> Any:
-        engines.append(kept[1](*args, **kwargs))
-        return engines[0]
-
-    kept = loop.Recorder, loop.build_engine
-    loop.Recorder, loop.build_engine = Metered, build_engine  # type: ignore[misc]
-    try:
+    with mock.patch.object(loop, "Recorder", Metered):
         loop.run(cfg, StopRequest())
-    finally:
-        loop.Recorder, loop.build_engine = kept  # type: ignore[misc]
     written = (json.loads(line) for line in (Path(cfg.run_dir) / "metrics.jsonl").read_text().splitlines())
     windows = [line["loss"] for line in written if line["kind"] == "train"]
     early = [float(total) / seen for total, seen in zip(sums, itertools.accumulate(counts), strict=False)]
     return {
         **meter.result(),
-        "parameters": sum(parameter.numel() for parameter in engines[0].parameters),
+        "parameters": sum(parameters),
         "first_loss": early[0],
         "losses": [*early, *windows],
     }
@@ -255,29 +215,11 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> dict[str, Any]:
 
 def config(folder: Path, variant: str, options: argparse.Namespace) -> TrainConfig:
     shape = SHAPES[options.shape]
-    return cli.load_config(
-        TrainConfig,
-        [
-            f"model={shape.model}",
-            *([f"model.num_layers={options.depth}"] if options.depth else []),
-            f"data.path={folder / 'data'}",
-            f"run_dir={tempfile.mkdtemp(dir=folder)}/run",
-            f"micro_batch_size={shape.batch}",
-            f"global_batch_size={shape.batch * options.accumulation}",
-            f"max_steps={options.steps + SKIPPED + 1}",
-            f"log_every={options.log_every}",
-            "data.num_workers=0",  # masks are drawn in the process that is measured
-            "eval_every=null",
-            "eval_examples=1",
-            "checkpoint.every=1000000",
-            "export=false",
-            "backend=xla",
-            "backend.device=cpu",
-            "backend.precision=fp32",
-            *([] if variant == "naive" else [f"backend.layers={variant}"]),
-            "optim.lr=1e-4",
-        ],
-    )
+    batch = [f"micro_batch_size={shape.batch}", f"global_batch_size={shape.batch * options.accumulation}"]
+    layers = [f"model.num_layers={options.depth}"] if options.depth else []
+    layers += [] if variant == "naive" else [f"backend.layers={variant}"]
+    device = ["backend=xla", "backend.device=cpu", "backend.precision=fp32", f"log_every={options.log_every}"]
+    return pretraining.config(folder, shape, options.steps + SKIPPED + 1, *batch, *device, *layers)
 
 
 # ---- rounds of runs ------------------------------------------------------------------------------------------------
@@ -285,89 +227,65 @@ def config(folder: Path, variant: str, options: argparse.Namespace) -> TrainConf
 
 def write_data(folder: Path, options: argparse.Namespace) -> None:
     """The prepared data for our loop, and the batches that it will draw as plain rows for the naive script."""
-    from benchmarks import step  # hides torch_xla from its process: not for the processes that are measured
-
-    shape, rows, counts = SHAPES[options.shape], [], []
-    (folder / "data").mkdir()
-    step.synthetic_data(folder / "data", shape)
-    for batch in step.ready_batches(folder, shape, (options.steps + SKIPPED) * options.accumulation):
-        inputs = batch["inputs"]
-        columns = (inputs["input_ids"], inputs["token_type_ids"], step.full_labels(inputs))
-        for ids, segments, labels in zip(*columns, strict=True):
-            ones = torch.ones_like(ids)
-            rows.append({"input_ids": ids, "attention_mask": ones, "token_type_ids": segments, "labels": labels})
-        counts.append(batch["count"])
+    shape = SHAPES[options.shape]
+    pretraining.synthetic_data(folder, shape)
+    batches = pretraining.ready_batches(folder, shape, (options.steps + SKIPPED) * options.accumulation)
+    rows = [
+        {**row, "attention_mask": torch.ones_like(row["input_ids"])}
+        for batch in batches
+        for row in pretraining.plain_rows(batch)
+    ]
+    counts = [batch["count"] for batch in batches]
     torch.save({"rows": rows, "counts": counts, "vocab_size": shape.vocab_size}, folder / "rows.pt")
 
 
-def run_apart(folder: Path, variant: str, arguments: list[str]) -> dict[str, Any]:
+def run_apart(folder: Path, variant: str, arguments: list[str]) -> Result:
     """One variant in a fresh process."""
     command = (sys.executable, "-m", "benchmarks.xla", *arguments, "--variant", variant, "--folder", str(folder))
-    answer: dict[str, Any] = json.loads(run(*command, PJRT_DEVICE="CPU").splitlines()[-1])
-    return answer
+    result: Result = json.loads(run(*command, PJRT_DEVICE="CPU").splitlines()[-1])
+    return result
 
 
-def check_same_work(answer: dict[str, dict[str, Any]]) -> None:
+def check_same_work(results: dict[str, Result]) -> None:
     """Raises RuntimeError unless the first step's loss is the same everywhere, and those of our variants always."""
-    firsts = {variant: one["first_loss"] for variant, one in answer.items()}
+    firsts = {variant: one["first_loss"] for variant, one in results.items()}
     if max(firsts.values()) - min(firsts.values()) > SAME_LOSS:
         raise RuntimeError(f"the losses of the first step differ: {firsts}")
-    ours = [one["losses"] for one in answer.values() if "losses" in one]
+    ours = [one["losses"] for one in results.values() if "losses" in one]
     if any(max(losses) - min(losses) > SAME_LOSS for losses in zip(*ours, strict=True)):
         raise RuntimeError(f"the losses of our variants differ: {ours}")
 
 
-def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
+def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Result]:
     """Every measure of every variant, and naive's over ours of the same round: least, median, greatest."""
-    rounds: list[dict[str, dict[str, Any]]] = []
+    rounds: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_data(folder, options)
+        write_data(Path(name), options)
         for number in range(options.rounds):
-            rounds.append({variant: run_apart(folder, variant, arguments) for variant in options.variants})
+            rounds.append({variant: run_apart(Path(name), variant, arguments) for variant in options.variants})
             check_same_work(rounds[-1])
             print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
-    result: dict[str, Any] = {
-        **{key: value for key, value in vars(options).items() if key not in ("variant", "folder")},
-        "cpus": num_cpus(),
-        "omp_threads": os.environ.get("OMP_NUM_THREADS"),
+
+    def of_rounds(variant: str, measure: str) -> list[float]:
+        return [results[variant][measure] for results in rounds]
+
+    known = [measure for measure in MEASURES if rounds[0][options.variants[0]][measure] is not None]
+    result: dict[str, Result] = {
+        variant: {measure: three(of_rounds(variant, measure)) for measure in known} for variant in options.variants
     }
-    for variant in options.variants:
-        answer = [round_[variant] for round_ in rounds]
-        known = [measure for measure in (*MEASURES, "graphs_afterwards") if answer[0][measure] is not None]
-        result[variant] = {measure: three([one[measure] for one in answer]) for measure in known}
-        result[variant]["reads_of_steps"] = answer[0]["reads_of_steps"]
-        result[variant]["first_loss"] = answer[0]["first_loss"]
-    for variant in ours(options):
+    for variant in [each for each in options.variants if each != "naive" and "naive" in options.variants]:
         result[f"naive / {variant}"] = {
-            measure: three([round_["naive"][measure] / round_[variant][measure] for round_ in rounds])
+            measure: three(ratios(of_rounds("naive", measure), of_rounds(variant, measure)))
             for measure in COMPARED
-            if measure in result[variant]
+            if measure in known
         }
     return result
 
 
-def ours(options: argparse.Namespace) -> list[str]:
-    """The variants to compare with naive; none without it."""
-    return [variant for variant in options.variants if variant != "naive" and "naive" in options.variants]
-
-
-def table_of(result: dict[str, Any], columns: list[str]) -> str:
-    rows = [(label, *(cell(result[column].get(name)) for column in columns)) for name, label in MEASURES.items()]
-    return table(("", *columns), rows)
-
-
-def cell(values: tuple[float, float, float] | None) -> str:
-    return "" if values is None else spread(values, 4)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30, help=f"steady steps of each run, after the first {SKIPPED}")
+    parser = harness.parser(__doc__, rounds=3, steps=30, accumulation=1)
     parser.add_argument("--shape", choices=SHAPES, default="base")
     parser.add_argument("--depth", type=int, help="layers; left out: the model's own number")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro batches in a step")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of ours; naive reads at all")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # one run, for the processes of a round
@@ -377,13 +295,14 @@ def main() -> None:
         parser.error(f"--log-every {options.log_every} must be 3 or more")
     if options.variant is None:
         result = compare(options, sys.argv[1:])
-        print(table_of(result, [*options.variants, *(f"naive / {variant}" for variant in ours(options))]))
-        print(json.dumps(result))
+        print(measure_table(MEASURES, result))
+        about = {"cpus": num_cpus(), "omp_threads": os.environ.get("OMP_NUM_THREADS"), **vars(options)}
+        print(json.dumps({**about, **result}, default=str))
         return
     cfg = config(options.folder, options.variant, options)
     num_steps = options.steps + SKIPPED
-    answer = run_naive(options.folder, cfg, num_steps) if options.variant == "naive" else run_ours(cfg, num_steps)
-    print(json.dumps(answer))
+    result = run_naive(options.folder, cfg, num_steps) if options.variant == "naive" else run_ours(cfg, num_steps)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.corpus import FIRST_ID, VOCAB_SIZE, Corpus
+from benchmarks.peers.corpus import VOCAB_SIZE, Corpus
 
 # ---- plain numpy ---------------------------------------------------------------------------------------------------
 
@@ -69,15 +71,18 @@ def ours(
 
     manifest = read_manifest(corpus.path_of("ours"))
     shards = ShardSet(corpus.path_of("ours"), manifest, "train")
-    masker = Masker(
-        seed=0,
-        mask_rate=0.15,
-        max_predictions=max(1, round(corpus.seq_len * 0.15)),
-        max_ngram=3,
-        mask_id=manifest.tokenizer.mask_id,
-        special_ids=tuple(manifest.tokenizer.special_ids),
-        vocab_size=VOCAB_SIZE,
-    )
+    rows: Any = Gathered(shards)
+    if masked:
+        masker = Masker(
+            seed=0,
+            mask_rate=0.15,
+            max_predictions=max(1, round(corpus.seq_len * 0.15)),
+            max_ngram=3,
+            mask_id=manifest.tokenizer.mask_id,
+            special_ids=tuple(manifest.tokenizer.special_ids),
+            vocab_size=VOCAB_SIZE,
+        )
+        rows = MaskedRows(shards, masker, is_training=True)
     sampler = ShardSampler(
         shard_rows or [shard.rows for shard in manifest.splits["train"]],
         seed=0,
@@ -87,22 +92,16 @@ def ours(
         windows=windows,
         consumed_rows=first * corpus.batch,
     )
-    batches = Batches(
-        MaskedRows(shards, masker, is_training=True) if masked else Gathered(shards),
-        sampler.micro_batches(corpus.batch),
-        batch_size=corpus.batch,
-        num_workers=num_workers,
-        prefetch=4,
-        pin_memory=False,
-    )
+    order, size = sampler.micro_batches(corpus.batch), corpus.batch
+    batches = Batches(rows, order, batch_size=size, num_workers=num_workers, prefetch=4, pin_memory=False)
     return (batch["inputs"]["input_ids"].long() for batch in batches)
 
 
 def write_ours(corpus: Corpus) -> None:
-    from train.data.shards.format import TokenizerInfo, write_manifest, write_shard
-    from train.data.shards.prepared import TOKENIZER
+    from benchmarks.pretraining import write_tokenizer
+    from train.data.shards.format import write_manifest, write_shard
     from train.data.text.packing import Rows as PackedRows
-    from train.storage.folders import LocalFolder, sha256_bytes
+    from train.storage.folders import LocalFolder
 
     folder = LocalFolder(corpus.path_of("ours"))
     pivot = np.full(corpus.shard_rows, corpus.seq_len // 2, np.uint16)
@@ -111,20 +110,9 @@ def write_ours(corpus: Corpus) -> None:
         write_shard(folder, f"train-{number:05d}.safetensors", PackedRows(corpus.shard(number), pivot, same_document))
         for number in range(corpus.shards)
     ]
-    for name in TOKENIZER:
-        folder.write(name, b"{}")
-    special = list(range(FIRST_ID))
-    write_manifest(
-        folder,
-        seq_len=corpus.seq_len,
-        dtype="uint16",
-        splits={"train": shards, "validation": []},
-        tokenizer=TokenizerInfo(
-            sha256_bytes(b"{}"), VOCAB_SIZE, cls_id=2, sep_id=3, mask_id=4, pad_id=0, special_ids=special
-        ),
-        counts={},
-        config={},
-    )
+    splits, tokenizer = {"train": shards, "validation": []}, write_tokenizer(folder, VOCAB_SIZE)
+    sizes = {"seq_len": corpus.seq_len, "dtype": "uint16"}
+    write_manifest(folder, **sizes, splits=splits, tokenizer=tokenizer, counts={}, config={})  # type: ignore[arg-type]
 
 
 # ---- Hugging Face datasets -----------------------------------------------------------------------------------------
@@ -139,17 +127,14 @@ def write_hf(corpus: Corpus) -> None:
     datasets.Dataset(table).save_to_disk(corpus.path_of("hf"), num_shards=corpus.shards)
 
 
-def hf(corpus: Corpus, form: str) -> Any:
+def hf_torch(corpus: Corpus) -> DataLoader[Any]:
     import datasets
 
-    return datasets.load_from_disk(corpus.path_of("hf")).with_format(form)
-
-
-def hf_torch(corpus: Corpus) -> DataLoader[Any]:
     def stack(rows: list[dict[str, Tensor]]) -> Tensor:
         return torch.stack([row["tokens"] for row in rows]).long()
 
-    return DataLoader(hf(corpus, "torch"), corpus.batch, shuffle=True, drop_last=True, collate_fn=stack)
+    rows: Any = datasets.load_from_disk(corpus.path_of("hf")).with_format("torch")
+    return DataLoader(rows, corpus.batch, shuffle=True, drop_last=True, collate_fn=stack)
 
 
 # ---- LitData -------------------------------------------------------------------------------------------------------
@@ -178,18 +163,14 @@ def write_litdata(corpus: Corpus) -> None:
     )
 
 
-def litdata_loader(corpus: Corpus, folder: str, **options: Any) -> Any:
+def read_litdata(corpus: Corpus) -> Any:
     import litdata
 
     items = litdata.TokensLoader(block_size=corpus.seq_len)
-    data = litdata.StreamingDataset(folder, item_loader=items, shuffle=True, **options)
+    data = litdata.StreamingDataset(str(corpus.path_of("litdata")), item_loader=items, shuffle=True)
     return litdata.StreamingDataLoader(
         data, batch_size=corpus.batch, collate_fn=lambda rows: torch.stack(rows).long(), drop_last=True
     )
-
-
-def read_litdata(corpus: Corpus) -> Any:
-    return litdata_loader(corpus, str(corpus.path_of("litdata")))
 
 
 # ---- mosaicml-streaming --------------------------------------------------------------------------------------------
@@ -218,78 +199,56 @@ def write_mds(corpus: Corpus) -> None:
             writer.write({"tokens": np.asarray(row)})
 
 
-def mds_loader(corpus: Corpus, **places: str) -> Any:
+def mds(corpus: Corpus) -> Any:
     """In its default order, py1e."""
 
     def stack(samples: list[dict[str, np.ndarray]]) -> Tensor:
         return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
 
-    data = streaming().StreamingDataset(shuffle=True, batch_size=corpus.batch, **places)
-    return streaming().StreamingDataLoader(data, batch_size=corpus.batch, collate_fn=stack, drop_last=True)
-
-
-def mds(corpus: Corpus) -> Any:
-    return mds_loader(corpus, local=str(corpus.path_of("mds")))
+    local, size = str(corpus.path_of("mds")), corpus.batch
+    data = streaming().StreamingDataset(shuffle=True, batch_size=size, local=local)
+    return streaming().StreamingDataLoader(data, batch_size=size, collate_fn=stack, drop_last=True)
 
 
 # ---- the table of them ---------------------------------------------------------------------------------------------
-
-
-def nothing() -> None: ...
-
-
-def import_ours() -> None:
-    pass
-
-
-def import_hf() -> None:
-    import datasets  # noqa: F401
-
-
-def import_litdata() -> None:
-    import litdata  # noqa: F401
 
 
 @dataclass(frozen=True)
 class Reader:
     label: str
     build: Callable[..., Iterable[Tensor]]
-    load: Callable[[], Any] = nothing  # imports what it needs
+    load: Callable[[], Any] | None = None  # imports the library
     format: str = "flat.bin"  # file or folder of the corpus, see WRITERS
     environment: str = "ours"
     measures: tuple[str, ...] = ("speed", "memory")
     resume: str = "state_dict"  # or "first": the number of batches is all the state
-    has_workers: bool = False
+    num_workers: int = 0
 
 
-def ours_with(**options: Any) -> Callable[..., Iterator[Tensor]]:
-    return lambda corpus, first=0: ours(corpus, first, **options)
+def readers_of_ours() -> dict[str, Reader]:
+    """With and without masks, each with none, one and two workers."""
+    load, result = partial(import_module, "train.data.batches.loader"), {}
+    for (name, label), workers in itertools.product({"ours": "ours", "masked": "ours with masks"}.items(), range(3)):
+        result[f"{name}_{workers}" if workers else name] = Reader(
+            f"{label}, {workers} worker{'s' * (workers > 1)}" if workers else f"**{label}**",
+            partial(ours, num_workers=workers, masked=name == "masked"),
+            load,
+            format="ours",
+            measures=("speed",) if workers else EVERYTHING if name == "ours" else ("speed", "memory"),
+            resume="first",
+            num_workers=workers,
+        )
+    return result
 
 
-EVERYTHING, SPEED = ("speed", "memory", "resume"), ("speed",)
-OURS: dict[str, Any] = {"load": import_ours, "format": "ours", "resume": "first"}
-HF: dict[str, Any] = {"load": import_hf, "format": "hf"}
+EVERYTHING = ("speed", "memory", "resume")
 READERS = {
     "limit": Reader("numpy: one memmap, whole batches, no DataLoader (the limit)", limit),
-    "ours": Reader("**ours**", ours, measures=EVERYTHING, **OURS),
-    "ours_1": Reader("ours, 1 worker", ours_with(num_workers=1), has_workers=True, measures=SPEED, **OURS),
-    "ours_2": Reader("ours, 2 workers", ours_with(num_workers=2), has_workers=True, measures=SPEED, **OURS),
-    "masked": Reader("ours with masks", ours_with(masked=True), **OURS),
-    "masked_1": Reader(
-        "ours with masks, 1 worker", ours_with(masked=True, num_workers=1), has_workers=True, measures=SPEED, **OURS
-    ),
-    "masked_2": Reader(
-        "ours with masks, 2 workers", ours_with(masked=True, num_workers=2), has_workers=True, measures=SPEED, **OURS
-    ),
-    "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, **HF),
+    **readers_of_ours(),
+    "hf_torch": Reader("datasets, torch format, DataLoader", hf_torch, partial(import_module, "datasets"), "hf"),
     "litdata": Reader(
-        "LitData, TokensLoader", read_litdata, import_litdata, "litdata", environment="litdata", measures=EVERYTHING
+        "LitData, TokensLoader", read_litdata, partial(import_module, "litdata"), "litdata", "litdata", EVERYTHING
     ),
-    "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", environment="mds", measures=EVERYTHING),
+    "mds": Reader("mosaicml-streaming, MDS", mds, streaming, "mds", "mds", EVERYTHING),
 }
-WRITERS = {
-    "ours": write_ours,
-    "hf": write_hf,
-    "litdata": write_litdata,
-    "mds": write_mds,
-}
+WRITERS = {"ours": write_ours, "hf": write_hf, "litdata": write_litdata, "mds": write_mds}
