@@ -75,6 +75,12 @@ class Bucket:
     def put(self, key: str, content: bytes) -> None:
         self.client.put_object(Bucket=self.name, Key=key, Body=content)
 
+    def flip(self, key: str, at: int) -> None:
+        """Change a bit of an object."""
+        content = bytearray(self.get(key))
+        content[at] ^= 1
+        self.put(key, bytes(content))
+
 
 @pytest.fixture(scope="session")
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:

@@ -36,10 +36,10 @@ def store_of(run_dir: Path) -> LocalStore:
     return LocalStore(run_dir / "checkpoints")
 
 
-def flip(path: Path) -> None:
-    """Change a bit in the middle of a file."""
+def flip(path: Path, at: int | None = None) -> None:
+    """Change a bit of the byte there, or of the one in the middle of a file."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)
 
 

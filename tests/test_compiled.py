@@ -14,8 +14,8 @@ import torch
 from finetuning import tuned
 from forks import run_forked
 from running import lines, run, train_config, train_overrides
-from test_equality import assert_same_run, losses
 
+from runs import assert_same_run, losses
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.kernel_cache import KernelCache

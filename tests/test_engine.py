@@ -13,9 +13,9 @@ import pytest
 import torch
 from forks import launch, run_forked
 from split_engine import HalvesConfig, TwoLayersTask
-from test_equality import weights
 from toy import Toy, ToyConfig
 
+from runs import weights
 from train import parallel
 from train.config import InputError, ParallelConfig
 from train.tasks import TASKS, mlm

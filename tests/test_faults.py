@@ -11,8 +11,10 @@ import pytest
 import torch
 from forks import launch, start_forked
 from running import ROOT, command, eventually, lines, run, train_config, train_overrides
+from saved_steps import flip
 from toy import NAN, spoilt
 
+from runs import assert_same_weights
 from train import entry, loop
 from train.attempt import attempt
 from train.attempt.preempt import StopRequest
@@ -48,16 +50,6 @@ def ranks_of(process, run_dir):
 
 def steps_logged(run_dir):
     return [line["step"] for line in lines(run_dir, "train")] if (run_dir / "metrics.jsonl").is_file() else []
-
-
-def weights(run_dir, step):
-    return torch.load(run_dir / f"checkpoints/step_{step:08d}/model.pt", weights_only=True)
-
-
-def assert_same_weights(one, other, step):
-    first, second = weights(one, step), weights(other, step)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def outcome(run_dir):
@@ -121,9 +113,7 @@ def test_ranks_fall_back_to_the_same_step(undisturbed, tmp_path, prepared):
     run_dir = shutil.copytree(undisturbed, tmp_path / "run")
     for name in ("model", "optimizer"):  # of the last two
         path = run_dir / f"checkpoints/step_{60 if name == 'model' else 55:08d}/{name}.pt"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip(path)
     result = run(train_overrides(run_dir, prepared, *LONG), ranks=2)
     assert result.returncode == 0, result.stderr
     assert "step 60 is damaged (model.pt has sha256" in result.stderr

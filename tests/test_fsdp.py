@@ -16,10 +16,10 @@ from finetuning import tuning
 from forks import launch, run_forked
 from running import ROOT, lines, run, train_config, train_overrides
 from safetensors.torch import load_file
-from test_equality import assert_same_run, grad_norms, losses, moments, weights
 from toy import NAN
 from transformers import AutoModel, MPNetConfig
 
+from runs import assert_same_run, grad_norms, losses, moments, weights
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend import open_backend

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from running import ROOT, lines, prepare_config, run, train_config, train_overrides, write_corpus
+from saved_steps import flip
 from toy import Rows, ToyTask
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
@@ -138,9 +139,7 @@ def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
 def test_a_damaged_shard_stops_all_ranks_with_one_message(tmp_path, prepared):
     data = shutil.copytree(prepared, tmp_path / "data")
     shard = data / "train-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content)
+    flip(shard, -5)
     result = run(train_overrides(tmp_path / "run", data), ranks=2)
     assert result.returncode != 0
     assert result.stderr.count("error: ") == 1 and "has sha256" in result.stderr

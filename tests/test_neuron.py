@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from running import ROOT, lines, run, train_config, train_overrides
 
+from runs import TOLERANCE, assert_same_weights, losses, weights
 from train import __main__ as program
 from train import loop
 from train.attempt.preempt import StopRequest
@@ -24,7 +25,6 @@ from train.host import machine, rank_setup
 from train.telemetry import monitor_neuron
 
 # As in test_equality.py: sums of float32 in another order, six steps.
-TOLERANCE = 2e-5
 VERSION = "2.14.3.0.1"
 
 
@@ -58,14 +58,6 @@ def train(run_dir, data, *overrides):
     return run_dir
 
 
-def losses(run_dir):
-    return [line["loss"] for line in lines(run_dir, "train")]
-
-
-def weights(run_dir):
-    return torch.load(run_dir / "checkpoints/step_00000006/model.pt", weights_only=True)
-
-
 # ---- the same run as DDP -------------------------------------------------------------------------------------------
 
 
@@ -86,8 +78,7 @@ def test_a_run_is_that_of_ddp_bit_for_bit_and_a_missing_tool_only_a_note(
     result = train(tmp_path / "run", prepared, *NEURON)
     assert opened["run_tag"] == "run_a"  # else it would count the devices of another run as well
     assert losses(result) == losses(by_ddp) and losses(result)[-1] < losses(result)[0]
-    for name, tensor in weights(by_ddp).items():
-        assert torch.equal(weights(result)[name], tensor), name
+    assert_same_weights(result, by_ddp)
     (summary,) = lines(result, "summary")
     assert summary["backend"] == "neuron"
     assert not lines(result, "fault")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from forks import run_forked
 from running import ROOT, SEQ_LEN, prepare_config
+from saved_steps import flip
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -366,9 +367,7 @@ def test_a_refused_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_
 def test_a_damaged_shard_is_named(prepared, tmp_path):
     copy = shutil.copytree(prepared, tmp_path / "copy")
     shard = copy / "train-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content)
+    flip(shard, -5)
     check_files(copy, read_manifest(copy), checksums=False)
     with pytest.raises(InputError, match=r"train-00000.safetensors has sha256"):
         check_files(copy, read_manifest(copy), checksums=True)

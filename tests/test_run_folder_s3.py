@@ -40,13 +40,6 @@ def first_machine(on_machine):
     on_machine("first")
 
 
-@pytest.fixture(scope="module")
-def on_disk(tmp_path_factory, prepared):
-    run_dir = tmp_path_factory.mktemp("runs") / "disk"
-    loop.run(train_config(run_dir, prepared), StopRequest())
-    return run_dir
-
-
 def train(bucket, data, *overrides):
     return loop.run(train_config(bucket.location("run"), data, *bucket.overrides(), *overrides), StopRequest())
 
@@ -68,7 +61,9 @@ def store_of(bucket, tmp_path):
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(bucket, prepared, on_disk, on_machine, tmp_path):
+def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
+    bucket, prepared, finished, on_machine, tmp_path
+):
     """The machine is killed before the manifest of step 6. The other one resumes from step 3, and at the end all is in
     S3 that an undisturbed run has on disk.
     """
@@ -88,20 +83,20 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(bucket, p
     assert train(bucket, prepared) == ("done", 6)
     assert not set(killed) & set(bucket.keys("run/"))
     for kind in ("train", "eval"):
-        assert losses(lines_of(bucket, kind)) == losses(lines(on_disk, kind))
+        assert losses(lines_of(bucket, kind)) == losses(lines(finished, kind))
     assert "the last attempt ended (killed, without an exit record)" in lines_of(bucket, "fault")[0]["reason"]
-    store, local = store_of(bucket, tmp_path), LocalStore(on_disk / "checkpoints")
+    store, local = store_of(bucket, tmp_path), LocalStore(finished / "checkpoints")
     assert store.steps() == local.steps() == [3, 6]
     assert store.manifest(6).fence == 2
     for step in store.steps():
         for name in ("model.pt", "optimizer.pt"):
             assert store.manifest(step).files[name] == local.manifest(step).files[name]
         store.release(store.fetch(step))
-    exported = [path.relative_to(on_disk).as_posix() for path in (on_disk / "export").rglob("*") if path.is_file()]
+    exported = [path.relative_to(finished).as_posix() for path in (finished / "export").rglob("*") if path.is_file()]
     exported.remove("export/README.md")  # it says how long the run took
     assert bucket.get("run/export/README.md").startswith(b"---\nlibrary_name: transformers")
     for name in exported:
-        assert bucket.get(f"run/{name}") == (on_disk / name).read_bytes()
+        assert bucket.get(f"run/{name}") == (finished / name).read_bytes()
     outcome = json.loads(bucket.get("run/outcome.json"))
     assert (outcome["outcome"], outcome["step"], outcome["checkpoint"]) == ("done", 6, 6)
     assert json.loads(bucket.get("run/log/exit_rank_0000.json"))["reason"] == "done"

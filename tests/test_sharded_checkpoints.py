@@ -14,11 +14,12 @@ from forks import free_port, start_forked
 from running import run, train_config, train_overrides
 from s3_fixtures import Bucket
 from safetensors.torch import load_file
+from saved_steps import flip
 from services.fault_proxy import Fault
-from test_equality import losses, weights
 from test_saver import DRAFT, FULL, Refusing, left
 from torch import nn
 
+from runs import losses, weights
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
@@ -86,9 +87,7 @@ def test_it_resumes_in_one_process_which_writes_whole_files(run_dir, prepared):
 @pytest.mark.parametrize(("name", "fault"), [("model_00002.pt", "has sha256"), ("optimizer_00003.pt", "is missing")])
 def test_without_one_of_its_parts_a_step_is_none(run_dir, name, fault):
     path = run_dir / "checkpoints/step_00000006" / name
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content) if fault == "has sha256" else path.unlink()
+    flip(path, 100) if fault == "has sha256" else path.unlink()
     manifest, faults = newest_valid(store_of(run_dir))
     assert manifest.step == 3 and f"step 6 is damaged ({name} {fault}" in faults[0]
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from running import run
+from saved_steps import flip
 from streaming import upload
 
 from train import shards
@@ -30,9 +31,7 @@ def test_verify_passes_whole_data_and_names_all_that_is_damaged(prepared, tmp_pa
     copy = shutil.copytree(prepared, tmp_path / "data")
     manifest = read_manifest(copy)
     first, second = manifest.splits["train"][0].file, manifest.splits["validation"][0].file
-    content = bytearray((copy / first).read_bytes())
-    content[-1] ^= 1
-    (copy / first).write_bytes(content)
+    flip(copy / first, -1)
     (copy / second).unlink()
     code, output = called(capsys, "verify", copy)
     assert code == 1
@@ -102,9 +101,7 @@ def test_verify_of_s3_reads_every_byte(location, bucket, capsys):
     code, output = called(capsys, "verify", *location)
     assert code == 0 and "shards are whole" in output.out
     names = [shard.file for shard in shards.read_manifest(shards.open_folder(location[0], bucket.config())).shards]
-    content = bytearray(bucket.get(f"data/{names[0]}"))
-    content[-1] ^= 1
-    bucket.put(f"data/{names[0]}", bytes(content))
+    bucket.flip(f"data/{names[0]}", -1)
     bucket.client.delete_object(Bucket=bucket.name, Key=f"data/{names[1]}")
     code, output = called(capsys, "verify", *location)
     assert code == 1

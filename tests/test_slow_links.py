@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from forks import launch, run_forked
 from running import run, train_config, train_overrides
-from test_equality import grad_norms, losses, weights
 from torch import nn
 from toy import NAN
 
+from runs import grad_norms, losses, weights
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend import slow_links

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forks import launch, run_forked, start_forked
 from running import eventually, lines, prepare_config, run, train_config, train_overrides
+from saved_steps import flip
 from services.fault_proxy import Fault
 from streaming import alive, descendants, losses, num_shards, overrides, upload, windowed
 
@@ -281,9 +282,7 @@ def data(bucket, prepared, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_damaged_in_the_bucket_is_named(bucket, data, name):
-    content = bytearray(bucket.get(f"data/{name}"))
-    content[500] ^= 1
-    bucket.put(f"data/{name}", bytes(content))
+    bucket.flip(f"data/{name}", 500)
     with pytest.raises(InputError, match=f"/data/{name} .*prepare (the data )?again"):
         data()
 
@@ -324,13 +323,6 @@ def all_tokens(data, split="train"):
     return reader.rows(np.arange(len(reader))).tokens
 
 
-def damage(paths):
-    for path in paths:
-        content = bytearray(path.read_bytes())
-        content[-3] ^= 1
-        path.write_bytes(content)
-
-
 def test_two_runs_share_a_cache_unless_one_has_to_delete(bucket, shards, opened, monkeypatch):
     monkeypatch.setattr(cache, "TAKE_OVER_S", 0.1)
     small = {"cache_gb": float(windowed(shards).partition("=")[2])}
@@ -362,7 +354,8 @@ def test_a_run_compares_what_lies_in_a_cache_that_another_holds(bucket, shards, 
         np.testing.assert_array_equal(right, all_tokens(PreparedData(ShardsConfig(path=str(shards)), S3Config())))
         files = [first.folder / shard.file for shard in first.manifest.splits["train"]]
         damaged, before = files[1::2], {path: path.stat().st_ino for path in files}
-        damage(damaged)
+        for path in damaged:
+            flip(path, -3)
         bucket.proxy.set(Fault("delay", "safetensors", seconds=0.2))
         second, prefetcher = opened()
         with prefetcher():
@@ -388,7 +381,7 @@ def test_shards_read_without_a_run_are_compared_too(opened):
     """Those that `python -m train.shards head` finds in the cache."""
     read = [opened()[0] for _ in range(2)]
     right = read[0].on_demand("validation").rows(np.arange(4)).tokens
-    damage([read[0].folder / read[0].manifest.splits["validation"][0].file])
+    flip(read[0].folder / read[0].manifest.splits["validation"][0].file, -3)
     np.testing.assert_array_equal(read[1].on_demand("validation").rows(np.arange(4)).tokens, right)
 
 

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 from running import eventually
+from saved_steps import flip
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -105,12 +106,6 @@ def hidden(cfg):
 
 def folders_of(cfg):
     return [path for path in cache_of(cfg).iterdir() if path.is_dir()]
-
-
-def spoil(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def change_facts(folder, *, seal=False, **changed):
@@ -207,8 +202,8 @@ DAMAGES = {
     "facts": lambda folder: change_facts(folder, max_length=10**6),
     "no rows": lambda folder: (folder / "train" / ARROW).unlink(),
     "cut rows": lambda folder: os.truncate(folder / "train" / ARROW, 100),
-    "bit": lambda folder: spoil(folder / "train" / ARROW),
-    "tokenizer": lambda folder: spoil(folder / "tokenizer" / "tokenizer.json"),
+    "bit": lambda folder: flip(folder / "train" / ARROW),
+    "tokenizer": lambda folder: flip(folder / "tokenizer" / "tokenizer.json"),
 }
 
 
@@ -221,7 +216,7 @@ def test_a_damaged_folder_is_made_anew(cfg):
         again = open_tables(cfg, words := Words())
         assert (again.folder, again.id) == (made.folder, made.id) and words.calls, damage
         assert sha256_file(rows) == wanted and hidden(cfg) == [], damage
-    spoil(rows)
+    flip(rows)
     assert is_reused(with_data(cfg, verify=False), again)  # only lengths are compared
 
 
@@ -471,7 +466,7 @@ def test_saved_data_of_other_settings_is_refused(cfg, saved, tmp_path):
 def test_damaged_saved_data_is_refused(cfg, saved, tmp_path):
     files = saved.facts["files"] | {"../evil": {"bytes": 1, "sha256": "0"}}
     for damage, message in (
-        (lambda folder: spoil(folder / "train" / ARROW), "train/data-00000-of-00001.arrow has sha256"),
+        (lambda folder: flip(folder / "train" / ARROW), "train/data-00000-of-00001.arrow has sha256"),
         (lambda folder: change_facts(folder, seal=True, files=files), "is not a path below a folder"),
         (lambda folder: change_facts(folder, labels=["good", "bad"]), "tables.json is damaged"),
         (lambda folder: change_facts(folder, format=1), "of another version of this program; prepare the data again"),

@@ -1,4 +1,4 @@
-"""Training through PyTorch/XLA on the CPU: the same run as on ddp, in as many graphs as it should take.
+"""Training through PyTorch/XLA on the CPU: the same run as on finished, in as many graphs as it should take.
 
 Counts are taken in processes of their own: within one, a second run finds the graphs of the first.
 """
@@ -12,6 +12,7 @@ import torch
 from running import lines, run, train_config, train_overrides
 from transformers import AutoModelForMaskedLM
 
+from runs import losses
 from train import loop
 from train.attempt.preempt import StopRequest
 
@@ -21,10 +22,6 @@ pytest.importorskip("torch_xla")
 # seen in losses of 5, and 1e-5 in gradient norms. The bounds are ten times that.
 LOSS, NORM = 3e-5, 1e-4
 XLA = ["backend=xla"]
-
-
-def losses(run_dir):
-    return [line["loss"] for line in lines(run_dir, "train")]
 
 
 def assert_same_curve(result, wanted, *, start=0):
@@ -49,18 +46,13 @@ def state(run_dir, step=6):
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory, prepared):
-    return train(tmp_path_factory.mktemp("ddp") / "run", prepared)
-
-
-@pytest.fixture(scope="module")
 def xla(tmp_path_factory, prepared):
     return train(tmp_path_factory.mktemp("xla") / "run", prepared, *XLA)
 
 
-def test_the_run_is_that_of_ddp(xla, ddp):
+def test_the_run_is_that_of_ddp(xla, finished):
     assert losses(xla)[-1] < losses(xla)[0] - 0.05
-    assert_same_curve(xla, ddp)
+    assert_same_curve(xla, finished)
     assert lines(xla, "summary")[0]["backend"] == "xla"
 
 
@@ -115,13 +107,13 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
     ],
     ids=lambda options: " ".join(options),
 )
-def test_without_functionalization_the_numbers_are_the_same(ddp, prepared, tmp_path, options):
+def test_without_functionalization_the_numbers_are_the_same(finished, prepared, tmp_path, options):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
     assert result.returncode == 0, result.stderr
     if "bf16" in options[-1]:
-        assert losses(tmp_path / "run") == pytest.approx(losses(ddp), rel=2**-8)
+        assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2**-8)
     else:
-        assert_same_curve(tmp_path / "run", ddp)
+        assert_same_curve(tmp_path / "run", finished)
 
 
 def test_lamb_without_functionalization_is_lamb(with_lamb, prepared, tmp_path):
@@ -138,24 +130,24 @@ def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("micro", [4, 2])
-def test_two_ranks_are_one_with_the_double_batch(ddp, prepared, tmp_path, micro):
+def test_two_ranks_are_one_with_the_double_batch(finished, prepared, tmp_path, micro):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, f"micro_batch_size={micro}"), ranks=2)
     assert result.returncode == 0, result.stderr
-    assert_same_curve(tmp_path / "run", ddp)
+    assert_same_curve(tmp_path / "run", finished)
     summary = lines(tmp_path / "run", "summary")[0]
     assert (summary["world_size"], summary["graphs"]) == (2, 3)  # backward, update, evaluation
 
 
 @pytest.mark.parametrize(("first", "second"), [("xla", "ddp"), ("ddp", "xla")])
-def test_a_checkpoint_goes_on_with_the_other_backend(ddp, prepared, tmp_path, first, second):
+def test_a_checkpoint_goes_on_with_the_other_backend(finished, prepared, tmp_path, first, second):
     asked = StopRequest()
     asked.ask("SIGTERM")
     assert loop.run(train_config(tmp_path / "run", prepared, f"backend={first}"), asked)[1] == 1
     train(tmp_path / "run", prepared, f"backend={second}")
-    assert_same_curve(tmp_path / "run", ddp, start=1)
+    assert_same_curve(tmp_path / "run", finished, start=1)
     # To the file it makes no difference who wrote it: the same names, types and settings.
     for part in ("model", "optimizer"):
-        assert layout(state(tmp_path / "run")[part]) == layout(state(ddp)[part])
+        assert layout(state(tmp_path / "run")[part]) == layout(state(finished)[part])
 
 
 def layout(value):
@@ -195,9 +187,9 @@ def test_how_it_is_computed_does_not_change_what(xla, prepared, tmp_path, option
     assert_same_curve(tmp_path / "run", xla)
 
 
-def test_activation_checkpointing_on_ddp_changes_nothing(ddp, prepared, tmp_path):
+def test_activation_checkpointing_on_ddp_changes_nothing(finished, prepared, tmp_path):
     train(tmp_path / "run", prepared, "backend.activation_checkpointing=true")
-    assert_same_curve(tmp_path / "run", ddp)
+    assert_same_curve(tmp_path / "run", finished)
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +207,9 @@ def with_lamb(tmp_path_factory, prepared):
         ("bf16_stochastic", "lamb"),
     ],
 )
-def test_bf16_policies_train_and_keep_the_optimizer_in_fp32(ddp, with_lamb, prepared, tmp_path, precision, optim):
+def test_bf16_policies_train_and_keep_the_optimizer_in_fp32(finished, with_lamb, prepared, tmp_path, precision, optim):
     train(tmp_path / "run", prepared, *XLA, f"backend.precision={precision}", f"optim={optim}")
-    wanted = losses(with_lamb if optim == "lamb" else ddp)
+    wanted = losses(with_lamb if optim == "lamb" else finished)
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=LOSS if precision == "fp32" else 2**-8)  # bf16's bits
     assert (losses(tmp_path / "run") == pytest.approx(wanted, rel=LOSS)) == (precision == "fp32")
     saved = state(tmp_path / "run")
