@@ -3,13 +3,9 @@
     python -m benchmarks.chaos [--steps 3000] [--every-s 20] [--ranks 2] [--seed 0]
 
 A small ALBERT on the demo's data, some ranks under torchrun. Every 20 s on average (drawn anew each time, from 10 to
-30) one of these happens, in turn, at a random moment:
-
-    rank       SIGKILL of a rank
-    torchrun   SIGKILL of torchrun; the ranks save and leave, and the same command starts again (as a launcher would)
-    stuck      SIGSTOP of a rank; the watchdog ends all ranks, torchrun starts them again
-    save       SIGKILL of rank 0 as soon as a checkpoint is being written
-    notice     an EC2 spot notice's way out: SIGTERM; the same command starts again
+30) one of five faults happens, in turn, at a random moment: SIGKILL of a rank, of torchrun (the ranks save and leave,
+and the same command starts again, as a launcher would), SIGSTOP of a rank (the watchdog ends all ranks), SIGKILL of
+rank 0 as soon as a checkpoint is being written, and SIGTERM as after a spot notice.
 
 Exit code 1 unless weights and losses are equal, bit for bit.
 """

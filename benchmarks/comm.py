@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,13 @@ from services.machines import PACKAGES, fault, missing_programs, three_machines
 
 from benchmarks import harness
 from benchmarks.harness import ratios, spread, table
+from benchmarks.pretraining import draw, train_step
 from train import prepare
 from train.backend import slow_links
 from train.backend.ddp import DDP
 from train.cli import compose as cli
 from train.config import BackendConfig, OptimConfig, ParallelConfig, PrepareConfig, TrainConfig
-from train.data.batches.loader import Batch, Batches
-from train.data.shards.order import ShardSampler
+from train.data.batches.loader import Batch
 from train.host import rank_setup
 from train.host.launched import launched
 from train.models.encoder import build_masked_lm
@@ -64,19 +63,17 @@ PLAIN, ALONE = "plain", "alone"
 
 
 def contestants(options: argparse.Namespace) -> dict[str, BackendConfig]:
-    def reducing(**settings: Any) -> BackendConfig:
-        return BackendConfig(device="cpu", precision="fp32", **settings)
-
+    cpu: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
     powersgd = {"powersgd_rank": options.powersgd_rank, "powersgd_start_step": POWERSGD_START}
     result = {
-        PLAIN: reducing(),
-        "bf16": reducing(grad_compression="bf16"),
-        "powersgd": reducing(grad_compression="powersgd", **powersgd),
-        ALONE: reducing(),
+        PLAIN: BackendConfig(**cpu),
+        "bf16": BackendConfig(**cpu, grad_compression="bf16"),
+        "powersgd": BackendConfig(**cpu, grad_compression="powersgd", **powersgd),
+        ALONE: BackendConfig(**cpu),
     }
     if options.ranks > 1:
-        result["hierarchical"] = reducing(hierarchical_reduction=True)
-        result["hierarchical bf16"] = reducing(hierarchical_reduction=True, grad_compression="bf16")
+        result["hierarchical"] = BackendConfig(**cpu, hierarchical_reduction=True)
+        result["hierarchical bf16"] = BackendConfig(**cpu, hierarchical_reduction=True, grad_compression="bf16")
     return result
 
 
@@ -107,9 +104,7 @@ class Contestant:
         began_s, began_bytes = time.perf_counter(), sent_bytes()
         for batch in batches:
             self.num_steps += 1
-            self.engine.begin_step(batch["count"], LR * min(1.0, self.num_steps / WARM_UP))
-            self.engine.forward_backward(batch, is_last=True)
-            self.engine.optimizer_step(self.engine.reduce_and_clip())
+            train_step(self.engine, batch, LR * min(1.0, self.num_steps / WARM_UP))
         self.world.barrier()
         self.step_s.append((time.perf_counter() - began_s) / len(batches))
         self.step_bytes.append((sent_bytes() - began_bytes) / len(batches))
@@ -128,11 +123,8 @@ def rank_main(options: argparse.Namespace) -> None:
     cfg = train_config(options)
     backend = DDP(BackendConfig(device="cpu", precision="fp32"))
     world, task = backend.world, build_task(cfg)
-    all_rows = options.batch * world.size
-    sampler = ShardSampler(task.shard_rows, seed=0, global_batch_size=all_rows, rank=world.rank, world_size=world.size)
-    order = sampler.micro_batches(options.batch)
-    made = Batches(task.train_data(), order, batch_size=options.batch, num_workers=0, prefetch=1, pin_memory=False)
-    batches = list(islice(made, HELD_OUT + options.rounds * STEPS))
+    number = HELD_OUT + options.rounds * STEPS
+    batches = draw(task, options.batch, number, rank=world.rank, world_size=world.size)
     settings = contestants(options)
     taking_part = {name: Contestant(backend, cfg, name, own, task) for name, own in settings.items()}
     for number, name in harness.turns(options.rounds, list(taking_part)):
@@ -146,7 +138,7 @@ def rank_main(options: argparse.Namespace) -> None:
         }
         (options.folder / "result.json").write_text(json.dumps(rows))
     taking_part.clear()
-    del made, batches
+    del batches
     backend.close()
 
 

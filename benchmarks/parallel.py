@@ -6,13 +6,9 @@ One process of one thread for each stage; there should be a core for each, or wh
 contestants live in the same processes and take turns: a round is a step of each. The model is a BERT without dropout,
 its rows are random, and the whole batch is the same for all contestants, however many micro batches it is cut into.
 
-A rank's bubble is the share of the schedule's time in which it computes neither a forward nor a backward pass. It is
-printed beside that of theory, (p - 1) / (v m + p - 1) for p stages, m micro batches and v parts on each rank
-(https://arxiv.org/abs/2104.04473), and the tokens a second beside those of the first contestant, as the median ratio of
-one round. Theory has equal stages and nothing to send.
-
-The activations are the most bytes that autograd keeps for the backward pass at once, on the fullest rank, in a step of
-their own; beside them what `held` of the configuration expects of those of the model on one rank.
+Beside a rank's bubble is that of theory, (p - 1) / (v m + p - 1) for p stages, m micro batches and v parts on each rank
+(https://arxiv.org/abs/2104.04473); beside the most bytes that autograd keeps on the fullest rank what `held` of the
+configuration expects. benchmarks/README.md says more.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import torch.nn.functional as F
 
 from benchmarks import harness
 from benchmarks.harness import ratios, run, table, torchrun
-from benchmarks.pretraining import Kept
+from benchmarks.pretraining import Kept, train_step
 from train.backend.ddp import DDP
 from train.config import BackendConfig, ModelConfig, OptimConfig, PipelineConfig
 from train.models.encoder import build_masked_lm
@@ -80,7 +76,7 @@ def rank_main(options: argparse.Namespace) -> None:
             backend.world.barrier()
             backend.work.take_s(), backend.span.take_s()
             began_s = time.perf_counter()
-            step(engine, batch)
+            train_step(engine, batch)
             backend.world.barrier()
             step_s = time.perf_counter() - began_s
             own_round.append((step_s, 1 - backend.work.take_s() / backend.span.take_s()))
@@ -88,7 +84,7 @@ def rank_main(options: argparse.Namespace) -> None:
     kept_bytes = []
     for engine in engines:
         with Kept(engine.model.parameters()) as kept:
-            step(engine, batch)
+            train_step(engine, batch)
         kept_bytes.append(kept.peak_bytes)
     of_ranks = backend.world.gather({"rounds": taken[WARM_UP:], "kept_bytes": kept_bytes})
     if backend.world.rank == 0:
@@ -106,12 +102,6 @@ def make_batch(options: argparse.Namespace) -> Any:
     inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "positions": positions.contiguous()}
     labels = ids.gather(1, positions)
     return {"inputs": {**inputs, "labels": labels}, "count": positions.numel(), "tokens": ids.numel()}
-
-
-def step(engine: Any, batch: Any) -> None:
-    engine.begin_step(batch["count"], 1e-4)
-    engine.forward_backward(batch, is_last=True)
-    engine.optimizer_step(engine.reduce_and_clip())
 
 
 def main() -> None:

@@ -24,8 +24,10 @@ from train.data.shards.format import SPLITS, TokenizerInfo, write_manifest, writ
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
 from train.models.encoder import build_masked_lm
+from train.parallel import Engine
 from train.storage.folders import LocalFolder, sha256_bytes
 from train.tasks import build_task
+from train.tasks.spec import Task
 
 NUM_ROWS = 512
 LOG_EVERY = 5
@@ -102,11 +104,24 @@ def native_config(folder: Path, shape: Shape, precision: str, steps: int, compil
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
     """The batches that our loop sees, made beforehand."""
-    task = build_task(native_config(folder, shape, "fp32", 1))
-    sampler = ShardSampler([NUM_ROWS], seed=0, global_batch_size=shape.batch, rank=0, world_size=1)
-    order = sampler.micro_batches(shape.batch)
-    made = Batches(task.train_data(), order, batch_size=shape.batch, num_workers=0, prefetch=1, pin_memory=False)
-    return list(islice(made, steps))
+    return draw(build_task(native_config(folder, shape, "fp32", 1)), shape.batch, steps)
+
+
+def draw(task: Task, batch: int, number: int, *, rank: int = 0, world_size: int = 1) -> list[Batch]:
+    """The first batches of a rank, of so many sequences."""
+    sampler = ShardSampler(
+        task.shard_rows, seed=0, global_batch_size=batch * world_size, rank=rank, world_size=world_size
+    )
+    order = sampler.micro_batches(batch)
+    made = Batches(task.train_data(), order, batch_size=batch, num_workers=0, prefetch=1, pin_memory=False)
+    return list(islice(made, number))
+
+
+def train_step(engine: Engine, batch: Batch, lr: float = 1e-4) -> None:
+    """A step of one micro batch."""
+    engine.begin_step(batch["count"], lr)
+    engine.forward_backward(batch, is_last=True)
+    engine.optimizer_step(engine.reduce_and_clip())
 
 
 def plain_rows(batch: Batch) -> list[dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Our loop on PyTorch/XLA beside the script that a tutorial leads to, from the first step on, on the CPU.
 
-    python -m benchmarks.xla [--rounds 3] [--steps 30] [--shape base|demo] [--depth 12] [--accumulation 4]
+    python -m benchmarks.xla [--rounds 3] [--steps 30] [--shape base|demo]
 
 "naive" is a plain PyTorch/XLA script of the shape of AWS's sentiment fine-tuning sample, written afresh; "unrolled" and
 "scan" are `train.loop.run` with that backend.layers. Same weights, sequences, masks and batch, checked by the losses;
@@ -144,8 +144,6 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
 
     made = torch.load(folder / "rows.pt", weights_only=True)
     meter = Meter(num_steps, flush=torch_xla.sync)  # what the loader would do at the next batch
-    batch = cfg.micro_batch_size or 1
-    accumulation = (cfg.global_batch_size or batch) // batch
 
     device = torch_xla.device()
     torch.manual_seed(cfg.seed)
@@ -154,24 +152,21 @@ def run_naive(folder: Path, cfg: TrainConfig, num_steps: int) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr)
     warmup = round(num_steps * cfg.optim.warmup_fraction)
     scheduler = get_linear_schedule_with_warmup(optimizer, max(warmup, 1), num_steps)
-    batches = iter(MpDeviceLoader(DataLoader(made["rows"], batch_size=batch), device))
+    batches = iter(MpDeviceLoader(DataLoader(made["rows"], batch_size=cfg.micro_batch_size), device))
     losses = []
     for _ in range(num_steps):
         meter.begin()
-        for _ in range(accumulation):
-            loss = model(**next(batches)).loss
-            (loss / accumulation).backward()
-            if len(losses) % accumulation == accumulation - 1:
-                xm.optimizer_step(optimizer)
-                optimizer.zero_grad()
-                scheduler.step()
-            losses.append(loss.item())
+        loss = model(**next(batches)).loss
+        loss.backward()
+        xm.optimizer_step(optimizer)
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
         meter.end()
-    counts = made["counts"][:accumulation]
     return {
         **meter.result(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "first_loss": sum(a * b for a, b in zip(losses, counts, strict=False)) / sum(counts),
+        "first_loss": losses[0],
     }
 
 
@@ -215,9 +210,8 @@ def run_ours(cfg: TrainConfig, num_steps: int) -> Result:
 
 def config(folder: Path, variant: str, options: argparse.Namespace) -> TrainConfig:
     shape = SHAPES[options.shape]
-    batch = [f"micro_batch_size={shape.batch}", f"global_batch_size={shape.batch * options.accumulation}"]
-    layers = [f"model.num_layers={options.depth}"] if options.depth else []
-    layers += [] if variant == "naive" else [f"backend.layers={variant}"]
+    batch = [f"micro_batch_size={shape.batch}", f"global_batch_size={shape.batch}"]
+    layers = [] if variant == "naive" else [f"backend.layers={variant}"]
     device = ["backend=xla", "backend.device=cpu", "backend.precision=fp32", f"log_every={options.log_every}"]
     return pretraining.config(folder, shape, options.steps + SKIPPED + 1, *batch, *device, *layers)
 
@@ -229,14 +223,13 @@ def write_data(folder: Path, options: argparse.Namespace) -> None:
     """The prepared data for our loop, and the batches that it will draw as plain rows for the naive script."""
     shape = SHAPES[options.shape]
     pretraining.synthetic_data(folder, shape)
-    batches = pretraining.ready_batches(folder, shape, (options.steps + SKIPPED) * options.accumulation)
+    batches = pretraining.ready_batches(folder, shape, options.steps + SKIPPED)
     rows = [
         {**row, "attention_mask": torch.ones_like(row["input_ids"])}
         for batch in batches
         for row in pretraining.plain_rows(batch)
     ]
-    counts = [batch["count"] for batch in batches]
-    torch.save({"rows": rows, "counts": counts, "vocab_size": shape.vocab_size}, folder / "rows.pt")
+    torch.save({"rows": rows, "vocab_size": shape.vocab_size}, folder / "rows.pt")
 
 
 def run_apart(folder: Path, variant: str, arguments: list[str]) -> Result:
@@ -283,9 +276,8 @@ def compare(options: argparse.Namespace, arguments: list[str]) -> dict[str, Resu
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, rounds=3, steps=30, accumulation=1)
+    parser = harness.parser(__doc__, rounds=3, steps=30)
     parser.add_argument("--shape", choices=SHAPES, default="base")
-    parser.add_argument("--depth", type=int, help="layers; left out: the model's own number")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines of ours; naive reads at all")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # one run, for the processes of a round
