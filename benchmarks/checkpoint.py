@@ -37,7 +37,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -52,7 +51,7 @@ from train.checkpoints.staging import num_bytes_of
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, ModelConfig, OptimConfig
 from train.models.encoder import build_masked_lm
-from train.optim import build_optimizer, load_state
+from train.optim import build_optimizer
 from train.parallel.data import Replica
 
 MODELS = {
@@ -72,42 +71,28 @@ DRAFT = Manifest(0, 1, {}, {}, {}, 1, "ddp", None)
 # ---- the state -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class State:
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    backend: DDP
-
-    @property
-    def replica(self) -> Replica:
-        return Replica(self.backend, self.model, self.optimizer)
-
-    def content(self) -> dict[str, Any]:
-        """What every side saves."""
-        return {"model": self.model.state_dict(), "optimizer": self.replica.state()["optimizer"]}
-
-    @property
-    def num_bytes(self) -> int:
-        """Weights that are tied count once."""
-        return sum(weight.nbytes for weight in self.model.parameters()) + num_bytes_of(self.content()["optimizer"])
-
-    @property
-    def mark(self) -> nn.Parameter:
-        """A small weight, whose value tells of which moment a checkpoint is."""
-        return min(self.model.parameters(), key=torch.numel)
-
-    def set_mark(self, value: float) -> None:
-        with torch.no_grad():
-            self.mark.fill_(value)
-
-
-def build_state(name: str) -> State:
+def build_state(name: str) -> Replica:
     model = build_masked_lm(MODELS[name], vocab_size=VOCAB_SIZE, pad_id=0, seq_len=SEQ_LEN)
     optimizer = build_optimizer(OptimConfig(), model.parameters())
     for moments in optimizer.state.values():
         moments["exp_avg"].fill_(1e-3)  # memory that nobody wrote to is not there yet
         moments["exp_avg_sq"].fill_(1e-6)
-    return State(model, optimizer, DDP(BackendConfig(device="cpu")))
+    return Replica(DDP(BackendConfig(device="cpu")), model, optimizer)
+
+
+def content_of(state: Replica) -> dict[str, Any]:
+    """What every side saves."""
+    return {"model": state.model.state_dict(), "optimizer": state.state()["optimizer"]}
+
+
+def size_of(state: Replica) -> int:
+    """In bytes; weights that are tied count once."""
+    return sum(weight.nbytes for weight in state.model.parameters()) + num_bytes_of(state.state()["optimizer"])
+
+
+def mark_of(state: Replica) -> torch.Tensor:
+    """A small weight, whose value tells of which moment a checkpoint is."""
+    return min(state.model.parameters(), key=torch.numel).detach()
 
 
 # ---- the sides -----------------------------------------------------------------------------------------------------
@@ -122,7 +107,7 @@ def done() -> Future[Any]:
 class TorchSave:
     label = "torch.save, synced"
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: Replica, folder: Path) -> None:
         self.state, self.folder = state, folder
 
     def prepare(self) -> Future[Any]:
@@ -136,15 +121,14 @@ class TorchSave:
         """Blocks the training; the future is done when the checkpoint is there."""
         self.path_of(number).mkdir(parents=True)
         with (self.path_of(number) / "state.pt").open("wb") as file:
-            torch.save(self.state.content(), file)
+            torch.save(content_of(self.state), file)
             file.flush()
             os.fsync(file.fileno())
         return done()
 
     def load(self, number: int) -> None:
         saved = torch.load(self.path_of(number) / "state.pt", map_location="cpu", weights_only=True)
-        self.state.model.load_state_dict(saved["model"])
-        load_state(self.state.optimizer, saved["optimizer"])
+        self.state.load(saved["model"], saved["optimizer"])
 
     def close(self) -> None: ...
 
@@ -152,14 +136,14 @@ class TorchSave:
 class Ours(TorchSave):
     label = "**ours**"
 
-    def __init__(self, state: State, folder: Path) -> None:
+    def __init__(self, state: Replica, folder: Path) -> None:
         super().__init__(state, folder)
         self.store = LocalStore(folder)
 
     def prepare(self) -> Future[Any]:
         cfg = CheckpointConfig(keep=0)  # the benchmark removes them
-        parts = (self.store, self.state.replica, self.state.backend)
-        self.saver = AsyncSaver(cfg, *parts, DRAFT, may_commit=lambda: None, after_commit=lambda: None)
+        parts, calls = (self.store, self.state, self.state.backend), {"may_commit": done, "after_commit": done}
+        self.saver = AsyncSaver(cfg, *parts, DRAFT, **calls)
         self.saver.warm()
         return self.saver.warming
 
@@ -178,8 +162,7 @@ class Ours(TorchSave):
                 raise RuntimeError(saved.failure)
 
     def load(self, number: int) -> None:
-        state = self.state
-        loader.load(self.store, state.replica, state.backend, identity={}, settings={}, force=False)
+        loader.load(self.store, self.state, self.state.backend, identity={}, settings={}, force=False)
 
     def verify(self, number: int) -> None:
         self.store.fetch(number)
@@ -204,11 +187,11 @@ class AsyncSave(TorchSave):
     def save(self, number: int) -> Future[Any]:
         path, kind = self.path_of(number), self.kind
         return dcp.async_save(  # type: ignore[return-value]
-            self.state.content(), checkpoint_id=path, async_checkpointer_type=kind, async_stager=self.stager
+            content_of(self.state), checkpoint_id=path, async_checkpointer_type=kind, async_stager=self.stager
         )
 
     def load(self, number: int) -> None:
-        content = self.state.content()
+        content = content_of(self.state)
         dcp.load(content, checkpoint_id=self.path_of(number), no_dist=True)  # into the tensors that are there
 
     def close(self) -> None:
@@ -319,14 +302,14 @@ def measure_saves(side: TorchSave, saves: int, alone_s: float) -> Round:
 
     def save(number: int) -> Future[Any]:
         future = side.save(number)
-        side.state.set_mark(-1)  # the training continues: it must not reach the checkpoint
+        mark_of(side.state).fill_(-1)  # the training continues: it must not reach the checkpoint
         return future
 
     alone = [loop.alone_s(alone_s)]
     result = [loop.beside(side.prepare)]
     for number in range(saves):
         alone.append(loop.alone_s(alone_s))
-        side.state.set_mark(number)
+        mark_of(side.state).fill_(number)
         result.append(loop.beside(partial(save, number)))
         if number:
             shutil.rmtree(side.path_of(number - 1))
@@ -394,9 +377,9 @@ def measure_loads(sides: list[TorchSave], rounds: int, number: int) -> dict[str,
     """Seconds of each round. RuntimeError unless the state is that of the save."""
     result: dict[str, list[float]] = defaultdict(list)
     for side in sides * rounds:
-        side.state.set_mark(-1)
+        mark_of(side.state).fill_(-1)
         result[side.label].append(load_s(side, number, side.load))
-        if not bool((side.state.mark == number).all()):
+        if not bool((mark_of(side.state) == number).all()):
             raise RuntimeError(f"{side.label} loaded another state than it saved")
         if isinstance(side, Ours):
             result["of which its checksums"].append(load_s(side, number, side.verify))
@@ -442,14 +425,14 @@ def load_table(loads_s: dict[str, list[float]]) -> str:
     return table(("", "load, s", "of torch.load's"), rows)
 
 
-def heading(name: str, state: State) -> str:
+def heading(name: str, state: Replica) -> str:
     parameters = sum(weight.numel() for weight in state.model.parameters())
-    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {state.num_bytes / 1e9:.2f} GB"
+    about = f"{name}: {parameters / 1e6:.0f} million parameters with moments, {size_of(state) / 1e9:.2f} GB"
     return f"{about}; {machine('torch')}, load before {os.getloadavg()[0]:.1f}."
 
 
 def run(
-    options: argparse.Namespace, state: State, folder: Path
+    options: argparse.Namespace, state: Replica, folder: Path
 ) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
     """The rounds of each side, and seconds of loads."""
     rounds: dict[str, list[Round]] = {name: [] for name in options.sides}
@@ -457,7 +440,7 @@ def run(
         side = SIDES[name](state, folder / name)
         shutil.rmtree(side.folder, ignore_errors=True)
         result, memory = in_a_fork(partial(measure_saves, side, options.saves, options.alone_s))
-        result.memory = memory / state.num_bytes
+        result.memory = memory / size_of(state)
         rounds[name].append(result)
         for save in result.saves:
             figures = f"stall {save.stall_s:.3g} durable {save.durable_s:.3g} lost {save.lost_s:.3g}"

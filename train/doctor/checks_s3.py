@@ -19,6 +19,7 @@ from train.storage.s3 import open_session
 
 TIMEOUT_S = 5
 REJECTED_CLOCK_S = 15 * 60  # from here on S3 answers RequestTimeTooSkewed
+NO_ROUTE = "add to the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
 HEAD = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchBucket"}  # what a status most likely stands for
 WANTED_CLOCK_S = 5.0  # the header has whole seconds, and the request takes some time
 
@@ -29,48 +30,40 @@ def bucket(location: str, *, now_s: float) -> dict[str, Finding]:
     session = open_session(S3Config())
     config = Config(connect_timeout=TIMEOUT_S, read_timeout=TIMEOUT_S, retries={"total_max_attempts": 2})
     try:
-        metadata = session.client("s3", config=config).head_bucket(Bucket=name)["ResponseMetadata"]
+        answer = session.client("s3", config=config).head_bucket(Bucket=name)
     except ClientError as error:
-        metadata = error.response["ResponseMetadata"]
+        answer = error.response
     except BotoCoreError as error:
-        cures = dict.fromkeys(
-            NO_ANSWER, "add to the subnet an S3 gateway endpoint or a NAT route, allow port 443 out; check HTTPS_PROXY"
-        )
+        cures = dict.fromkeys(NO_ANSWER, NO_ROUTE)
         problem, cure = problem_and_cure(code_of(error), one_line(error), service="S3", cures=cures)
         return {"S3": bad(f"{name}: {problem}", cure=cure or "check the name; aws sts get-caller-identity")}
-    status, headers = metadata["HTTPStatusCode"], metadata.get("HTTPHeaders", {})
+    status, headers = answer["ResponseMetadata"]["HTTPStatusCode"], answer["ResponseMetadata"].get("HTTPHeaders", {})
     there, here = headers.get("x-amz-bucket-region", ""), session.region_name
-    finding = region(name, there, here) if status == 200 else rejection(name, status, there, here)
-    return {"S3": finding, **clock(headers, now_s)}
+    return {"S3": answered(name, status, there, here), **clock(headers, now_s)}
 
 
-def region(name: str, bucket_region: str, own_region: str | None) -> Finding:
-    """Whether a bucket that answers is in the region of this session."""
-    if not bucket_region:
-        return ok(f"{name} answers; it does not name its region")
-    if not own_region:
-        text = f"{name} answers from {bucket_region}; this session has no region (boto3 does not read AWS_REGION)"
-        return warn(text, cure=f"export AWS_DEFAULT_REGION={bucket_region}, if this machine is there")
-    if own_region != bucket_region:
-        text = f"{name} is in {bucket_region}, this session in {own_region}: traffic between regions is slow and billed"
-        cure = f"train in {bucket_region} or copy the bucket; if this machine is there: "
-        return warn(text, cure=cure + f"export AWS_DEFAULT_REGION={bucket_region}")
-    return ok(f"{name} answers, in {bucket_region} like this session")
-
-
-def rejection(name: str, status: int, bucket_region: str, own_region: str | None) -> Finding:
-    """The finding for a rejected request, by its status: the answer to a HEAD request has no body."""
+def answered(name: str, status: int, there: str, here: str | None) -> Finding:
+    """The finding on a bucket of a region, by the status of a HEAD request, whose answer has no body, and by this
+    session's region.
+    """
+    change = f"export AWS_DEFAULT_REGION={there or 'the region of the bucket'}"
     if status in (301, 307):
-        text = f"{name} is in another region ({bucket_region or 'unknown'}; this session: {own_region or 'none'})"
-        return bad(text, cure=f"export AWS_DEFAULT_REGION={bucket_region or 'the region of the bucket'}")
-    cures = {
-        "AccessDenied": f"allow s3:ListBucket on arn:aws:s3:::{name} and s3:GetObject, s3:PutObject on its objects"
-    }
-    problem, cure = problem_and_cure(HEAD.get(status, ""), service="S3", cures=cures)
-    return bad(
-        f"{name}: S3 answers {status}{problem and f', most likely {problem}'}",
-        cure=cure or "try again; if it stays, see the AWS health page",
-    )
+        text = f"{name} is in another region ({there or 'unknown'}; this session: {here or 'none'})"
+        return bad(text, cure=change)
+    if status != 200:
+        allow = f"allow s3:ListBucket on arn:aws:s3:::{name} and s3:GetObject, s3:PutObject on its objects"
+        problem, cure = problem_and_cure(HEAD.get(status, ""), service="S3", cures={"AccessDenied": allow})
+        text = f"{name}: S3 answers {status}{problem and f', most likely {problem}'}"
+        return bad(text, cure=cure or "try again; if it stays, see the AWS health page")
+    if not there:
+        return ok(f"{name} answers; it does not name its region")
+    if not here:
+        text = f"{name} answers from {there}; this session has no region (boto3 does not read AWS_REGION)"
+        return warn(text, cure=f"{change}, if this machine is there")
+    if here != there:
+        text = f"{name} is in {there}, this session in {here}: traffic between regions is slow and billed"
+        return warn(text, cure=f"train in {there} or copy the bucket; if this machine is there: {change}")
+    return ok(f"{name} answers, in {there} like this session")
 
 
 def clock(headers: Mapping[str, str], now_s: float) -> dict[str, Finding]:
