@@ -18,7 +18,7 @@ from train.checkpoints.store import LocalStore
 def finished(tmp_path_factory, prepared) -> Path:
     """The run folder, to be read only; the second step is the better one."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    assert loop.run(train_config(run_dir, prepared), StopRequest()) == ("done", 6)
+    assert loop.run(train_config(run_dir, prepared, "tensorboard=true"), StopRequest()) == ("done", 6)
     return run_dir
 
 

@@ -26,13 +26,6 @@ def train(run_dir, data, *overrides):
     return loop.run(train_config(run_dir, data, *overrides), StopRequest())
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, prepared):
-    run_dir = tmp_path_factory.mktemp("runs") / "run"
-    train(run_dir, prepared, "tensorboard=true")
-    return run_dir
-
-
 def test_metrics_have_the_fields_that_outside_tools_read(finished):
     step = lines(finished, "train")[-1]
     names = "step loss lr grad_norm tokens_per_s data_wait_s step_s examples".split()
@@ -88,7 +81,7 @@ def test_evaluation_uses_every_validation_sequence_once(finished, prepared, tmp_
     """The loss does not depend on the batch that the sequences were put in, the last one padded."""
     train(tmp_path / "run", prepared, "micro_batch_size=1")
     odd = lines(tmp_path / "run", "eval")[-1]["loss"]
-    assert odd == pytest.approx(lines(finished, "eval")[-1]["loss"], rel=2e-5)  # see test_equality.TOLERANCE
+    assert odd == pytest.approx(lines(finished, "eval")[-1]["loss"], rel=2e-5)  # see runs.TOLERANCE
 
 
 def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):

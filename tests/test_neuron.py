@@ -24,7 +24,6 @@ from train.config import BackendConfig, InputError
 from train.host import machine, rank_setup
 from train.telemetry import monitor_neuron
 
-# As in test_equality.py: sums of float32 in another order, six steps.
 VERSION = "2.14.3.0.1"
 
 

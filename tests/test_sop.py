@@ -24,7 +24,7 @@ from train.tasks.mlm import MLMConfig
 S, B = 16, 400
 CLS, SEP = 2, 3
 SOP = "task.sop=true"
-LOSSES_AGREE = 2e-5  # see test_equality
+LOSSES_AGREE = 2e-5  # see runs.TOLERANCE
 
 
 @pytest.fixture(scope="module")
