@@ -136,10 +136,11 @@ def test_a_sweep_under_torchrun_is_refused(prepared, monkeypatch):
     assert (done.returncode, done.stderr) == (cli.REFUSED, line)
 
 
-@pytest.mark.parametrize("more", [[], ["experiment=demo_tweets", "model.init_from=/nowhere"]])
+@pytest.mark.parametrize("more", [[], ["experiment=demo_tweets", "model.init_from=NONE"]])
 def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, more):
     own = ["backend.device=cpu", "steps=4", "windows=2", "warmup=1", "global_batch_size=8"]
-    given = [*own, *(more or TINY), f"data.path={tmp_path}/none", "--sweep"]
+    given = [*own, *(more or TINY), "data.path=NONE", "--sweep"]
+    given = [each.replace("NONE", str(tmp_path / "none")) for each in given]
     done = run(given, module=BENCH)
     assert (done.returncode, done.stdout) == (cli.REFUSED, "")
     assert str(tmp_path / "none") in done.stderr and len(done.stderr.splitlines()) == 1
