@@ -573,17 +573,12 @@ def test_healthy_text_is_not_explained():
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 
-def doctor(*arguments, code="from train.doctor.__main__ import main; sys.exit(main())", stdin=None):
+def doctor(*arguments, stdin=None):
     """The command in a process of its own, from which torch and all device libraries are out of reach."""
-    blocker = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "torch_xla", "torch_neuronx", "transformers", "libneuronxla"):
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
-sys.meta_path.insert(0, Blocker())
-"""
-    line = [sys.executable, "-c", blocker + code, *arguments]
+    blocked = ("torch", "torch_xla", "torch_neuronx", "transformers", "libneuronxla")
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); "
+    code += "from train.doctor.__main__ import main; sys.exit(main())"
+    line = [sys.executable, "-c", code, *arguments]
     clean = {name: value for name, value in os.environ.items() if name not in {knob.name for knob in machine.KNOBS}}
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, input=stdin, env=clean)
 
