@@ -13,9 +13,9 @@ import pytest
 import torch
 from finetuning import tuned
 from forks import run_forked
+from run_results import assert_same_run, losses
 from running import lines, run, train_config, train_overrides
 
-from runs import assert_same_run, losses
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.kernel_cache import KernelCache

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from forks import launch, run_forked
+from run_results import weights
 from split_engine import HalvesConfig, TwoLayersTask
 from toy import Toy, ToyConfig
 
-from runs import weights
 from train import parallel
 from train.config import InputError, ParallelConfig
 from train.tasks import TASKS, mlm

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 from forks import launch, start_forked
+from run_results import assert_same_run, assert_same_weights, losses
 from running import ROOT, command, eventually, lines, run, train_config, train_overrides
 
-from runs import assert_same_run, assert_same_weights, losses
 from train import loop
 from train.attempt.preempt import StopRequest
 

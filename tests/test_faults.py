@@ -10,11 +10,11 @@ import psutil
 import pytest
 import torch
 from forks import launch, start_forked
+from run_results import assert_same_weights
 from running import ROOT, command, eventually, lines, run, train_config, train_overrides
 from saved_steps import flip
 from toy import NAN, spoilt
 
-from runs import assert_same_weights
 from train import entry, loop
 from train.attempt import attempt
 from train.attempt.preempt import StopRequest

@@ -14,12 +14,12 @@ import pytest
 import torch
 from finetuning import tuning
 from forks import launch, run_forked
+from run_results import assert_same_run, grad_norms, losses, moments, weights
 from running import ROOT, lines, run, train_config, train_overrides
 from safetensors.torch import load_file
 from toy import NAN
 from transformers import AutoModel, MPNetConfig
 
-from runs import assert_same_run, grad_norms, losses, moments, weights
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend import open_backend

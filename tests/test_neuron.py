@@ -10,9 +10,9 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from run_results import TOLERANCE, assert_same_weights, losses, weights
 from running import ROOT, lines, run, train_config, train_overrides
 
-from runs import TOLERANCE, assert_same_weights, losses, weights
 from train import __main__ as program
 from train import loop
 from train.attempt.preempt import StopRequest

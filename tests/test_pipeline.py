@@ -13,11 +13,11 @@ import pytest
 import torch
 from finetuning import tuning
 from forks import launch, start_forked
+from run_results import assert_same_run, losses
 from running import ROOT, SYLLABLES, eventually, lines, run, train_config, train_overrides
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, RobertaConfig, RobertaModel
 
 from launch.estimate import cells, estimate
-from runs import assert_same_run, losses
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli

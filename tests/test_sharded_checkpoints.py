@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import free_port, start_forked
+from run_results import losses, weights
 from running import run, train_config, train_overrides
 from s3_fixtures import Bucket
 from safetensors.torch import load_file
@@ -19,7 +20,6 @@ from services.fault_proxy import Fault
 from test_saver import DRAFT, FULL, Refusing, left
 from torch import nn
 
-from runs import losses, weights
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP

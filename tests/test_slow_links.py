@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from forks import launch, run_forked
+from run_results import grad_norms, losses, weights
 from running import run, train_config, train_overrides
 from torch import nn
 from toy import NAN
 
-from runs import grad_norms, losses, weights
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend import slow_links

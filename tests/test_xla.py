@@ -9,10 +9,10 @@ import math
 
 import pytest
 import torch
+from run_results import losses
 from running import lines, run, train_config, train_overrides
 from transformers import AutoModelForMaskedLM
 
-from runs import losses
 from train import loop
 from train.attempt.preempt import StopRequest
 
