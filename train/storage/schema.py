@@ -162,14 +162,17 @@ def of_type(hint: Any, value: object, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, FileName | RelativePath | Sha256):
         return checked(hint, value, where)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    ok = {
-        int: is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT,
-        float: is_number,
-        bool: isinstance(value, bool),
-        str: isinstance(value, str),
+    kinds = {  # by type: whether the value is of it, and its name in an error
+        int: (is_number and isinstance(value, int) and 0 <= value <= MAX_COUNT, "a count"),
+        float: (is_number, "a number"),
+        bool: (isinstance(value, bool), "true or false"),
+        str: (isinstance(value, str), "a text"),
+        list: (False, "a list"),
+        dict: (False, "an object"),
     }
-    if not ok.get(hint):
-        raise BadContent(f"{where} holds {shown(value)}, not {named(hint)}")
+    ok, name = kinds.get(origin or hint, (False, str(hint)))
+    if not ok:
+        raise BadContent(f"{where} holds {shown(value)}, not {name}")
     return value
 
 
@@ -178,9 +181,3 @@ def checked(make: Callable[[object], T], value: object, where: str) -> T:
         return make(value)
     except BadContent as error:
         raise BadContent(f"{where}: {error}") from None
-
-
-def named(hint: Any) -> str:
-    """A type, for an error message."""
-    names = {int: "a count", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
-    return names.get(get_origin(hint) or hint, str(hint))
