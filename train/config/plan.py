@@ -30,11 +30,7 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
     """Make the plan of a run over `rows` training sequences of up to `seq_len` tokens; InputError if there is none."""
     replicas = cfg.parallel.replicas(world_size)
     over = f"{replicas} ranks" if replicas == world_size else f"{replicas} replicas of {world_size // replicas} ranks"
-    if cfg.global_batch_size is None:
-        assert cfg.micro_batch_size is not None  # TrainConfig rejects a run without both
-        global_batch = cfg.micro_batch_size * replicas
-    else:
-        global_batch = cfg.global_batch_size
+    global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas  # TrainConfig requires one of them
     check(
         global_batch % replicas == 0,
         f"global_batch_size={global_batch} does not divide over {over}; make it a multiple",
@@ -58,14 +54,10 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         "prepare more text or lower global_batch_size",
     )
     steps_per_epoch = rows // global_batch  # rows that do not fill a batch are left out, others each epoch
-    lengths = []
-    if cfg.max_steps is not None:
-        lengths.append(cfg.max_steps)
-    if cfg.max_examples is not None:
-        lengths.append(cfg.max_examples // global_batch)
-    if cfg.max_epochs is not None:
-        lengths.append(int(cfg.max_epochs * steps_per_epoch))
-    total = min(lengths)
+    by_examples = None if cfg.max_examples is None else cfg.max_examples // global_batch
+    by_epochs = None if cfg.max_epochs is None else int(cfg.max_epochs * steps_per_epoch)
+    lengths = (cfg.max_steps, by_examples, by_epochs)
+    total = min(length for length in lengths if length is not None)
     check(total > 0, f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs")
     optim = cfg.optim
     warmup = optim.warmup_steps if optim.warmup_steps is not None else round(total * optim.warmup_fraction)

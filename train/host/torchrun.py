@@ -80,10 +80,8 @@ def end_torchrun() -> None:
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:
-    """Ignore signals in a loader worker: schedulers and terminals signal every process of a job, but the rank decides
-    what that means.
-
-    A worker that died of the signal would fail the rank before it has saved. Workers end when their rank does.
+    """Ignore signals in a loader worker: schedulers and terminals signal every process of a job, and a worker that died
+    of that would fail the rank before it has saved. Workers end when their rank does.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
