@@ -1,5 +1,7 @@
 """The catalogue of machine types, conf/instance/*.yaml."""
 
+from functools import cache
+
 import pytest
 
 from train.cli import compose as cli
@@ -15,6 +17,7 @@ WANTED = """
 """.split()
 
 
+@cache
 def load(name: str, *overrides: str) -> InstanceConfig:
     return cli.load_config(TrainConfig, [*GIVEN, f"instance={name}", *overrides]).instance
 
