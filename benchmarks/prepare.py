@@ -27,7 +27,6 @@ from train.config import CorpusConfig, FilesCorpusConfig
 from train.data.text.corpus import open_corpus
 from train.data.text.documents import Part
 from train.data.text.encoding import chunks
-from train.data.text.processes import num_cores
 
 SEQ_LEN = 512
 
@@ -73,7 +72,7 @@ def encode_all(text: str, tokenizer: str, part: Part, threads: int, start_at: fl
 
 
 def library(text: Path, tokenizer: Path, processes: int) -> Usage:
-    threads = num_cores() // processes
+    threads = len(os.sched_getaffinity(0)) // processes
     start_at = time.time() + 10 + text.stat().st_size / 20e6
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         parts = [Part(index, processes) for index in range(processes)]
@@ -86,7 +85,7 @@ def library(text: Path, tokenizer: Path, processes: int) -> Usage:
 
 
 def compare(folder: Path, text: Path, tokenizer: Path, rounds: int) -> None:
-    cores, size_mb = num_cores(), text.stat().st_size / 1e6
+    cores, size_mb = len(os.sched_getaffinity(0)), text.stat().st_size / 1e6
     taken: dict[str, list[Usage]] = defaultdict(list)
     for number in range(rounds):
         for processes in sorted({1, cores}):

@@ -12,7 +12,7 @@ from train.data.shards import cache
 from train.data.shards.cache import ShardCache, cache_dir
 from train.data.shards.format import Shard
 from train.data.shards.order import ShardSampler, ShuffleBlock
-from train.data.shards.prefetch import ShardPrefetcher
+from train.data.shards.prefetch import wanted_shards
 from train.host.processes import owner_name
 
 MB = 10**6
@@ -57,38 +57,31 @@ def test_a_batch_larger_than_a_window_is_rejected_where_not_all_fits(of_size):
         of_size(20, 800 * MB).check_fits(ShuffleBlock(2), global_batch_size=201)
 
 
-def wanted_by(prefetched, sampler, limit_bytes):
-    """What a prefetcher wants, without its process."""
-    prefetcher = ShardPrefetcher.__new__(ShardPrefetcher)
-    prefetcher.cache, prefetcher.sampler, prefetcher.limit_bytes = prefetched, sampler, limit_bytes
-    return prefetcher.now_wanted()
-
-
 @pytest.mark.parametrize("window", [1, 2, 3])
 @pytest.mark.parametrize("batch", [7, 100])
-def test_whatever_a_step_reads_is_wanted_and_room_is_kept(of_size, window, batch):
+def test_whatever_a_step_reads_is_wanted_and_space_is_kept(window, batch):
     """Over two epochs: the shards of each batch are among those wanted while it is read."""
     limit = 10 * MB + (cache.WINDOWS_HELD - 1) * window * 64 * MB  # readers may still map a window
-    block, prefetched = ShuffleBlock(window, grow=True), of_size(19)
+    block, manifest = ShuffleBlock(window, grow=True), manifest_of(19)
     sampler = ShardSampler([100] * 19, seed=3, windows=block, global_batch_size=batch, rank=0, world_size=1)
     held = set()
     for step in range(2 * (sampler.total_size // batch)):
         sampler.consumed_rows = step * batch
-        wanted = wanted_by(prefetched, sampler, limit)
+        wanted = wanted_shards(manifest, sampler, limit)
         epoch, first = divmod(sampler.consumed_rows, sampler.total_size)
         rows = sampler.epoch_order(epoch).rows(first, first + batch)
         assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {shard.file for shard in wanted}
-        assert prefetched.manifest.splits["validation"][0] in wanted
+        assert manifest.splits["validation"][0] in wanted
         assert sum(shard.bytes for shard in wanted) <= limit
         held |= {shard.file for shard in wanted}
-    assert held == {shard.file for shard in prefetched.manifest.shards}
+    assert held == {shard.file for shard in manifest.shards}
 
 
-def test_all_is_wanted_where_all_fits_the_first_windows_first(of_size):
-    block, prefetched = ShuffleBlock(9, grow=True), of_size(9)
+def test_all_is_wanted_where_all_fits_the_first_windows_first():
+    block, manifest = ShuffleBlock(9, grow=True), manifest_of(9)
     sampler = ShardSampler([100] * 9, seed=0, windows=block, global_batch_size=10, rank=0, world_size=1)
-    wanted = wanted_by(prefetched, sampler, 10**12)
-    splits, first_window = prefetched.manifest.splits, sampler.epoch_order(0).windows[0]
+    wanted = wanted_shards(manifest, sampler, 10**12)
+    splits, first_window = manifest.splits, sampler.epoch_order(0).windows[0]
     assert len(wanted) == 10 and wanted[2] == splits["validation"][0]
     assert wanted[:2] == [splits["train"][number] for number in first_window]
 

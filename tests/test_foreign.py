@@ -28,7 +28,7 @@ from train.cli import compose as cli
 from train.cli.saved import read_config
 from train.config import HubConfig, InputError, ModelConfig, S3Config, TrainConfig, to_dict
 from train.data.records.formats import load_saved
-from train.data.records.prepared import parse_facts
+from train.data.records.table_folder import parse_facts
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import Network, model_config
 from train.models.pretrained import without_weights

@@ -1,74 +1,70 @@
+"""Which sequences are read at which step: the same however ranks split them; with buckets, one length a step."""
+
 from itertools import islice
 
 import numpy as np
 import pytest
 
+from train.data.batches.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler, parts_of
 from train.data.shards.order import PADDING, EpochOrder, EvalOrder, ShardSampler, ShuffleBlock
 
 SHARD_ROWS = [40, 30, 8, 20, 5]
-ROWS, G = sum(SHARD_ROWS), 24
+ROWS, G = sum(SHARD_ROWS), 12
+BUCKETS = np.random.default_rng(7).choice(3, ROWS, p=[0.5, 0.3, 0.2]).astype(np.uint8)
 WINDOWS = [ShuffleBlock(1), ShuffleBlock(2), ShuffleBlock(4, grow=True), ShuffleBlock(len(SHARD_ROWS))]
+KINDS = [*WINDOWS, "buckets"]
 
 
-def sampler(*, rank=0, world_size=1, windows=None, seed=0, consumed_rows=0):
-    return ShardSampler(
-        SHARD_ROWS,
-        seed=seed,
-        windows=windows,
-        global_batch_size=G,
-        rank=rank,
-        world_size=world_size,
-        consumed_rows=consumed_rows,
-    )
+def sampler(kind, *, rank=0, world_size=1, consumed_rows=0, seed=0):
+    run = {"global_batch_size": G, "rank": rank, "world_size": world_size, "consumed_rows": consumed_rows, "seed": seed}
+    return BucketSampler(BUCKETS, **run) if kind == "buckets" else ShardSampler(SHARD_ROWS, windows=kind, **run)
 
 
-def steps(*, world_size, micro, number, first_step=0, seed=0, windows=None):
-    """Sorted items of each global step, gathered over ranks and micro batches."""
-    per_rank = []
+def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
+    """Items of each global step, gathered over ranks and micro batches and sorted."""
+    accumulation = G // world_size // micro
+    result = [[] for _ in range(number)]
     for rank in range(world_size):
-        order = sampler(rank=rank, world_size=world_size, windows=windows, seed=seed, consumed_rows=first_step * G)
-        accumulation = G // world_size // micro
-        batches = [batch.tolist() for batch in islice(order.micro_batches(micro), number * accumulation)]
-        assert {len(batch) for batch in batches} == {micro}
-        per_rank.append([sum(batches[i * accumulation : (i + 1) * accumulation], []) for i in range(number)])
-    return [sorted(sum((rank[step] for rank in per_rank), [])) for step in range(number)]
+        order = sampler(kind, rank=rank, world_size=world_size, consumed_rows=first_step * G, seed=seed)
+        for index, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
+            assert len(batch) == micro
+            result[index // accumulation] += batch.tolist()
+    return [sorted(items) for items in result]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro"), [(1, 24), (1, 8), (1, 1), (2, 12), (2, 3), (3, 8), (3, 1), (4, 2), (8, 3), (24, 1)]
-)
-def test_every_split_over_ranks_and_micro_batches_sees_the_same_steps(world_size, micro):
-    for windows in WINDOWS:
-        seen = steps(world_size=world_size, micro=micro, number=9, windows=windows)
-        assert seen == steps(world_size=1, micro=G, number=9, windows=windows)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (1, 1), (2, 3), (3, 4), (3, 2), (4, 3), (6, 1), (12, 1)])
+def test_every_split_over_ranks_and_micro_batches_sees_the_same_steps(kind, world_size, micro):
+    assert steps(kind, 18, world_size=world_size, micro=micro) == steps(kind, 18)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-def test_an_epoch_reads_no_sequence_twice_and_leaves_out_only_the_tail(windows):
-    epoch = sum(steps(world_size=2, micro=6, number=ROWS // G, windows=windows), [])
-    assert len(set(epoch)) == len(epoch) == ROWS // G * G
-    assert max(epoch) < ROWS
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_an_epoch_has_every_sequence_at_most_once_and_leaves_out_less_than_a_batch(kind, epoch):
+    items = np.concatenate(steps(kind, ROWS // G, first_step=epoch * (ROWS // G))) & (2**BUCKET_SHIFT - 1)
+    assert len(np.unique(items)) == len(items) == ROWS // G * G
+    assert set(items // ROWS) == {epoch}
 
 
-def test_epochs_differ_in_order_and_in_what_is_left_out():
-    first, second = (sum(steps(world_size=1, micro=G, number=4, first_step=s), []) for s in (0, 4))
-    assert {item // ROWS for item in second} == {1}
-    assert {item % ROWS for item in second} != set(first)
-    for windows in WINDOWS:
-        orders = [
-            EpochOrder(SHARD_ROWS, windows, seed=seed, epoch=epoch).rows(0, ROWS).tolist()
-            for seed, epoch in ((0, 0), (0, 1), (1, 0))
-        ]
-        assert len(set(map(tuple, orders))) == 3
-        assert all(sorted(order) == list(range(ROWS)) for order in orders)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_epochs_and_seeds_differ(kind):
+    per_epoch = ROWS // G
+    first, second, other = (
+        [[item & (2**BUCKET_SHIFT - 1) for item in step] for step in steps(kind, per_epoch, **start)]
+        for start in ({}, {"first_step": per_epoch}, {"seed": 1})
+    )
+    assert first != other and first != [[item - ROWS for item in step] for step in second]
+    assert set(sum(first, [])) != {item - ROWS for item in sum(second, [])}  # what is left out, too
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("first_step", [1, 3, 4, 7])
-def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(first_step, windows):
-    whole = steps(world_size=1, micro=G, number=10, windows=windows)
-    seen = steps(world_size=4, micro=3, number=3, first_step=first_step, windows=windows)
-    assert seen == whole[first_step : first_step + 3]
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("first_step", [1, 3, 8, 11])
+def test_a_resume_goes_on_with_the_next_step_on_any_number_of_ranks(kind, first_step):
+    seen = steps(kind, 3, world_size=4, micro=3, first_step=first_step)
+    assert seen == steps(kind, 14)[first_step : first_step + 3]
+
+
+# ---- windows -------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_holds_the_sequences_of_its_shards_and_shuffles_them():
@@ -78,8 +74,7 @@ def test_a_window_holds_the_sequences_of_its_shards_and_shuffles_them():
     for shards, end in zip(order.windows, order.ends, strict=True):
         rows = order.rows(start, end)
         held = np.concatenate([np.arange(firsts[shard], firsts[shard + 1]) for shard in shards])
-        assert sorted(rows) == held.tolist()
-        assert rows.tolist() != held.tolist()
+        assert sorted(rows) == held.tolist() != rows.tolist()
         start = end
     assert sorted(np.concatenate(order.windows)) == list(range(len(SHARD_ROWS)))
 
@@ -97,25 +92,64 @@ def test_one_window_is_the_full_permutation_that_runs_had_before_windows():
 
 
 def test_a_rank_reads_every_wth_row_of_a_step():
-    order = sampler(rank=2, world_size=4, windows=ShuffleBlock(2), consumed_rows=G)
-    expected = order.epoch_order(0).rows(G, 2 * G)[2::4]
-    assert next(order.micro_batches(G // 4)).tolist() == expected.tolist()
+    order = sampler(ShuffleBlock(2), rank=2, world_size=4, consumed_rows=G)
+    assert next(order.micro_batches(G // 4)).tolist() == order.epoch_order(0).rows(G, 2 * G)[2::4].tolist()
 
 
 def test_upcoming_windows_begin_with_the_one_that_is_being_read():
-    order = sampler(windows=ShuffleBlock(2))
-    ends = order.epoch_order(0).ends
-    order.consumed_rows = int(ends[0])
+    order = sampler(ShuffleBlock(2))
+    first, second = order.epoch_order(0), order.epoch_order(1)
+    order.consumed_rows = int(first.ends[0])
     upcoming = [window.tolist() for window in islice(order.upcoming_windows(), 3)]
-    expected = [*order.epoch_order(0).windows[1:], *order.epoch_order(1).windows]
-    assert upcoming == [window.tolist() for window in expected[:3]]
+    assert upcoming == [window.tolist() for window in [*first.windows[1:], *second.windows][:3]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-@pytest.mark.parametrize("rows", [1, 7, 8, 100])
-def test_evaluation_sees_each_sequence_once_in_equally_many_batches(world_size, rows):
-    per_rank = [list(EvalOrder(rows, 4, rank, world_size)) for rank in range(world_size)]
-    assert len({len(batches) for batches in per_rank}) == 1
-    assert {len(batch) for batches in per_rank for batch in batches} == {4}
-    seen = [item for batches in per_rank for batch in batches for item in batch if item != PADDING]
-    assert sorted(seen) == list(range(rows))
+# ---- buckets -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to_a_longer_one():
+    """Only what does not fill a batch moves up: fewer than a batch of each length but the last."""
+    moved, buckets = 0, []
+    for items in steps("buckets", 16):
+        rows, bucket = parts_of(np.array(items))
+        assert (BUCKETS[rows % ROWS] <= bucket).all()
+        moved += int((BUCKETS[rows % ROWS] < bucket).sum())
+        buckets.append(bucket)
+    assert moved < 4 * G  # of two epochs
+    assert buckets[:3] == [2, 1, 0]
+
+
+def test_a_bucket_without_a_whole_batch_of_its_own_is_no_step():
+    few = np.array([0] * 30 + [1] * 5 + [2] * 20, np.uint8)
+    order = BucketSampler(few, seed=0, global_batch_size=10, rank=0, world_size=1)
+    result = [parts_of(batch) for batch in islice(order.micro_batches(10), 5)]
+    assert sorted(bucket for _, bucket in result) == [0, 0, 0, 2, 2]
+    assert all((few[rows % 55] <= bucket).all() for rows, bucket in result)
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 4), (3, 7), (5, 4)])
+@pytest.mark.parametrize("rows", [1, 7, 8, ROWS])
+@pytest.mark.parametrize("has_buckets", [False, True])
+def test_evaluation_has_each_result_once_in_the_order_of_the_data(rows, has_buckets, world_size, batch_size):
+    """In equally many batches on each rank, and with buckets each at its own length."""
+    buckets, shares = BUCKETS[:rows] if has_buckets else np.zeros(rows, int), []
+    for rank in range(world_size):
+        split = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+        order = BucketEvalOrder(buckets, **split) if has_buckets else EvalOrder(rows, **split)
+        seen = [parts_of(np.array(batch)) for batch in order]
+        assert len(seen) == len(order) and {len(items) for items, _ in seen} == {batch_size}
+        assert all((buckets[items[items != PADDING]] == bucket).all() for items, bucket in seen)
+        shares.append(np.concatenate([np.stack([items, items * 2], 1) for items, _ in seen]))
+    assert len({len(share) for share in shares}) == 1
+    assert order.merged(shares).tolist() == [[row, 2 * row] for row in range(rows)]
+
+
+def test_a_length_that_no_example_needs_is_no_batch_and_graphs_need_a_batch_of_each():
+    for buckets, split, wanted in (
+        (np.array([2, 2, 0], np.uint8), {"batch_size": 2, "rank": 0, "world_size": 1}, [0, 2]),
+        (BUCKETS, {"batch_size": 4, "rank": 1, "world_size": 2, "most": 8}, [0, 1, 2]),
+    ):
+        assert [parts_of(np.array(batch))[1] for batch in BucketEvalOrder(buckets, **split)] == wanted

@@ -17,8 +17,7 @@ from services.fault_proxy import Fault
 from test_prepare import content, killed_at
 
 from train import prepare
-from train.cli import compose as cli
-from train.config import InputError, PrepareConfig
+from train.config import Failure, InputError, PrepareConfig
 from train.data.shards.format import check_files, read_manifest
 from train.data.text import preparation, processes, tokenizer
 from train.data.text.documents import Part
@@ -251,7 +250,7 @@ def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready
     assert not multiprocessing.active_children()
 
 
-def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus, ready, tmp_path, monkeypatch, capsys):
+def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus, ready, tmp_path, monkeypatch):
     wait = processes.wait
 
     def killing(receivers):
@@ -261,19 +260,11 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(corpus
 
     cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
     monkeypatch.setattr(processes, "wait", killing)
-    assert prepare.run(cfg) == cli.FAILED
-    error = capsys.readouterr().err
-    assert "was killed by SIGKILL (out of memory?); the same command resumes it" in error
-    (line,) = [line for line in error.splitlines() if not line.startswith("... ")]  # those say what it was doing
-    assert line.startswith("error: part ")
+    with pytest.raises(Failure, match=r"^part \d/2 was killed by SIGKILL \(out of memory\?\); the same"):
+        prepare.prepare(cfg)
     assert not multiprocessing.active_children()
     monkeypatch.setattr(processes, "wait", wait)
-    assert prepare.run(cfg) == cli.DONE
-
-
-def test_cores_are_divided(monkeypatch):
-    monkeypatch.setattr(processes, "num_cores", lambda: 8)
-    assert [processes.threads_of_each(count) for count in (2, 3, 16)] == [4, 2, 1]
+    assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")
 
 
 def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
@@ -320,32 +311,6 @@ def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(bucket,
     assert manifest == read_manifest(local)
     written = [request.path.split("/")[-1] for request in bucket.proxy.requests("^(PUT|POST|DELETE)")]
     assert written[0] == "source.json" and written[-2:] == ["manifest.json", "part-1of1.safetensors"]
-
-
-def test_a_killed_preparation_in_s3_continues_to_the_same_bytes(bucket, corpus, ready, local):
-    output = bucket.location("out")
-    killed_at(output, corpus, "preparation.write_shard", 4, ready, *bucket.overrides())
-    assert "out/manifest.json" not in bucket.keys("out/")
-    kept = [key for key in bucket.keys("out/") if key.endswith(".safetensors") and "/part-" not in key]
-    assert len(kept) == 3
-    bucket.proxy.set()
-    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides()))
-    assert in_bucket(bucket, "out") == content(local)
-    assert len([key for key in kept if bucket.proxy.requests(f"PUT /{bucket.name}/{key}")]) <= 1
-
-
-def test_jobs_and_processes_meet_in_s3(bucket, corpus, ready, in_three, tmp_path):
-    whole = shutil.copytree(in_three, tmp_path / "whole")
-    merged(whole, corpus, ready)
-    output = bucket.location("out")
-    for number in (2, 1):
-        prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides(), f"part={number}/3"))
-    assert "part 3/3 is not finished" in refused(output, corpus, ready, *bucket.overrides(), "merge=true")
-    prepare.prepare(prepare_config(output, corpus, SMALL, ready, *bucket.overrides(), "part=3/3"))
-    merged(output, corpus, ready, *bucket.overrides())
-    assert in_bucket(bucket, "out") == content(whole)
-    prepare.prepare(prepare_config(bucket.location("p"), corpus, SMALL, ready, *bucket.overrides(), "processes=3"))
-    assert in_bucket(bucket, "p") == content(whole)
 
 
 def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(bucket, corpus, ready, local):

@@ -93,15 +93,6 @@ def test_all_of_the_original_text_comes_through(folder):
     assert rows == [{"id": "0", "text": "good", "label": "1"}, {"id": "1", "text": "bad", "label": "0"}]
 
 
-def test_other_encodings(folder):
-    for encoding in ("latin-1", "utf-16"):
-        assert texts_of(put(folder, "a.csv", "text\ncafé\n".encode(encoding)), encoding=encoding) == ["café"]
-    with pytest.raises(InputError, match=r"a\.csv:1: no header: .*encoding"):
-        texts_of(folder / "a.csv")
-    marked = put(folder, "b.csv", "\ufefftext\ncafé\n")
-    assert [texts_of(marked, encoding=name) for name in ("utf-8", "utf_8", "UTF8", "U8")] == [["café"]] * 4
-
-
 def test_glue_tsv(folder):
     content = "\ufeffindex\tsentence1\tsentence2\tgold_label\r\n" + "".join(
         f'{number}\t"open {number}\the said "so"\t{"entailment" if number % 3 else "neutral"}\r\n'
@@ -116,32 +107,22 @@ def test_glue_tsv(folder):
     assert raw.labels == ["entailment", "neutral"] and raw.splits["train"].features["label"].names == raw.labels
 
 
-BAD = b"""text,label
-fine,1
-too,many,fields
-few
-"early" quote,1
-caf\xe9,1
-,1
-no label,
-unknown,7
-nul \0,1
-also fine,0
-"""
-REASONS = [
-    "a.csv:3: 3 fields where the header has 2",
-    "a.csv:4: 1 fields where the header has 2",
-    "a.csv:5: not CSV: ",
-    "a.csv:6: byte 0xe9 is not utf-8",
-    "a.csv:7: an empty text",
-    "a.csv:8: an empty label",
-    "a.csv:9: unknown label 7; the labels are 0, 1",
-    "a.csv:10: ",  # a NUL, for which Python 3.10 has its own words
-]
+BAD = {  # a row, and why it is left out
+    b"fine,1": None,
+    b"too,many,fields": "3 fields where the header has 2",
+    b"few": "1 fields where the header has 2",
+    b'"early" quote,1': "not CSV: ",
+    b"caf\xe9,1": "byte 0xe9 is not utf-8",
+    b",1": "an empty text",
+    b"no label,": "an empty label",
+    b"unknown,7": "unknown label 7; the labels are 0, 1",
+    b"nul \0,1": "",  # for which Python 3.10 has its own words
+    b"also fine,0": None,
+}
 
 
 def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
-    put(folder, "a.csv", BAD)
+    bad = put(folder, "a.csv", b"\n".join([b"text,label", *BAD]))
     path = put(folder, "good.csv", csv_of(ROWS))
     settings = {"validation": "a.csv", "labels": ["0", "1"]}
     raw = read(path, **settings, max_bad_rows=8)
@@ -149,8 +130,9 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
     assert raw.splits["validation"]["id"][:] == ["0", "9"]  # rows, not lines: those that are bad count
     dropped = raw.dropped["validation"]
     assert dropped.bad_rows == 8 and dropped.left_out == 0 and raw.dropped["train"].bad_rows == 0
-    for example, reason in zip(dropped.bad_examples, REASONS, strict=True):
-        assert example.startswith(f"{folder}/{reason}"), example
+    reasons = [f"{bad}:{line}: {reason}" for line, reason in enumerate(BAD.values(), 2) if reason is not None]
+    for example, reason in zip(dropped.bad_examples, reasons, strict=True):
+        assert example.startswith(reason)
     with pytest.raises(InputError, match=r"validation: 8 bad rows, data.max_bad_rows=7 .*a\.csv:3: 3 fields") as error:
         read(path, **settings, max_bad_rows=7)
     assert "\n" not in str(error.value)
@@ -171,17 +153,15 @@ def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
         ("text,label\n", {}, r"train: no row is left: none is in .*/a\.csv$"),
         ("", {}, r"train: no row is left: none is in .*/a\.csv$"),
         ("text,label\n", {"format": "csv"}, r"none is in .*/a\.csv, read as data\.format=csv$"),
-        ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row .* of 1 rows is all, as rows"),
-        ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* is none"),
+        ("text,label\na,1\n", {"validation_fraction": 1 - 1e-9}, "train: no row is left: .* of 1 rows leaves none"),
+        ("text,label\na,1\nb,1\n", {"validation_fraction": 1e-9}, "validation: no row is left: .* leaves none"),
         (csv_of([(text, "1") for text, _ in ROWS]), {}, "train: all .* rows have the label 1"),
         (csv_of(ROWS), {"label_map": {"0": None, "1": None}}, "train: no row is left.* 40 that data.label_map"),
-        (csv_of(ROWS), {"encoding": "utf-99"}, "data.encoding=utf-99 is not known"),
         (
             csv_of(ROWS),
             {"quote": ","},
             r"data.delimiter, data.quote and data.escape are \[',', ','\]: they must differ",
         ),
-        (csv_of(ROWS), {"validation": "dev.csv"}, "data.validation=dev.csv: there is no file"),
         (csv_of(ROWS), {"validation": "a.*"}, r"a\.csv: both in train and in validation"),
         (csv_of([(text, str(n)) for n, (text, _) in enumerate(ROWS * 30)]), {}, "more than 1000 different labels"),
     ],
@@ -278,25 +258,18 @@ def test_label_map(folder):
 
 def test_json_lines_with_objects_in_them(folder):
     lines = [json.dumps({"review": {"body": text, "stars": int(label)}}) for text, label in ROWS]
-    bad = [
-        '{"review": 1}',
-        "[1]",
-        "{",
-        '{"review": {"body": 3, "stars": 1}}',
-        '{"review": {"body": "\\ud83d", "stars": 1}}',
-    ]
+    bad = {
+        '{"review": 1}': "no review.body",
+        "[1]": "not a JSON object on one line but a list",
+        "{": "not a JSON object on one line",
+        '{"review": {"body": 3, "stars": 1}}': "int), not a str",
+        '{"review": {"body": "\\ud83d", "stars": 1}}': "half",
+    }
     path = put(folder, "a.json", "\n\n".join([*lines, *bad]))
     raw = read(path, columns={"text": "review.body", "label": "review.stars"}, max_bad_rows=5)
     assert sorted(row["text"] for table in raw.splits.values() for row in table) == sorted(text for text, _ in ROWS)
-    reasons = [
-        "no review.body",
-        "not a JSON object on one line but a list",
-        "not a JSON object on one line",
-        "int), not a str",
-        "half",
-    ]
-    for number, (where, reason) in enumerate(zip(raw.dropped["train"].bad_examples, reasons, strict=True)):
-        assert f"a.json:{81 + 2 * number}: " in where and reason in where
+    examples = enumerate(zip(raw.dropped["train"].bad_examples, bad.values(), strict=True))
+    assert all(f"a.json:{81 + 2 * number}: " in where and reason in where for number, (where, reason) in examples)
     with pytest.raises(InputError, match=r"a\.json: one JSON list"):
         read(put(folder, "a.json", "[{}]"))
 

@@ -17,7 +17,7 @@ from services.process import free_port
 
 from train import predict
 from train.config import InputError, NotPermitted, RecordsConfig, ShardsConfig, TrainConfig, Unreachable
-from train.data.records.prepared import find_facts
+from train.data.records.table_folder import find_facts
 from train.data.shards.format import read_manifest
 from train.data.text.preparation import Part, read_state
 from train.storage import s3, s3_retry

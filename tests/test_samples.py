@@ -41,7 +41,7 @@ def trained(cfg: TrainConfig) -> Path:
 
 
 @pytest.mark.parametrize("sop", [False, True])
-def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared: Path, tmp_path: Path, sop: bool) -> None:
+def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared, tmp_path, sop):
     cfg = train_config(tmp_path / "run", prepared, "samples=3", f"task.sop={sop}", "max_steps=2")
     run = trained(cfg)
     written, task = of(run), build_task(cfg)
@@ -67,9 +67,7 @@ def test_a_masked_language_model_fills_blanks_as_its_export_does(prepared: Path,
         assert "[MASK]" not in sample.text and "[CLS]" not in sample.text
 
 
-def test_a_classifier_labels_as_predict_does_some_right_some_wrong(
-    texts: list[str], tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_classifier_labels_as_predict_does_some_right_some_wrong(texts, tokenizer_folder, tmp_path):
     rows = {f"{number} {text}": ("bad", "fair", "good")[number % 3] for number, text in enumerate(texts[:80])}
     data, new = tmp_path / "data.csv", tmp_path / "new.csv"
     data.write_text("text,label\n" + "".join(f'"{text}",{label}\n' for text, label in rows.items()))
@@ -88,9 +86,7 @@ def test_a_classifier_labels_as_predict_does_some_right_some_wrong(
 
 
 @pytest.mark.parametrize("v2", [False, True])
-def test_answers_to_questions_are_those_of_predict(
-    texts: list[str], tokenizer_folder: Path, tmp_path: Path, v2: bool
-) -> None:
+def test_answers_to_questions_are_those_of_predict(texts, tokenizer_folder, tmp_path, v2):
     for name, seed in (("train", 0), ("dev", 1)):
         (tmp_path / f"{name}.json").write_text(json.dumps(squad(texts, seed=seed, questions=12, v2=v2)))
     files = ["data=records", f"data.path={tmp_path}", "data.train=train.json", "data.validation=dev.json"]
@@ -130,12 +126,12 @@ def sample(name: str, score: float) -> Sample:
         ([], ""),
     ],
 )
-def test_half_of_the_samples_are_wrong_ones_if_there_are(scores: list[float], chosen: str) -> None:
+def test_half_of_the_samples_are_wrong_ones_if_there_are(scores, chosen):
     judged = [sample(str(number), score) for number, score in enumerate(scores)]
     assert "".join(each.text for each in mixed(judged, 4)) == chosen
 
 
-def test_candidates_are_of_all_the_table_and_of_bounded_length() -> None:
+def test_candidates_are_of_all_the_table_and_of_bounded_length():
     from datasets import Dataset
 
     words = "x" * (MOST_CHARS_READ // 10)
@@ -145,7 +141,7 @@ def test_candidates_are_of_all_the_table_and_of_bounded_length() -> None:
     assert spread(101, 3).tolist() == [0, 50, 100] and spread(2, 8).tolist() == [0, 1]
 
 
-def test_a_long_text_is_cut_around_what_matters() -> None:
+def test_a_long_text_is_cut_around_what_matters():
     text = "a " * 500 + "here" + " b" * 500
     cut = samples.excerpt(text, text.index("here"))
     assert len(cut) <= MOST_CHARS and "here" in cut and cut.startswith("...") and cut.endswith("...")
@@ -153,7 +149,7 @@ def test_a_long_text_is_cut_around_what_matters() -> None:
     assert samples.excerpt(text).startswith("a a") and len(samples.excerpt(text)) <= MOST_CHARS
 
 
-def test_a_long_sequence_is_cut_around_its_blanks(prepared: Path) -> None:
+def test_a_long_sequence_is_cut_around_its_blanks(prepared):
     spelling = Spelling(prepared / "tokenizer", mask_id=4, special_ids=[0, 2, 3, 4])
     tokens = np.full(500, 50)
     places = [200, 210, 230, 240, 250]
@@ -166,7 +162,7 @@ def test_a_long_sequence_is_cut_around_its_blanks(prepared: Path) -> None:
 # ---- the file ------------------------------------------------------------------------------------------------------
 
 
-def test_samples_can_be_left_out_and_never_reach_the_hub(prepared: Path, tmp_path: Path) -> None:
+def test_samples_can_be_left_out_and_never_reach_the_hub(prepared, tmp_path):
     run = trained(train_config(tmp_path / "run", prepared, "max_steps=1", "samples=2"))
     text = max(re.split(r"\[\d\]", of(run).samples[0].text), key=len)
     pushed = gathered(run, "run")
@@ -177,7 +173,7 @@ def test_samples_can_be_left_out_and_never_reach_the_hub(prepared: Path, tmp_pat
     assert not (run / samples.NAME).exists()  # those of the first export are gone
 
 
-def test_a_run_is_whole_without_its_samples(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_whole_without_its_samples(prepared, tmp_path, capsys):
     run = trained(train_config(tmp_path / "run", prepared, "max_steps=1", "samples=0"))
     (run / samples.NAME).mkdir()
     trained(train_config(run, prepared, "max_steps=2"))
@@ -186,6 +182,6 @@ def test_a_run_is_whole_without_its_samples(prepared: Path, tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("most", [-1, 33])
-def test_their_number_is_bounded(prepared: Path, tmp_path: Path, most: int) -> None:
+def test_their_number_is_bounded(prepared, tmp_path, most):
     with pytest.raises(InputError, match=f"samples={most} must be"):
         train_config(tmp_path / "run", prepared, f"samples={most}")

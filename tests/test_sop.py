@@ -13,9 +13,8 @@ from train import loop, prepare
 from train.attempt.preempt import StopRequest
 from train.cli.compose import compose_config
 from train.config import InputError, ModelConfig, TrainConfig
-from train.data.batches.loader import MaskedRows
+from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX
-from train.data.batches.segments import Swapper
 from train.data.shards.order import PADDING
 from train.models.encoder import build_masked_lm
 from train.tasks import build_task

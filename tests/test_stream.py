@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from forks import launch, run_forked, start_forked
-from running import eventually, lines, prepare_config, run, train_config, train_overrides
+from forks import start_forked
+from running import eventually, lines, run, train_config
 from saved_steps import flip
 from services.fault_proxy import Fault
 from streaming import alive, descendants, losses, num_shards, overrides, upload, windowed
 
-from train import entry, loop, prepare
+from train import entry, loop
 from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
 from train.config import InputError, S3Config, ShardsConfig, TrainConfig, Unreachable
@@ -24,6 +24,7 @@ from train.data.shards.download import Downloader
 from train.data.shards.format import Shard, read_manifest
 from train.data.shards.order import ShardSampler
 from train.data.shards.prepared import TOKENIZER, PreparedData
+from train.feed import check_same_data
 from train.storage.folders import sha256_bytes
 from train.storage.s3 import S3Folder
 
@@ -85,24 +86,10 @@ def test_the_end_of_a_run_waits_for_no_shard(bucket, shards, tmp_path):
     assert losses(tmp_path / "run")
 
 
-OTHER_DATA = """
-import os, sys
-sys.argv = [word.replace("dataRANK", "data" + os.environ["RANK"]) for word in sys.argv]
-from train.__main__ import main
-sys.exit(main())
-"""
-
-
-def test_ranks_that_read_different_data_are_refused(corpus, tmp_path):
-    for number in (0, 1):
-        prepare.prepare(prepare_config(tmp_path / f"data{number}", corpus, f"seed={number + 1}"))
-    script = tmp_path / "other_data.py"
-    script.write_text(OTHER_DATA)
-    settings = train_overrides(tmp_path / "run", tmp_path / "dataRANK", "max_steps=2")
-    done = run_forked(launch(str(script), settings, ranks=2), os.environ)
-    assert done.returncode != 0
-    assert "error: rank 1 reads other data than rank 0 (id " in done.stderr
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+def test_ranks_that_read_different_data_are_rejected():
+    check_same_data(["a" * 64] * 2)
+    with pytest.raises(InputError, match=r"rank 1 reads other data than rank 0 \(id b{12} and a{12}\)"):
+        check_same_data(["a" * 64, "b" * 64])
 
 
 def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatch, tmp_path, capsys):

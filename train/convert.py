@@ -1,7 +1,7 @@
 """`python -m train.convert to-arrow SOURCE FOLDER | from-arrow FOLDER OUTPUT`: shards to Hugging Face sets, and back.
 
 A data set in Arrow has the columns `tokens` (a list of seq_len ids), `pivot` and `same_document` of the shards
-(packing.py), and lies in a folder as `datasets.load_from_disk` reads it. Sequences that others have packed, with
+(packing.py), and is a folder as `datasets.load_from_disk` reads it. Sequences that others have packed, with
 nothing but a column of ids of one length, become shards too: their one segment ends with the sequence.
 """
 
@@ -21,9 +21,8 @@ from train.config import S3Config, ShardsConfig, check
 from train.data.records.formats import load_saved
 from train.data.shards.format import SPLITS, Manifest, Shard, ShardSet, write_manifest, write_shard
 from train.data.shards.prepared import PreparedData
-from train.data.text.merge import unigram_entropy
 from train.data.text.packing import Rows
-from train.data.text.preparation import rows_of_shard
+from train.data.text.preparation import rows_of_shard, unigram_entropy
 from train.data.text.tokenizer import load_tokenizer, publish_tokenizer, published_vocabulary
 from train.storage.folders import local_path, make_folder, open_folder
 

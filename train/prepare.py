@@ -27,19 +27,22 @@ from train.cli import progress
 from train.cli.progress import Stage
 from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
 from train.data.random_bits import text_uniform
-from train.data.shards.format import FORMAT, SPLITS, Manifest, read_manifest
+from train.data.shards.format import FORMAT, Manifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.documents import WHOLE, Part
 from train.data.text.encoding import Vocabulary
-from train.data.text.merge import TooLittleText, merge, remove_states
 from train.data.text.preparation import (
     STATE_NAMES,
     HeldOut,
+    Recipe,
     Report,
+    TooLittleText,
     choose_held_out,
+    merge,
     prepare_part,
+    remove_states,
 )
-from train.data.text.processes import PartStopped, prepare_in_processes
+from train.data.text.processes import prepare_in_processes
 from train.storage.folders import Folder, canonical_json, open_folder, sha256_json
 from train.storage.schema import BadContent, of_type, read_object
 
@@ -69,30 +72,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(cfg: PrepareConfig) -> int:
-    try:
-        with progress.reported():
-            manifest = prepare(cfg)
-    except PartStopped as error:
-        print(f"error: {error}; the same command resumes it", file=sys.stderr)
-        return cli.FAILED
+    with progress.reported():
+        manifest = prepare(cfg)
     if manifest is None:
         print(f"{cfg.output}: part {cfg.part} is done; when all are, the same command with merge=true instead of part")
         return cli.DONE
-    counts = manifest.counts
-    print(
-        f"{cfg.output}: {manifest.rows('train'):,} training and {manifest.rows('validation'):,} validation sequences "
-        f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
-        f"unigram entropy {counts['unigram_entropy']:.3f} nats, id {manifest.id[:12]}"
-    )
     held_out = manifest.rows("validation")
+    print(
+        f"{cfg.output}: {manifest.rows('train'):,} training and {held_out:,} validation sequences "
+        f"of {manifest.seq_len} tokens, vocabulary {manifest.tokenizer.vocab_size:,}, "
+        f"unigram entropy {manifest.counts['unigram_entropy']:.3f} nats, id {manifest.id[:12]}"
+    )
     if held_out < FEW_SEQUENCES:
         wanted = math.ceil(100 * min(0.5, cfg.validation_fraction * FEW_SEQUENCES / held_out)) / 100
         more = f"validation_fraction={wanted:g} with another output holds out more"
         hint = more if wanted > cfg.validation_fraction else "give more text"
-        print(
-            f"warning: {held_out} validation sequences are few, their loss is a matter of chance; {hint}",
-            file=sys.stderr,
-        )
+        few = f"{held_out} validation sequences are few, their loss is a matter of chance"
+        print(f"warning: {few}; {hint}", file=sys.stderr)
     return cli.DONE
 
 
@@ -105,8 +101,9 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     job = Part.parse(cfg.part) if cfg.part else WHOLE
     parts = job.divided(cfg.processes)
-    num_parts = claimed_parts(folder) if cfg.merge else parts[0].count
-    source = fingerprint(cfg, corpus, num_parts)
+    num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
+    settings = settings_of(cfg, num_parts)
+    source = {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
     claim(folder, source)
     if folder.size("manifest.json") is not None:
         remove_states(folder)  # a merge may have been killed between the two
@@ -118,9 +115,7 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
             if job.count > 1:
                 return None
         progress.begin(Stage("writing the manifest"))
-        return merge(
-            folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings_of(cfg, num_parts)
-        )
+        return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
     except InputError as error:
         with suppress(InputError, Unreachable):  # what went wrong first is what counts
             take_back(folder, job, everything=isinstance(error, TooLittleText))
@@ -131,22 +126,21 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
     """With the folder's tokenizer, here or in processes of their own."""
     progress.begin(Stage("choosing the validation part"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
-    vocabulary = vocabulary_of(cfg, corpus, folder, held_out)
+    recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
     share = len(parts) / parts[0].count
-    with shown(None if corpus.total_bytes is None else int(corpus.total_bytes * share)) as report:
+    total_bytes = None if corpus.total_bytes is None else int(corpus.total_bytes * share)
+    with shown("tokenising and packing", total_bytes) as report:
         if len(parts) == 1:
-            prepare_part(cfg, folder, corpus, vocabulary, held_out, parts[0], identity, report)
+            prepare_part(recipe, folder, corpus, parts[0], report)
         else:
-            prepare_in_processes(cfg, vocabulary, held_out, parts, identity, report)
+            prepare_in_processes(recipe, parts, report)
 
 
 @contextmanager
-def shown(total_bytes: int | None) -> Iterator[Report]:
+def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
     """A bar in MB/s and tokens/s on terminals, and lines elsewhere."""
-    progress.begin(Stage("tokenising and packing", total_bytes, "bytes", has_bar=True))
-    with tqdm(
-        total=total_bytes, unit="B", unit_scale=True, desc="tokenise and pack", disable=None, mininterval=0.5
-    ) as bar:
+    progress.begin(Stage(what, total_bytes, "bytes", has_bar=True))
+    with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
         tokens, began = 0, time.perf_counter()
 
         def report(num_bytes: int, num_tokens: int) -> None:
@@ -154,7 +148,8 @@ def shown(total_bytes: int | None) -> Iterator[Report]:
             tokens += num_tokens
             bar.update(num_bytes)
             progress.advance(num_bytes)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
+            if tokens:
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
 
         yield report
 
@@ -162,14 +157,8 @@ def shown(total_bytes: int | None) -> Iterator[Report]:
 # ---- the claim -----------------------------------------------------------------------------------------------------
 
 
-def fingerprint(cfg: PrepareConfig, corpus: Corpus, num_parts: int) -> dict[str, Any]:
-    """All that decides the result; what two calls must share for one to continue the other's work."""
-    settings = settings_of(cfg, num_parts)
-    return {"settings": settings, "input": corpus.fingerprint(), "format": FORMAT, "split_rule": SPLIT_RULE}
-
-
 def settings_of(cfg: PrepareConfig, num_parts: int) -> dict[str, Any]:
-    """The settings that make the data what it is: not where it lies, where the text lay, or who does which part."""
+    """The settings that make the data what it is: not where it or the text is, or who prepares which part."""
     settings = to_dict(cfg)
     for name in ("output", "s3", "part", "processes", "merge"):
         del settings[name]
@@ -197,20 +186,15 @@ def claim(folder: Folder, wanted: dict[str, Any]) -> None:
 
 
 def claimed(folder: Folder) -> dict[str, Any]:
-    """source.json of a preparation; FileNotFoundError if there is none, InputError if it is damaged."""
+    """source.json of a preparation. InputError if there is none, or if it is damaged."""
     try:
         source = read_object(folder.read("source.json"))
         of_type(int, of_type(dict[str, Any], source.get("settings"), "settings").get("parts"), "settings.parts")
+    except FileNotFoundError:
+        raise InputError(f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them") from None
     except BadContent as error:
         raise InputError(f"{folder.location}/source.json is damaged: {error}; choose another output") from error
     return source
-
-
-def claimed_parts(folder: Folder) -> int:
-    try:
-        return int(claimed(folder)["settings"]["parts"])
-    except FileNotFoundError:
-        raise InputError(f"output={folder.location} holds no parts to merge; part=1/N ... part=N/N make them") from None
 
 
 def difference(old: Any, new: Any, key: str = "") -> str:
@@ -223,7 +207,7 @@ def difference(old: Any, new: Any, key: str = "") -> str:
 
 
 def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
-    """Leave the folder as it was, for a call with better settings, if what is there is of no use.
+    """Empty the folder, for a call with better settings, if what is there is of no use.
 
     That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
     """
@@ -231,10 +215,8 @@ def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
     begun = any(name.startswith(STATE_NAMES) for name in names)
     others = job.count > 1 and "tokenizer/tokenizer.json" in names
     if everything or not (begun or others):
-        for prefix in (STATE_NAMES, *(f"{split}-" for split in SPLITS), "tokenizer/", "source.json"):
-            for name in names:
-                if name.startswith(prefix):
-                    folder.remove(name)
+        for name in sorted(names, key=lambda name: (name == "source.json", name)):
+            folder.remove(name)
 
 
 # ---- the tokenizer -------------------------------------------------------------------------------------------------
@@ -270,12 +252,10 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
         count = SAMPLED_PARTS * total // wanted
         share, parts = 1.0, [Part(number * count // SAMPLED_PARTS, count) for number in range(SAMPLED_PARTS)]
     num_documents, num_given = 0, 0
-    progress.begin(Stage("reading text for the tokenizer", total, "bytes", has_bar=True))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="read for tokenizer", disable=None) as bar:
+    with shown("reading text for the tokenizer", total) as report:
         for document in (document for part in parts for document in corpus.documents(part)):
             num_documents += 1
-            bar.update(document.source_bytes)
-            progress.advance(document.source_bytes)
+            report(document.source_bytes, 0)
             text = document.text[: round(len(document.text) * (1 - held_out.share_of(document.text)))]
             if text and text_uniform(document.text, cfg.seed)[1] < share:
                 num_given += 1

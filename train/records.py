@@ -57,7 +57,7 @@ def show(cfg: TrainConfig) -> int:
 
 
 def description(cfg: TrainConfig, tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
-    """Lines for people: where the data lies, each split, and lengths of batches that suit it better than `lengths`."""
+    """Lines for people: where the data is, each split, and lengths of batches that suit it better than `lengths`."""
     assert isinstance(cfg.data, RecordsConfig)
     seq_len = tables.facts["settings"]["seq_len"]
     yield f"{tables.folder}: id {tables.id[:12]}, {tables.facts['kind']}, at most {seq_len} tokens"

@@ -19,7 +19,7 @@ from train.config import S3Config, ShardsConfig, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.format import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
 from train.data.shards.prepared import PreparedData
-from train.data.text.merge import unigram_entropy
+from train.data.text.preparation import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
 from train.storage.folders import open_folder, sha256_file
 
@@ -71,26 +71,20 @@ def show_rows(data: PreparedData, split: str, number: int, *, colour: bool) -> I
         mask_id=info.mask_id,
         special_ids=tuple(info.special_ids),
         vocab_size=info.vocab_size,
-        word_start=None,
     )
     rows = np.arange(min(number, manifest.rows(split)))
     tokens = data.on_demand(split).rows(rows).tokens
     masked = masker(tokens, np.zeros_like(rows), rows)
     for row in rows:
-        predicted = set(masked.positions[row][masked.labels[row] != IGNORE_INDEX].tolist())
+        predicted = masked.positions[row][masked.labels[row] != IGNORE_INDEX]
         pieces = tokenizer.convert_ids_to_tokens(masked.input_ids[row].tolist())
-        marked = [mark(piece, position in predicted, colour=colour) for position, piece in enumerate(pieces)]
+        for position in predicted:
+            piece = pieces[position]
+            hue = RED if piece == "[MASK]" else BLUE
+            pieces[position] = f"{hue}{piece}{OFF}" if colour else f"<{piece}>"
         yield f"--- {split} {row}"
         yield tokenizer.decode(tokens[row].tolist())
-        yield " ".join(marked)
-
-
-def mark(piece: str, is_predicted: bool, *, colour: bool) -> str:
-    if not is_predicted:
-        return piece
-    if not colour:
-        return f"<{piece}>"
-    return f"{RED if piece == '[MASK]' else BLUE}{piece}{OFF}"
+        yield " ".join(pieces)
 
 
 def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
@@ -105,11 +99,10 @@ def describe(data: PreparedData, split: str, number: int) -> Iterator[str]:
         counts += np.bincount(rows.tokens.ravel(), minlength=len(counts))
         firsts.append(rows.pivot)
         same += int(rows.same_document.sum())
-    special = counts[manifest.tokenizer.special_ids].sum()
     text = counts.copy()
     text[manifest.tokenizer.special_ids] = 0
     quantiles = np.quantile(np.concatenate(firsts), [0, 0.25, 0.5, 0.75, 1]).astype(int)
-    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {special / counts.sum():.1%} special ones"
+    yield f"{split}: {total:,} sequences of {manifest.seq_len} tokens, {1 - text.sum() / counts.sum():.1%} special ones"
     yield f"first segment: {' / '.join(map(str, quantiles))} tokens (least, quartiles, most)"
     yield f"both segments of one document: {same / total:.1%}"
     entropy = unigram_entropy(counts, manifest.tokenizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.batches.segments import Swapper
-from train.data.shards.format import ShardSet
+from train.data.random_bits import hash_uniform
+from train.data.shards.format import ROW_TENSORS, ShardSet
 from train.data.shards.order import PADDING
 from train.host.torchrun import leave_signals_to_the_parent
 
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS, MULTI_BATCH = 1024, 32  # sequences, and micro batches, that are drawn at once
+ORDER = 4  # the random number of a sequence that swaps it, beside those of masking.py
 EVAL_EPOCH = 2**40  # no training epoch: every evaluation hides the same tokens, others than training does
 
 
@@ -33,6 +35,36 @@ class Drawable(Protocol):
         """The batch of items [K, B]: "inputs", tensors [K, B, ...], "count", K numbers (or weights) of labels, and
         "tokens", K numbers of tokens without padding.
         """
+
+
+@dataclass(frozen=True)
+class Swapper:
+    """Swaps the two segments of sequences, for the model to tell their order, as a function of (seed, epoch, sequence).
+    ALBERT (https://arxiv.org/abs/1909.11942, section 3.1) swaps every second pair; here each epoch draws it afresh.
+    """
+
+    seed: int
+
+    def __call__(
+        self, tokens: np.ndarray, pivot: np.ndarray, same_document: np.ndarray, epochs: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of `tokens` [B, S], `[CLS] A [SEP] B [SEP]` with B from index `pivot` [B], about half become
+        `[CLS] B [SEP] A [SEP]`. Returns tokens, pivots, and labels [B] int64: 0 in order, 1 swapped, and IGNORE_INDEX
+        where the order means nothing, since A and B are not from one document (`same_document` [B] is 0).
+        """
+        seq_len = tokens.shape[1]
+        pivot = pivot.astype(np.int64)
+        has_order = same_document.astype(bool) & (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
+        swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
+        index, swapped_pivot = np.arange(seq_len), seq_len + 1 - pivot
+        first = index[None] < swapped_pivot[:, None]  # [CLS] B [SEP]
+        source = index + np.where(first, pivot[:, None] - 1, 1 - swapped_pivot[:, None])
+        source[:, 0], source[:, -1] = 0, seq_len - 1
+        separator = swapped_pivot - 1
+        source[swaps, separator[swaps]] = pivot[swaps] - 1
+        source = np.where(swaps[:, None], source, index)
+        labels = np.where(has_order, swaps, IGNORE_INDEX).astype(np.int64)
+        return np.take_along_axis(tokens, source, 1), np.where(swaps, swapped_pivot, pivot), labels
 
 
 class MaskedRows:
@@ -53,7 +85,12 @@ class MaskedRows:
         epochs, rows = np.divmod(np.where(is_padding, 0, items), len(self.shards))
         if not self.is_training:
             epochs = np.full_like(epochs, EVAL_EPOCH)
-        tokens, pivot, order = self._read(epochs.ravel(), rows.ravel())
+        order = None
+        if self.swapper is None:
+            tokens, pivot = self.shards.gather(rows.ravel(), ("tokens", "pivot"))
+        else:
+            tokens, pivot, same_document = self.shards.gather(rows.ravel(), ROW_TENSORS)
+            tokens, pivot, order = self.swapper(tokens, pivot, same_document, epochs.ravel(), rows.ravel())
         tokens = tokens.reshape(*items.shape, -1)
         masked = [self.masker(*micro_batch) for micro_batch in zip(tokens, epochs, rows, strict=True)]
         labels = np.stack([one.labels for one in masked])
@@ -74,14 +111,6 @@ class MaskedRows:
             "tokens": tokens_each.tolist(),
         }
 
-    def _read(self, epochs: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Tokens [N, S], pivots [N] and labels of the order [N], if it is to be predicted, of `rows` [N]."""
-        if self.swapper is None:
-            tokens, pivot = self.shards.gather(rows, ("tokens", "pivot"))
-            return tokens, pivot, None
-        tokens, pivot, same_document = self.shards.gather(rows, ("tokens", "pivot", "same_document"))
-        return self.swapper(tokens, pivot, same_document, epochs, rows)
-
 
 class MultiBatch(Dataset[Batch]):
     """Several micro batches at once from a data set that can `draw` them, because a loader's own work, and handing a
@@ -101,26 +130,19 @@ class MultiBatch(Dataset[Batch]):
             return self.until_failure(micro_batches)
 
     def until_failure(self, micro_batches: list[np.ndarray]) -> Batch:
-        failure: dict[str, Exception] = {}
-        good = 0
-        for micro_batch in micro_batches:
+        for good, micro_batch in enumerate(micro_batches):
             try:
                 self.dataset.draw(np.asarray(micro_batch)[None])
             except Exception as error:
-                failure = {"failure": error}
-                break
-            good += 1
-        drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else {"inputs": {}, "count": [], "tokens": []}
-        return {**drawn, **failure}
+                none: Batch = {"inputs": {}, "count": [], "tokens": []}
+                drawn = self.dataset.draw(np.stack(micro_batches[:good])) if good else none
+                return {**drawn, "failure": error}
+        return self.dataset.draw(np.stack(micro_batches))
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
     """Why a batch could not be drawn; None if all could."""
     return next((batch["failure"] for batch in batches if "failure" in batch), None)
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
 
 
 class Batches:
@@ -146,7 +168,7 @@ class Batches:
             self.loader = DataLoader(
                 self.dataset,
                 batch_sampler=self.groups,
-                collate_fn=as_it_is,
+                collate_fn=dict,  # which changes nothing
                 num_workers=num_workers,
                 prefetch_factor=-(-prefetch // num_drawn) if num_workers else None,
                 pin_memory=pin_memory,

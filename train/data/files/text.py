@@ -76,7 +76,7 @@ def window(raw: IO[bytes], path: Path, first: int, last: int | None) -> Any:
     end = None if last is None or last >= path.stat().st_size else line_start(raw, last)
     raw.seek(line_start(raw, first))
     if end is not None:
-        return Window(raw, end)
+        return BoundedFile(raw, end)
     return gzip.GzipFile(fileobj=raw) if is_packed(path) else raw
 
 
@@ -93,7 +93,7 @@ def line_start(raw: IO[bytes], offset: int) -> int:
     return position
 
 
-class Window(io.RawIOBase):
+class BoundedFile(io.RawIOBase):
     """A file that ends at byte `end`."""
 
     def __init__(self, raw: IO[bytes], end: int) -> None:

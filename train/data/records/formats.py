@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from train.config import ColumnsConfig, RecordsConfig, S3Config, check
-from train.data.files.errors import LIBRARY_ERRORS, naming
+from train.config import ColumnsConfig, InputError, RecordsConfig, S3Config, check
+from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, Values, csv_dialect, csv_rows, json_rows, open_parquet
 from train.data.files.text import open_text
-from train.data.records.conll import conll_rows
 from train.data.records.sources import (
     FILE_FORMATS,
     SUFFIXES,
@@ -26,7 +27,6 @@ from train.data.records.sources import (
     split_files,
     split_names,
 )
-from train.data.records.squad import SQUAD_START, squad_rows
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
@@ -34,6 +34,12 @@ PARQUET_START = b"PAR1"
 SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
 START_CHARS = 4096  # in which SQuAD differs from other JSON
 MAX_FIELD_CHARS = 2**20  # of CSV; an open quote swallows no more than this
+SQUAD_START = re.compile(r'\s*\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:\s*\[')
+LEVELS = ("data", "paragraphs", "qas")  # of SQuAD: lists, each in the objects of the one before
+SHOWN_CHARS = 40  # of a text in an error
+MAX_WORDS = 10_000  # of a sentence in columns; more are a file without blank lines
+DOCUMENT = "-DOCSTART-"  # begins a document in columns: no word
+TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 
 LocatedRow = tuple[str, Values]  # where a row is, as file.csv:17, and its values
 
@@ -59,7 +65,10 @@ def open_splits(cfg: RecordsConfig, wanted: Collection[str], s3: S3Config, scrat
         return {split: [file_table(file, cfg, wanted, scratch) for file in paths] for split, paths in files.items()}
     names = split_names(cfg)
     if source == "saved":
-        splits = saved_splits(saved_folder(cfg, s3, scratch), cfg.path, names)
+        for file in saved_files(cfg, s3):
+            local_copy(file, scratch)
+        folder = s3_copies(s3_folder(cfg.path, s3).location, scratch) if is_s3(cfg.path) else local_path(cfg.path)
+        splits = saved_splits(folder, cfg.path, names)
     else:
         splits = {split: load_hub(cfg, name or "train", scratch) for split, name in names.items()}
     sources = {split: f"data set {cfg.path}, split {name or 'train'}" for split, name in names.items()}
@@ -118,6 +127,93 @@ def csv_lines(text: Iterator[str], name: str, cfg: RecordsConfig) -> Iterator[tu
     return csv_rows(text, name, cfg.encoding, header=cfg.header, max_field_chars=MAX_FIELD_CHARS, dialect=dialect)[1]
 
 
+def conll_rows(lines: Iterable[str], encoding: str) -> Iterator[tuple[int, Values]]:
+    """Sentences in columns, as of CoNLL-2003: a line a word, which is in the first column and its tag in the last; a
+    blank line ends a sentence. The number of each one's first line, and its `tokens` and, if there are columns, `tags`.
+
+    Columns are separated by tabs or, in lines without one, by blanks. All words of a file have equally many columns.
+    """
+    columns, first, bad = 0, 0, None
+    words: list[list[str]] = []
+
+    def sentence() -> Iterator[tuple[int, Values]]:
+        if bad is not None:
+            yield bad
+        elif words:
+            tags = {"tags": [fields[-1] for fields in words]} if columns > 1 else {}
+            yield first, {"tokens": [fields[0] for fields in words], **tags}
+
+    for number, line in enumerate(lines, 1):
+        text = line.strip(" \t\r\n")
+        fields = (TABS if "\t" in text else BLANKS).split(text)
+        if not text or fields[0] == DOCUMENT:
+            yield from sentence()
+            words, bad = [], None
+            continue
+        columns, first = columns or len(fields), first if words else number
+        if bad is None and (fault := unreadable(line, encoding)) is not None:
+            bad = number, fault
+        elif bad is None and len(fields) != columns:
+            bad = number, BadRow(f"{len(fields)} columns where the first word has {columns}")
+        elif bad is None and len(words) == MAX_WORDS:
+            bad = number, BadRow(f"a sentence of more than {MAX_WORDS:,} words; a blank line ends each")
+        if bad is None:
+            words.append(fields)
+    yield from sentence()
+
+
+def squad_rows(path: Path, name: str, encoding: str) -> Iterator[tuple[str, Values]]:
+    """Each question of SQuAD (https://arxiv.org/abs/1606.05250, v2: 1806.03822) and its position in the file, which is
+    read as a whole: some 200 MB of memory. {"data": [{"paragraphs": [{"context": ..., "qas": [{"id", "question",
+    "answers": [{"text", "answer_start"}], "is_impossible"}]}]}]}.
+    """
+    with open_text(path, encoding) as (text, _):
+        try:
+            document = json.load(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{name}:{error.lineno}: not JSON: {error.msg}") from error
+    is_squad = isinstance(document, dict) and isinstance(document.get("data"), list)
+    check(is_squad, f'{name} is not SQuAD: there is no list "data" at its top')
+    for where, row in questions(document, LEVELS, "", {}):
+        own = row.get("id") if isinstance(row, dict) else None
+        yield f"{name}, " + (f"question {own}" if isinstance(own, str) else where), row
+
+
+def questions(node: Any, levels: tuple[str, ...], where: str, above: dict[str, Any]) -> Iterator[tuple[str, Values]]:
+    """Objects at the end of nested lists, with the context of what they are in."""
+    if not isinstance(node, dict):
+        yield where, BadRow(f"a {type(node).__name__} where an object should be")
+    elif not levels:
+        row = above | {key: node[key] for key in ("id", "question", "answers") if key in node}
+        yield where, row | ({"answers": []} if node.get("is_impossible") is True else {})
+    elif not isinstance(node.get(levels[0]), list):
+        yield where, BadRow(f"no list {levels[0]}")
+    else:
+        above = above | ({"context": node["context"]} if "context" in node else {})
+        for number, child in enumerate(node[levels[0]]):
+            yield from questions(child, levels[1:], f"{where}.{levels[0]}[{number}]".lstrip("."), above)
+
+
+def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
+    """`{"text": [str], "answer_start": [int]}` of answers in that shape or as a list of objects; starts are characters.
+
+    BadRow for another shape, or an answer that is not where it should be.
+    """
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
+    texts, starts = (value.get("text"), value.get("answer_start")) if isinstance(value, dict) else (None, None)
+    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
+        raise BadRow("answers are not lists text and answer_start of one length, nor a list of objects with these")
+    for text, start in zip(texts, starts, strict=True):
+        if not isinstance(text, str) or not text or type(start) is not int:
+            raise BadRow(f"an answer that is not a text and a number but {text!r:.40} and {start!r:.40}")
+        there = context[max(start, 0) : max(start, 0) + len(text)]
+        if start < 0 or there != text:
+            at = f"character {start} of the context"
+            raise BadRow(f"answer {text[:SHOWN_CHARS]!r} is not at {at}, where there is {there[:SHOWN_CHARS]!r}")
+    return {"text": texts, "answer_start": starts}
+
+
 def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
     """Names of labels that `datasets` wrote into the file count."""
     with open_parquet(path, name) as file:
@@ -158,7 +254,7 @@ def numbered(batches: Any, where: str) -> Iterator[LocatedRow]:
 
 
 def local_copy(file: File, scratch: Path) -> Path:
-    """A file as it lies here, or its copy below `scratch`."""
+    """A file of this machine, or its copy below `scratch`."""
     return file.download(s3_copies(file.location, scratch)) if isinstance(file, S3File) else file
 
 
@@ -167,14 +263,6 @@ def s3_copies(location: str, scratch: Path) -> Path:
 
 
 # ---- what `datasets` holds -----------------------------------------------------------------------------------------
-
-
-def saved_folder(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> Path:
-    """The folder of such a data set on this machine."""
-    folder = local_path(cfg.path) if not is_s3(cfg.path) else s3_copies(s3_folder(cfg.path, s3).location, scratch)
-    for file in saved_files(cfg, s3):
-        local_copy(file, scratch)
-    return folder
 
 
 def saved_splits(folder: Path, location: str, names: dict[str, str | None]) -> dict[str, datasets.Dataset]:

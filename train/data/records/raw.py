@@ -68,7 +68,9 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         most = cfg.max_train_examples if split == "train" else cfg.max_validation_examples
         splits[split] = sample(table, most, seed, number)
     if has_labels:
-        check_classes(splits["train"], kind, labels)
+        numbers = np.unique(column(splits["train"], kind.target))
+        what = f"train: all {len(splits['train']):,} rows have the label {labels[numbers[0]]}"
+        check(len(numbers) > 1, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
     return Raw(splits, labels, dropped)
 
 
@@ -121,23 +123,16 @@ def given_labels(cfg: RecordsConfig, kind: RowKind, table: Table) -> list[str]:
 
 def check_size(cfg: RecordsConfig, split: str, rows: dict[str, int], dropped: Dropped, names: list[str]) -> None:
     """InputError, with the reason, if a split has no row. `names`: the files that it was read from."""
-    held_out = f"data.validation_fraction={cfg.validation_fraction} of {rows['train'] + rows['validation']:,} rows"
-    if split == "validation" and cfg.validation is None:
-        hint = f"{held_out} is none; raise it or set data.validation"
-    elif split == "train" and cfg.validation is None and rows["validation"]:
-        hint = f"{held_out} is all, as rows with the same text stay together; set data.validation"
+    total = rows["train"] + rows["validation"]
+    if cfg.validation is None and total and split in ("train", "validation"):
+        share = f"data.validation_fraction={cfg.validation_fraction} of {total:,} rows"
+        hint = f"{share} leaves none, as rows with the same text stay together; change it, or set data.validation"
     elif dropped.bad_rows or dropped.left_out:
         hint = f"{dropped.bad_rows:,} bad ones and {dropped.left_out:,} that data.label_map leads to null"
     else:
         hint = f"none is in {', '.join(names[:MAX_LISTED])}{', ...' if len(names) > MAX_LISTED else ''}"
         hint += "" if cfg.format == "auto" else f", read as data.format={cfg.format}"
     check(rows[split] > 0, f"{split}: no row is left: {hint}")
-
-
-def check_classes(table: datasets.Dataset, kind: RowKind, labels: list[str]) -> None:
-    numbers = np.unique(column(table, kind.target))
-    what = f"train: all {len(table):,} rows have the label {labels[numbers[0]]}"
-    check(len(numbers) > 1, f"{what}, there is nothing to learn; is data.columns.{kind.target} right?")
 
 
 def sample(table: datasets.Dataset, most: int | None, seed: int, stream: int) -> datasets.Dataset:

@@ -14,7 +14,6 @@ from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Row, RowKind, plain
 
 MAX_NAMED = 10  # bad rows of a split that are named
-COUNTED = 10_000  # bad rows beyond the limit that are counted before reading stops
 MAX_LABELS = 1000  # seen in the data; more are another column
 SHOWN_LABELS = 10
 COLUMN_ROWS = 100  # of JSON lines, whose columns are those of the first rows: one row may lack some
@@ -35,12 +34,10 @@ class Dropped:
         self.bad_rows += 1
         if len(self.bad_examples) < MAX_NAMED:
             self.bad_examples.append(f"{where}: {bad}")
-        if self.bad_rows > self.limit + COUNTED:
-            self.check(" or more")
 
-    def check(self, more: str = "") -> None:
+    def check(self) -> None:
         """InputError if there are too many."""
-        what = f"{self.split}: {self.bad_rows:,}{more} bad rows, data.max_bad_rows={self.limit} are allowed"
+        what = f"{self.split}: {self.bad_rows:,} bad rows, data.max_bad_rows={self.limit} are allowed"
         hint = "" if self.bad_rows <= len(self.bad_examples) else "; ..."
         check(self.bad_rows <= self.limit, f"{what}: {'; '.join(self.bad_examples)}{hint}")
 

@@ -46,18 +46,13 @@ def quantiles(lengths: np.ndarray) -> dict[str, int]:
     return {name: int(np.quantile(lengths, share, method="higher")) for name, share in QUANTILES.items()}
 
 
-def histogram_edges(seq_len: int) -> list[int]:
-    """4, 6, 8, 12, 16, ...: powers of two and what lies halfway, up to seq_len."""
-    edges, power = [], SHORTEST_EDGE
-    while power < seq_len:
-        edges += [edge for edge in (power, power + power // 2) if edge < seq_len]
-        power *= 2
-    return [*edges, seq_len]
-
-
 def length_histogram(lengths: np.ndarray, seq_len: int) -> dict[str, list[int]]:
-    """counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens."""
-    edges = histogram_edges(seq_len)
+    """counts[i] rows are longer than up_to[i - 1] and at most up_to[i] tokens, which are 4, 6, 8, 12, 16, ...: powers
+    of two and what is halfway between, up to seq_len.
+    """
+    powers = [SHORTEST_EDGE * 2**number for number in range(seq_len.bit_length())]
+    edges = [edge for power in powers for edge in (power, power + power // 2) if edge < seq_len]
+    edges.append(seq_len)
     counts = np.bincount(np.searchsorted(edges, lengths), minlength=len(edges))
     return {"up_to": edges, "counts": counts.tolist()}
 

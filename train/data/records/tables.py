@@ -29,10 +29,14 @@ import numpy as np
 
 from train.cli import progress
 from train.cli.progress import Stage
-from train.config import Failure, InputError, RecordsConfig, S3Config, TrainConfig, Unreachable, check
+from train.config import RecordsConfig, TrainConfig, check
 from train.data.records.formats import load_saved
 from train.data.records.kinds import TOKENS, Featurizer
-from train.data.records.prepared import (
+from train.data.records.raw import read_raw
+from train.data.records.rows import Dropped
+from train.data.records.sources import is_named, settings_of, version
+from train.data.records.table_facts import column, facts_of_split
+from train.data.records.table_folder import (
     FORMAT,
     NAME,
     Facts,
@@ -44,10 +48,6 @@ from train.data.records.prepared import (
     seal,
     whole_facts,
 )
-from train.data.records.raw import Raw, read_raw
-from train.data.records.rows import Dropped
-from train.data.records.sources import is_named, settings_of, version
-from train.data.records.table_facts import column, facts_of_split
 from train.data.shards.cache import cache_dir
 from train.host.launched import launched
 from train.host.processes import is_gone, owner_name
@@ -72,7 +72,6 @@ logger = logging.getLogger("train")
 RESERVED = ("tokenizer", "scratch")  # folders beside those of the splits
 ROWS_AT_ONCE = 1000  # tokenised together, and in one chunk of an Arrow file
 LAUNCH = ".launch-"  # files in which a rank leaves the result for the others of its machine
-ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (InputError, Unreachable, Failure)}
 SHARD = "128MB"  # of a table: a file of it is held in memory to be copied to S3
 
 
@@ -101,9 +100,8 @@ class Tables:
 
 
 def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
-    """The prepared data of a run. One rank of each machine makes it or finds it while the others wait.
-
-    Raises InputError for data that cannot be used, on all ranks of the machine.
+    """The prepared data of a run. One rank of each machine makes it or finds it while the others wait. InputError for
+    data that cannot be used.
     """
     assert isinstance(cfg.data, RecordsConfig)
     data, root = cfg.data, cache_dir(cfg.data) / "records"
@@ -112,14 +110,14 @@ def open_tables(cfg: TrainConfig, featurizer: Featurizer) -> Tables:
         check(bool(ok), f"data.more_validation: {name} cannot be the name of a split; choose a plain word")
     tokenizer_id = tokenizer_sha256(featurizer.tokenizer)
     key = sha256_json([asdict(data), cfg.seed, featurizer.kind.name, featurizer.settings, tokenizer_id])[:16]
-    job = Job(cfg, data, featurizer, tokenizer_id, root)
-    folder = Path(once_per_machine(root, key, lambda: provide(job)))
+    request = TableRequest(cfg, data, featurizer, tokenizer_id, root)
+    folder = Path(once_per_machine(root, key, lambda: provide(request)))
     facts = parse_facts((folder / NAME).read_bytes())
     return Tables(folder, facts["id"], facts)
 
 
 @dataclass(frozen=True)
-class Job:
+class TableRequest:
     """What one rank of each machine is to provide."""
 
     cfg: TrainConfig
@@ -137,9 +135,7 @@ class Job:
 
 def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
     """Return what `action` returns. The first rank of a machine that comes takes the action; the others wait for the
-    lock of a file in `root`, and find the result in it. If the first one dies, the next one takes the action.
-
-    Raises what `action` raised, on all ranks of the machine.
+    lock of a file in `root`, and find the result in it. If the first one dies or fails, the next one takes the action.
     """
     launch = launched()
     if launch.local_world_size == 1:
@@ -153,36 +149,30 @@ def once_per_machine(root: Path, key: str, action: Callable[[], str]) -> str:
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        if content := file.read():
-            kind, text = json.loads(content)
-            if kind in ERRORS:
-                raise ERRORS[kind](text)
-            return str(text)
-        try:
+        result = file.read()
+        if not result:
             result = action()
-        except tuple(ERRORS.values()) as error:
-            kind = next(name for name, known in ERRORS.items() if isinstance(error, known))
-            file.write(json.dumps([kind, str(error)]))
-            raise
-        file.write(json.dumps([None, result]))
+            file.write(result)
     return result
 
 
-def provide(job: Job) -> str:
+def provide(request: TableRequest) -> str:
     """The folder with the tables, on this machine; kept in data.save_to as well."""
-    data, launch = job.data, launched()
+    data, launch = request.data, launched()
     is_first_machine = launch.rank == launch.local_rank
     progress.begin(Stage(f"looking for data.path={data.path}"))
     with progress.reported(speaks=is_first_machine):
-        source = saved_source(data, job.cfg.s3)
+        # Prepared tables may be in any folder, whatever format the raw data had.
+        is_folder = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
+        source = open_folder(data.path, request.cfg.s3) if is_folder else None
         facts = find_facts(source) if source else None
         if source and facts:
-            check_same(facts, data, job.featurizer, job.tokenizer_id)
-            folder = find_saved(job, source, facts)
+            check_same(facts, data, request.featurizer, request.tokenizer_id)
+            folder = find_saved(request, source, facts)
         else:
-            folder = find_or_make(job)
+            folder = find_or_make(request)
         if data.save_to is not None and is_first_machine:
-            save(folder, open_folder(data.save_to, job.cfg.s3))
+            save(folder, open_folder(data.save_to, request.cfg.s3))
     # The tokenizer used threads here: loader workers that are forked now must not, and must not warn of it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return str(folder)
@@ -194,41 +184,29 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:
     return sha256_json({name: part for name, part in parts.items() if name not in ("truncation", "padding")})
 
 
-# ---- saved tables --------------------------------------------------------------------------------------------------
-
-
-def saved_source(data: RecordsConfig, s3: S3Config) -> Folder | None:
-    """data.path, if prepared tables may be there, whatever format the raw data had."""
-    is_folder = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
-    return open_folder(data.path, s3) if is_folder else None
-
-
-def find_saved(job: Job, source: Folder, facts: Facts) -> Path:
+def find_saved(request: TableRequest, source: Folder, facts: Facts) -> Path:
     """A local folder itself, or a copy in the cache of a folder in S3. InputError if a file is missing or damaged."""
-    data = job.data
+    data = request.data
     if not is_s3(data.path):
         folder = local_path(data.path)
         check_entries(folder, facts["files"], checksums=data.verify)
         return folder
-    folder = job.root / facts["id"][:24]
+    folder = request.root / facts["id"][:24]
     if whole_facts(folder, checksums=data.verify) != facts:
         remake(folder, lambda temporary: bring(source, facts, temporary))
     return folder
 
 
-# ---- new tables ----------------------------------------------------------------------------------------------------
-
-
-def find_or_make(job: Job) -> Path:
+def find_or_make(request: TableRequest) -> Path:
     """The folder of these rows, settings and tokenizer. InputError for rows that cannot be used, or for a full disk.
 
     Raw data that has not changed since is not read again.
     """
-    data = job.data
-    now = version(data, job.cfg.s3)
-    folder = job.folder(now)
+    data = request.data
+    now = version(data, request.cfg.s3)
+    folder = request.folder(now)
     if whole_facts(folder, checksums=data.verify) is None:
-        remake(folder, lambda temporary: make(job, temporary, now))
+        remake(folder, lambda temporary: make(request, temporary, now))
     for split, facts in parse_facts((folder / NAME).read_bytes())["splits"].items():
         Dropped(split, data.max_bad_rows, facts["bad_rows"], facts["bad_examples"]).check()
     return folder
@@ -243,41 +221,38 @@ def remake(folder: Path, fill: Callable[[Path], None]) -> None:
         made_once(folder, fill)
 
 
-def make(job: Job, folder: Path, now: str) -> None:
+def make(request: TableRequest, folder: Path, now: str) -> None:
     """Read the raw data, whose version is `now`, and write the tables of all splits and the tokenizer to `folder`."""
-    data, s3, scratch = job.data, job.cfg.s3, folder / "scratch"
+    data, s3, scratch, featurizer = request.data, request.cfg.s3, folder / "scratch", request.featurizer
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     scratch.mkdir()
-    raw = read_raw(data, job.featurizer.kind, s3, seed=job.cfg.seed, folder=scratch)
+    raw = read_raw(data, featurizer.kind, s3, seed=request.cfg.seed, folder=scratch)
     check(version(data, s3) == now, f"data.path={data.path} changed while it was read; start again")
-    facts = write_tables(job, raw, folder, scratch)
-    shutil.rmtree(scratch)
-    seal(folder, facts)
-
-
-def write_tables(job: Job, raw: Raw, folder: Path, scratch: Path) -> dict[str, Any]:
-    """Write the tables of all splits and the tokenizer to `folder`. Returns what tables.json says about them."""
-    featurizer, splits, tokens = job.featurizer, {}, {}
-    seq_len, target = featurizer.settings["seq_len"], featurizer.kind.target
+    splits, tokens = {}, {}
     for split, examples in raw.splits.items():
         tokens[split] = make_features(featurizer, split, examples, scratch)
         tokens[split].save_to_disk(str(folder / split), max_shard_size=SHARD)
         examples.save_to_disk(str(folder / f"{split}_examples"), max_shard_size=SHARD)
-        notes, about = featurizer.notes(split), {"target": target, "labels": raw.labels, "seq_len": seq_len}
-        facts = facts_of_split(examples, tokens[split], **about, notes=notes)
+        target, seq_len, notes = featurizer.kind.target, featurizer.settings["seq_len"], featurizer.notes(split)
+        facts = facts_of_split(examples, tokens[split], target=target, labels=raw.labels, seq_len=seq_len, notes=notes)
         splits[split] = {**facts, **raw.dropped[split].facts()}
-    save_tokenizer(featurizer.tokenizer, folder / "tokenizer")
-    return {
+    fast = featurizer.tokenizer.backend_tokenizer
+    fast.no_truncation()  # as the last call left it
+    fast.no_padding()
+    featurizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
+    about = {
         "format": FORMAT,
         "id": content_id(tokens, raw.labels),
         "kind": featurizer.kind.name,
         "labels": raw.labels,
         "settings": featurizer.settings,
-        "selection": {name: getattr(job.data, name) for name in ("max_train_examples", "max_validation_examples")},
-        "tokenizer_sha256": job.tokenizer_id,
+        "selection": {name: getattr(data, name) for name in ("max_train_examples", "max_validation_examples")},
+        "tokenizer_sha256": request.tokenizer_id,
         "splits": splits,
     }
+    shutil.rmtree(scratch)
+    seal(folder, about)
 
 
 def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str:
@@ -317,9 +292,3 @@ def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset
         new_fingerprint=f"tokens-{split}",  # else it pickles the tokenizer to make one
         desc=f"tokenise {split}",
     )
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    tokenizer.backend_tokenizer.no_truncation()  # as the last call left it
-    tokenizer.backend_tokenizer.no_padding()
-    tokenizer.save_pretrained(str(folder))

@@ -77,7 +77,7 @@ class TokenRows:
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
 
     def _open(self) -> None:
-        arrow = self.table.with_format("arrow")[:]  # as it lies on disk; only rows that were selected are gathered
+        arrow = self.table.with_format("arrow")[:]  # as it is on disk; only rows that were selected are gathered
         self.tokens = Lists(arrow.column("input_ids"))
         self.row_lengths = arrow.column("length").to_numpy()  # these are few bytes a row, and copied
         self.second_at = arrow.column("second_at").to_numpy()

@@ -44,7 +44,7 @@ class Fault(TypedDict):
     is_final: bool  # no further attempt can bring the shard
 
 
-class Status(TypedDict):
+class PrefetchStatus(TypedDict):
     """What a run's prefetcher tells the readers."""
 
     owner: str  # owner_name of its process
@@ -156,7 +156,7 @@ class ShardCache:
         return file
 
     def write_status(self, wanted: Sequence[Shard], faults: dict[str, Fault]) -> None:
-        status = Status(owner=owner_name(os.getpid()), wanted=[shard.file for shard in wanted], faults=faults)
+        status = PrefetchStatus(owner=owner_name(os.getpid()), wanted=[shard.file for shard in wanted], faults=faults)
         write_atomic(self.status, canonical_json(status))
 
     # ---- readers ---------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class ShardCache:
         """
         entered_s = began_s = time.monotonic()
         while True:
-            status: Status | None = read_json(self.status)  # first: shards may come while it is read
+            status: PrefetchStatus | None = read_json(self.status)  # first: shards may come while it is read
             missing = [shard.file for shard in shards if not self.is_ready(shard)]
             if not missing:
                 return

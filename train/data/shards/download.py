@@ -196,7 +196,7 @@ class Downloader:
 
         def read() -> None:
             try:
-                content.set_result(self.current_client().read(shard.file))  # services that give credentials may hang
+                content.set_result(self.current_client().read(shard.file))  # services of credentials may hang
             except BaseException as error:  # for the thread that waits
                 content.set_exception(error)
 

@@ -16,9 +16,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -27,8 +27,9 @@ from tqdm import tqdm
 
 from train.config import InputError
 from train.data.shards.cache import Fault, ShardCache
-from train.data.shards.format import Shard
+from train.data.shards.format import Manifest, Shard
 from train.data.shards.order import ShardSampler
+from train.host.processes import PR_SET_PDEATHSIG
 from train.host.torchrun import leave_signals_to_the_parent
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 REPORT_EVERY_S = 10.0
 TICK_S = 0.5  # between looks at what is there
-PR_SET_PDEATHSIG = 1  # prctl(2)
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 
 
@@ -110,60 +110,29 @@ class ShardPrefetcher(Prefetcher):
     def serve(self, consumed_rows: Connection) -> None:
         """Keep the wanted shards in the cache until the run ends."""
         pool, begun = ThreadPoolExecutor(self.cache.cfg.downloads), set[str]()
-        wanted, is_filling, reported_s = self.now_wanted(), True, time.monotonic()
+        is_filling, reported_s = True, time.monotonic()
         while True:
+            wanted = wanted_shards(self.cache.manifest, self.sampler, self.limit_bytes)
             if wanted != self.wanted:
                 self.wanted, is_filling = wanted, True
                 self.tell_readers()
                 if not self.fits:
-                    self.evict()
+                    for shard in set(self.cache.manifest.shards) - set(wanted):
+                        (self.cache.folder / shard.file).unlink(missing_ok=True)
                 begun &= {shard.file for shard in wanted}
                 for shard in wanted:
                     if shard.file not in begun:
                         begun.add(shard.file)
                         pool.submit(self.obtain, shard)
             if is_filling:
-                is_filling = any(not self.is_settled(shard) for shard in wanted)
+                final = {file for file, fault in self.faults.copy().items() if fault["is_final"]}
+                is_filling = not all(self.cache.is_ready(shard) or shard.file in final for shard in wanted)
                 if not is_filling or time.monotonic() - reported_s > REPORT_EVERY_S:
                     reported_s = time.monotonic()
                     self.report()
             if consumed_rows.poll(TICK_S if is_filling else REPORT_EVERY_S):
                 while consumed_rows.poll():
                     self.sampler.consumed_rows = consumed_rows.recv()
-                wanted = self.now_wanted()
-
-    def is_settled(self, shard: Shard) -> bool:
-        """Whether a shard is there, or can never be."""
-        fault = self.faults.get(shard.file)
-        return self.cache.is_ready(shard) or (fault is not None and fault["is_final"])
-
-    def evict(self) -> None:
-        """Delete those of this data set's files that are not wanted."""
-        names = {shard.file for shard in self.wanted}
-        for shard in self.cache.manifest.shards:
-            if shard.file not in names:
-                (self.cache.folder / shard.file).unlink(missing_ok=True)
-
-    def now_wanted(self) -> list[Shard]:
-        """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
-        chosen: dict[str, Shard] = {}
-        size_bytes = 0
-        for shard in self.in_order():
-            if len(chosen) == len(self.cache.manifest.shards):
-                break
-            if shard.file not in chosen:
-                size_bytes += shard.bytes
-                if size_bytes > self.limit_bytes:
-                    break
-                chosen[shard.file] = shard
-        return list(chosen.values())
-
-    def in_order(self) -> Iterator[Shard]:
-        splits, windows = self.cache.manifest.splits, self.sampler.upcoming_windows()
-        yield from (splits["train"][number] for number in next(windows))
-        yield from splits["validation"]
-        for window in windows:
-            yield from (splits["train"][number] for number in window)
 
     def obtain(self, shard: Shard) -> None:
         """Put a shard into the cache for this run's readers, or the reason why it cannot be there."""
@@ -193,8 +162,26 @@ class ShardPrefetcher(Prefetcher):
     def report(self) -> None:
         ready = list(filter(self.cache.is_ready, self.wanted))
         size, total = (tqdm.format_sizeof(sum(shard.bytes for shard in some), "B") for some in (ready, self.wanted))
-        folder, there, wanted = self.cache.folder, len(ready), len(self.wanted)
-        logger.info("shards: %d of %d in %s, %s of %s", there, wanted, folder, size, total)
+        counts = f"{len(ready)} of {len(self.wanted)}"
+        logger.info("shards: %s in %s, %s of %s", counts, self.cache.folder, size, total)
+
+
+def wanted_shards(manifest: Manifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
+    """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
+    splits, windows = manifest.splits, sampler.upcoming_windows()
+    first = [splits["train"][number] for number in next(windows)]
+    later = (splits["train"][number] for window in windows for number in window)
+    chosen: dict[str, Shard] = {}
+    size_bytes = 0
+    for shard in chain(first, splits["validation"], later):
+        if len(chosen) == len(manifest.shards):
+            break
+        if shard.file not in chosen:
+            size_bytes += shard.bytes
+            if size_bytes > limit_bytes:
+                break
+            chosen[shard.file] = shard
+    return list(chosen.values())
 
 
 def keep_memory() -> None:

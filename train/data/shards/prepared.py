@@ -45,11 +45,8 @@ class PreparedData:
         """Compare local shards with their checksums. Shards in S3 are compared as they arrive; of them only the lengths
         are looked up. InputError names the first that does not match.
         """
-        if self.cache is None:
-            check_files(self.folder, self.manifest, checksums=True)
-        else:
-            fault = first_fault(lambda shard: self.fault(shard, checksum=False), self.manifest.shards)
-            check(fault is None, fault or "")
+        fault = first_fault(lambda shard: self.fault(shard, checksum=self.cache is None), self.manifest.shards)
+        check(fault is None, fault or "")
 
     def fault(self, shard: Shard, *, checksum: bool = True) -> str | None:
         """What is wrong with a shard at its source; None if it matches the manifest."""

@@ -39,7 +39,7 @@ class Corpus(Protocol):
 
     @property
     def seekable(self) -> bool:
-        """Whether a small part costs little to read, wherever it lies."""
+        """Whether a small part costs little to read, wherever it is."""
 
     def documents(self, part: Part = WHOLE) -> Iterator[Document]:
         """The documents of a part, from the first, the same at every call. Each document is in exactly one part."""

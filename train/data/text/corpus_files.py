@@ -6,9 +6,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, dropwhile, islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from train.config import FilesCorpusConfig, InputError, check
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
@@ -81,17 +81,14 @@ class FilesCorpus(ABC):
     @contextmanager
     def opened(
         self, path: Path, first: int = 0, last: int | None = None
-    ) -> Iterator[tuple[Iterator[str], Callable[[], int]]]:
+    ) -> Iterator[tuple[IO[str], Callable[[], int]]]:
         """Lines that begin in bytes [first, last) of a text file, and a function that returns the bytes read so far."""
         errors = "surrogateescape" if self.cfg.errors == "strict" else self.cfg.errors
         with open_text(path, self.cfg.encoding, key=ENCODING, errors=errors, newline=None, first=first, last=last) as (
             text,
             raw,
         ):
-            yield self.lines_of(text), raw.tell
-
-    def lines_of(self, text: Any) -> Iterator[str]:
-        return iter(text)
+            yield text, raw.tell
 
     @abstractmethod
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
@@ -147,24 +144,19 @@ class TextFiles(FilesCorpus):
 
     def whole_documents(self, lines: Iterator[str], path: Path, first: int, last: int) -> Iterator[str]:
         """The lines without the end of a document that began before them, and with the rest of the last document."""
-        if first > 0:
-            lines = dropwhile(lambda line: not self.begins(line), lines)
-        begin = list(islice(lines, 1))
-        return chain(begin, lines, self.rest(path, last)) if begin else iter(())
+        begin = lines if first == 0 else dropwhile(lambda line: not self.begins(line), lines)
+        is_empty = True
+        for line in begin:
+            is_empty = False
+            yield line
+        if not is_empty and last < self.sizes[path]:
+            with self.opened(path, last) as (text, _):
+                yield from takewhile(lambda line: not self.begins(line), self.checked(text, path, last))
 
-    def rest(self, path: Path, last: int) -> Iterator[str]:
-        """Lines from byte `last` on to the end of the document."""
-        if last < self.sizes[path]:
-            with self.opened(path, last) as (lines, _):
-                yield from takewhile(lambda line: not self.begins(line), self.checked(lines, path, last))
-
-    def lines_of(self, text: Any) -> Iterator[str]:
-        return stretches(text)
-
-    def checked(self, lines: Iterator[str], path: Path, first: int) -> Iterator[str]:
-        """The same lines. InputError for one with characters that no text has."""
+    def checked(self, text: IO[str], path: Path, first: int) -> Iterator[str]:
+        """Lines, very long ones in stretches. InputError for one with characters that no text has."""
         number, is_whole = 0, True
-        for line in lines:
+        for line in stretches(text):
             number += is_whole
             is_whole = line.endswith("\n")
             bad = unreadable(line, self.cfg.encoding, DECODING)
@@ -181,17 +173,15 @@ class JsonLines(FilesCorpus):
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:
         with self.opened(path, first, last) as (lines, position):
             for number, row in json_rows(lines, self.cfg.encoding, DECODING):
-                yield self.field(row, line_name(path, first, number)), position()
-
-    def field(self, row: dict[str, Any] | BadRow, where: str) -> str:
-        if isinstance(row, BadRow):
-            raise InputError(f"{where}: {row}")
-        text = text_of(row, self.cfg.column, where)
-        if text.isascii() or not SURROGATE.search(text):
-            return text
-        # JSON can escape half a character, which cannot be encoded again and which tokenizers reject.
-        check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
-        return SURROGATE.sub("\ufffd", text)
+                where = line_name(path, first, number)
+                if isinstance(row, BadRow):
+                    raise InputError(f"{where}: {row}")
+                text = text_of(row, self.cfg.column, where)
+                # JSON can escape half a character, which cannot be encoded again and which tokenizers reject.
+                if not text.isascii() and SURROGATE.search(text):
+                    check(self.cfg.errors == "replace", f"{where}: half of a surrogate pair; set corpus.errors=replace")
+                    text = SURROGATE.sub("\ufffd", text)
+                yield text, position()
 
 
 class Csv(FilesCorpus):

@@ -1,11 +1,11 @@
-"""Token shards from one part of a corpus. A part that was killed resumes after its last complete shard."""
+"""Token shards from the parts of a corpus, and their manifest. A killed part resumes after its last complete shard."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,20 +13,30 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from train.config import InputError, PrepareConfig
+from train.config import InputError, PrepareConfig, check
 from train.data.random_bits import text_uniform
-from train.data.shards.format import ROW_TENSORS, SPLITS, Rows, Shard, TokenizerInfo, write_shard
+from train.data.shards.format import (
+    ROW_TENSORS,
+    SPLITS,
+    Manifest,
+    Rows,
+    Shard,
+    TokenizerInfo,
+    write_manifest,
+    write_shard,
+)
 from train.data.text.corpus import Corpus
 from train.data.text.documents import Part
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.packing import Packer
-from train.storage.folders import Folder
+from train.storage.folders import Folder, sha256_bytes
 from train.storage.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # if rows_per_shard does not say otherwise
 ROWS_APART = 2**40  # between the numbers of two parts' first sequences, so that each draws its own cuts
 STATE_NAMES = "part-"
 MOST_WEIGHED_CHARS = 64 * 2**20  # in a larger corpus chance evens out, and it is not read once more
+MOST_NAMED = 8  # parts in a message
 LONG_CHARS = 2**16  # a document with more is divided between the splits
 
 Report = Callable[[int, int], None]  # bytes of the corpus and tokens that have been dealt with since the last call
@@ -99,19 +109,15 @@ class PartState:
     arrays: dict[str, Any]  # np.ndarray: token_counts, and of each split the tokens and sequences not written yet
 
     def to_bytes(self) -> bytes:
-        facts = {"tokenizer": asdict(self.tokenizer), "finished": self.finished, "done": self.done}
-        facts |= {"shards": {split: [asdict(shard) for shard in shards] for split, shards in self.shards.items()}}
-        facts |= {"identity": self.identity, "next_row": self.next_row}
-        return save({name: np.ascontiguousarray(array) for name, array in self.arrays.items()} | packed(facts))
+        facts = asdict(replace(self, arrays={}))
+        del facts["arrays"]
+        arrays = {**self.arrays, "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
+        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
     @staticmethod
     def from_bytes(content: bytes) -> PartState:
         arrays = load(content)
         return record(PartState, {**read_object(arrays.pop("facts").tobytes()), "arrays": arrays})
-
-
-def packed(facts: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
 
 
 def read_state(folder: Folder, part: Part, identity: str) -> PartState | None:
@@ -130,57 +136,43 @@ def read_state(folder: Folder, part: Part, identity: str) -> PartState | None:
     return state
 
 
-def prepare_part(
-    cfg: PrepareConfig,
-    folder: Folder,
-    corpus: Corpus,
-    vocabulary: Vocabulary,
-    held_out: HeldOut,
-    part: Part,
-    identity: str,
-    report: Report,
-) -> None:
+@dataclass(frozen=True)
+class Recipe:
+    """What all parts of a preparation have in common."""
+
+    cfg: PrepareConfig
+    vocabulary: Vocabulary
+    held_out: HeldOut
+    identity: str  # sha256 of all that decides the result
+
+
+def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: Part, report: Report) -> None:
     """Write a part's shards and its state. A part that was begun is continued; a finished one is left alone."""
-    work = Preparation(
-        folder,
-        vocabulary,
-        held_out,
-        part,
-        identity=identity,
-        seq_len=cfg.seq_len,
-        rows_per_shard=cfg.rows_per_shard or rows_of_shard(cfg.seq_len, vocabulary.dtype),
-    )
+    work = Preparation(recipe, folder, part)
     finished = work.resume()
     report(work.done["source_bytes"], 0)
     if finished:
         return
     documents = islice(corpus.documents(part), work.done["documents"], None)
     with work.uploads:
-        for chunk in encoded(documents, vocabulary):
+        for chunk in encoded(documents, recipe.vocabulary):
             work.add(chunk)
             report(sum(document.source_bytes for document in chunk.documents), len(chunk.tokens))
-        work.finish()
+        work.flush(finished=True)
+        work.written.result()
 
 
 class Preparation:
     """Packs the tokens of documents and writes them as shards."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        vocabulary: Vocabulary,
-        held_out: HeldOut,
-        part: Part,
-        *,
-        identity: str,
-        seq_len: int,
-        rows_per_shard: int,
-    ) -> None:
-        self.folder, self.vocabulary, self.part, self.identity = folder, vocabulary, part, identity
-        self.held_out, self.rows_per_shard = held_out, rows_per_shard
-        starts, info, first = starts_of(vocabulary.open()), vocabulary.info, part.index * ROWS_APART
+    def __init__(self, recipe: Recipe, folder: Folder, part: Part) -> None:
+        self.folder, self.part, self.identity = folder, part, recipe.identity
+        self.vocabulary, self.held_out = recipe.vocabulary, recipe.held_out
+        info, dtype, seq_len = self.vocabulary.info, self.vocabulary.dtype, recipe.cfg.seq_len
+        self.rows_per_shard = recipe.cfg.rows_per_shard or rows_of_shard(seq_len, dtype)
+        starts, first = starts_of(self.vocabulary.open()), part.index * ROWS_APART
         self.packers = {
-            split: Packer(seq_len, info.cls_id, info.sep_id, starts, held_out.seed + number, vocabulary.dtype, first)
+            split: Packer(seq_len, info.cls_id, info.sep_id, starts, self.held_out.seed + number, dtype, first)
             for number, split in enumerate(SPLITS)
         }
         nothing = np.empty(0, np.int32), np.empty(0, np.int64)
@@ -211,11 +203,6 @@ class Preparation:
         if any(sum(map(len, rows)) >= self.rows_per_shard for rows in self.pending.values()):
             self.flush(finished=False)
 
-    def finish(self) -> None:
-        """Write the remaining sequences, and a state that says the part is finished."""
-        self.flush(finished=True)
-        self.written.result()
-
     def flush(self, *, finished: bool) -> None:
         """Begin to write waiting sequences as shards, the incomplete one too if it is the last, then the state."""
         size = self.rows_per_shard
@@ -228,7 +215,20 @@ class Preparation:
                 self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
             full += [(split, rows[first : min(first + size, whole)]) for first in range(0, whole, size)]
             self.pending[split] = [rows[whole:].copy()]  # not to keep all of it in memory
-        state = self.state(finished=finished)
+        arrays = {"token_counts": self.token_counts.copy()}
+        for split, packer in self.packers.items():
+            rows = Rows.concatenate(self.pending[split])
+            tensors = {"stream": packer.stream, **vars(rows)}
+            arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
+        state = PartState(
+            identity=self.identity,
+            tokenizer=self.vocabulary.info,
+            finished=finished,
+            shards=self.shards,  # those that are still being written follow
+            done=dict(self.done),
+            next_row={split: packer.next_row for split, packer in self.packers.items()},
+            arrays=arrays,
+        )
 
         def work() -> None:
             for split, rows in full:
@@ -238,23 +238,6 @@ class Preparation:
 
         self.written.result()  # an error of the piece before
         self.written = self.uploads.submit(work)
-
-    def state(self, *, finished: bool) -> PartState:
-        """The present state; shards that are still being written follow."""
-        arrays = {"token_counts": self.token_counts.copy()}
-        for split, packer in self.packers.items():
-            rows = Rows.concatenate(self.pending[split])
-            tensors = {"stream": packer.stream, **vars(rows)}
-            arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
-        return PartState(
-            identity=self.identity,
-            tokenizer=self.vocabulary.info,
-            finished=finished,
-            shards=self.shards,
-            done=dict(self.done),
-            next_row={split: packer.next_row for split, packer in self.packers.items()},
-            arrays=arrays,
-        )
 
     def resume(self) -> bool:
         """Continue the work of an earlier process, if there is any; True if all of it is done."""
@@ -266,3 +249,72 @@ class Preparation:
             packer.stream, packer.next_row = state.arrays[f"{split}.stream"], state.next_row[split]
             self.pending[split] = [Rows(*(state.arrays[f"{split}.{name}"] for name in ROW_TENSORS))]
         return state.finished
+
+
+# ---- the last step --------------------------------------------------------------------------------------------------
+
+
+class TooLittleText(InputError):
+    """A split would have no sequence. No other part or second try would change it."""
+
+
+def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> Manifest:
+    """Write the manifest of a preparation whose parts are all there, and remove what they kept for a restart.
+
+    Raises:
+        InputError: parts or shards are missing, or of another tokenizer; the message names them.
+        TooLittleText: a split has not one whole sequence.
+    """
+    parts = [Part(index, num_parts) for index in range(num_parts)]
+    states = [read_state(folder, part, identity) for part in parts]
+    missing = [part for part, state in zip(parts, states, strict=True) if state is None or not state.finished]
+    if missing:
+        what = listed([f"part {part}" for part in missing])
+        raise InputError(f"{folder.location}: {what} not finished; part={missing[0]} continues the first")
+    ready = [state for state in states if state is not None]
+    info = ready[0].tokenizer
+    sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
+    other = [f"part {part}" for part, state in zip(parts, ready, strict=True) if state.tokenizer.sha256 != sha256]
+    check(not other, f"{folder.location}: the tokenizer of {listed(other)} not the published one; prepare all again")
+    splits = {split: [shard for state in ready for shard in state.shards[split]] for split in SPLITS}
+    names = set(folder.names())
+    lost = [shard.file for shards in splits.values() for shard in shards if shard.file not in names]
+    hint = f"remove the {STATE_NAMES}... file of the same number and prepare the part again"
+    check(not lost, f"{folder.location}: {listed(lost)} gone; {hint}")
+    counted = set.intersection(*(set(state.done) for state in ready))  # an earlier version counted less
+    done = {name: sum(state.done[name] for state in ready) for name in ready[0].done if name in counted}
+    for split in SPLITS:
+        if not splits[split]:
+            tokens = sum(len(state.arrays[f"{split}.stream"]) for state in ready)
+            hint = "raise validation_fraction or lower seq_len" if split == "validation" else "give more text"
+            raise TooLittleText(f"the {split} part has {tokens} tokens, less than one sequence of {seq_len}; {hint}")
+    token_counts = np.sum([state.arrays["token_counts"] for state in ready], 0)
+    manifest = write_manifest(
+        folder,
+        seq_len=seq_len,
+        dtype=ready[0].arrays["train.tokens"].dtype.name,
+        splits=splits,
+        tokenizer=info,
+        counts={**done, "unigram_entropy": unigram_entropy(token_counts, info)},
+        config=config,
+    )
+    remove_states(folder)
+    return manifest
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "part 3/64, part 5/64 and 12 more are"."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"{', '.join(names[:MOST_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
+    """Nats a token, of the tokens [vocab] that can be asked for (<unk> and other special ones never are)."""
+    predicted = np.delete(counts, info.special_ids)
+    share = predicted[predicted > 0] / max(1, predicted.sum())
+    return round(float(-(share * np.log(share)).sum()), 6)
+
+
+def remove_states(folder: Folder) -> None:
+    for name in folder.names(STATE_NAMES):
+        folder.remove(name)

@@ -53,10 +53,18 @@ def train_tokenizer(
         InputError: the text is too small for so many pieces; the message says how many it allows.
     """
     rule = normalizer(lowercase=lowercase)
-    model, lines = io.BytesIO(), Relay(short_lines(texts, rule, train_bytes))
+    model, failures = io.BytesIO(), list[BaseException]()
+
+    def lines() -> Iterator[str]:
+        try:
+            yield from short_lines(texts, rule, train_bytes)
+        except BaseException as error:  # which the library would wrap
+            failures.append(error)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=lines(),
             model_writer=model,
             model_type="unigram",
             vocab_size=vocab_size,
@@ -73,8 +81,8 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        if lines.error is not None:
-            raise lines.error from None
+        if failures:
+            raise failures[0] from None
         raise InputError(unfit(vocab_size, str(error))) from error
     pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     vocabulary = [(pieces.id_to_piece(i), pieces.get_score(i)) for i in range(pieces.get_piece_size())]
@@ -90,26 +98,6 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNK, cls_token=CLS, sep_token=SEP, mask_token=MASK
     )
-
-
-class Relay:
-    """An iterator for a library that wraps the exceptions raised in it: `error` is the original one."""
-
-    def __init__(self, items: Iterator[str]) -> None:
-        self.items = items
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        try:
-            return next(self.items)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise
 
 
 def unfit(vocab_size: int, error: str) -> str:

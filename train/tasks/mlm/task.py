@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import Buckets
-from train.data.batches.loader import MaskedRows
+from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.batches.segments import Swapper
 from train.data.shards.cache import cache_dir
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher

@@ -10,8 +10,8 @@ from datasets import List, Value
 
 from train.config import check
 from train.data.files.errors import BadRow
+from train.data.records.formats import answers_of
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
-from train.data.records.squad import answers_of
 from train.tasks.qa import QAConfig
 from train.tasks.texts import TextFeaturizer, second_at
 

@@ -27,7 +27,7 @@ NAME = "tables.json"
 FORMAT = 2
 
 
-class SplitFacts(TypedDict):
+class SplitEntry(TypedDict):
     """See table_facts."""
 
     examples: int
@@ -53,7 +53,7 @@ class Facts(TypedDict):
     settings: dict[str, Any]
     selection: dict[str, Any]
     tokenizer_sha256: Sha256
-    splits: dict[str, SplitFacts]  # the names are FileNames
+    splits: dict[str, SplitEntry]  # the names are FileNames
     files: dict[RelativePath, FileEntry]
 
 
