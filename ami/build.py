@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from typing import Any
 
 from ami import packer
@@ -11,7 +12,7 @@ from ami.files import HERE, write_files
 from ami.images import MINUTES, TAG, faults, find_by_name
 from ami.plan import BUILD, Plan
 from launch.ec2.api import Api
-from launch.ec2.sweep import CLOCK, Left, delete, find, sweep
+from launch.ec2.sweep import CLOCK, GONE, Resource, delete, find, sweep
 from train.config import Failure
 from train.host.versions import read_versions
 from train.storage.aws_errors import Rejected
@@ -46,21 +47,16 @@ def build(api: Api, plan: Plan) -> dict[str, str]:
     return made
 
 
-# ---- what a build leaves ---------------------------------------------------------------------------------------------
-
-
-def find_left(api: Api, region: str, build_id: str | None) -> list[Left]:
+def find_left(api: Api, region: str, build_id: str | None) -> list[Resource]:
     """What carries the tag of one build, or of any."""
-    by_tag = {"Name": "tag-key", "Values": [BUILD]}
-    if build_id is not None:
-        by_tag = {"Name": f"tag:{BUILD}", "Values": [build_id]}
-    left = [each for each in find(api, region, [by_tag], KINDS) if not each.is_gone]
+    by = {"tag-key": [BUILD]} if build_id is None else {f"tag:{BUILD}": [build_id]}
+    left = [each for each in find(api, region, by, KINDS) if each.state not in GONE]
     for role in api.pages(region, "list_roles", "Roles", service="iam"):
         name = role["RoleName"]
         if name.startswith(ROLE):
             tags = api.pages(region, "list_role_tags", "Tags", service="iam", RoleName=name)
             if any(tag["Key"] == BUILD and build_id in (None, tag["Value"]) for tag in tags):
-                left.append(Left(region, "role", name, "there"))
+                left.append(Resource(region, "role", name, "there"))
     return left
 
 
@@ -69,17 +65,14 @@ def remove_left(api: Api, region: str, build_id: str | None) -> None:
     if something stays.
     """
 
-    def remove(left: list[Left]) -> None:
+    def remove(left: list[Resource]) -> None:
         delete(api, [each for each in left if each.kind != "role"])
         for each in left:
             if each.kind == "role":
                 remove_role(api, region, each.id)
 
-    def look() -> list[Left]:
-        return find_left(api, region, build_id)
-
-    left = sweep(look, remove, CLOCK, looks=2, say=lambda line: print(line, flush=True))
-    if left:
+    look = partial(find_left, api, region, build_id)
+    if left := sweep(look, remove, CLOCK, looks=2, say=lambda line: print(line, flush=True)):
         listed = ", ".join(map(str, left))
         raise Failure(f"a build left {listed}: remove these by hand, and look with python -m ami clean")
 

@@ -10,21 +10,11 @@ from typing import Any
 
 from ami.build import find_left, remove_left
 from ami.config import IMAGES
-from ami.images import (
-    KIND,
-    TAG,
-    Image,
-    differences,
-    faults,
-    find_by_name,
-    own_images,
-    parameter,
-    read_image,
-    read_parameter,
-)
+from ami.images import TAG, Image, differences, faults, find_by_name, own_images, read_image, read_parameter
 from ami.manifest import check_installed, installed
-from ami.plan import default_region
+from launch.ec2.account import KIND_TAG, OWN_IMAGE
 from launch.ec2.api import Api
+from launch.show import columns
 from train.cli.command import DONE, FAILED, command_parser, guarded, printable
 from train.config import InputError, S3Config, check
 from train.host.versions import read_versions
@@ -51,17 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     return guarded(lambda: command.act(parser.parse_args(arguments[1:])))
 
 
-def opened(options: argparse.Namespace) -> tuple[Api, list[str]]:
-    """AWS with the credentials, and the regions, that the flags name."""
-    api = Api(options.profile)
-    return api, options.region or [default_region(api)]
-
-
 def list_images(options: argparse.Namespace) -> int:
-    api, regions = opened(options)
+    api = Api(options.profile)
+    regions = api.regions(options.region)
     rows = [("image", "region", "kind", "made", "GiB", "state", "versions")]
     for region in regions:
-        promoted = {read_parameter(api, region, parameter(kind)) for kind in IMAGES}
+        promoted = {read_parameter(api, region, OWN_IMAGE.format(kind)) for kind in IMAGES}
         for image in own_images(api, region):
             state = "promoted" if image.id in promoted else image.state
             if not image.kind:
@@ -75,15 +60,14 @@ def list_images(options: argparse.Namespace) -> int:
     if len(rows) == 1:
         print(f"no image of this account's own in {', '.join(regions)}: python -m ami neuron shows how one is built")
         return DONE
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(columns(rows, str.ljust)))
     return DONE
 
 
 def verify(options: argparse.Namespace) -> int:
     """Exit code 1 if the image has a fault, or other versions than ami/versions.yaml."""
-    api, regions = opened(options)
+    api = Api(options.profile)
+    regions = api.regions(options.region)
     image = read_image(api, regions[0], options.image)
     wrong = [*faults(image)]
     wrong += [f"has another version than ami/versions.yaml: {each}" for each in differences(image, read_versions())]
@@ -97,7 +81,8 @@ def verify(options: argparse.Namespace) -> int:
 
 def promote(options: argparse.Namespace) -> int:
     """Let launch take an image, and its copies of the same name in the other regions."""
-    api, regions = opened(options)
+    api = Api(options.profile)
+    regions = api.regions(options.region)
     images = [read_image(api, regions[0], options.image)]
     for region in regions[1:]:
         copy = find_by_name(api, region, images[0].kind, images[0].name)
@@ -111,12 +96,12 @@ def promote(options: argparse.Namespace) -> int:
     for each in differences(images[0], read_versions()):
         print(printable(f"note: another version than ami/versions.yaml: {each}"))
     for image in images:
-        name = parameter(image.kind)
+        name = OWN_IMAGE.format(image.kind)
         before = read_parameter(api, image.region, name)
         print(printable(f"{name} in {image.region}: {before or 'none'} -> {image.id}"))
         if options.yes and before != image.id:
-            value: dict[str, Any] = {"Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
-            api.ask(image.region, "put_parameter", service="ssm", Name=name, Overwrite=True, **value)
+            value = {"Name": name, "Value": image.id, "Type": "String", "DataType": "aws:ec2:image"}
+            api.ask(image.region, "put_parameter", service="ssm", Overwrite=True, **value)
     print("done" if options.yes else "nothing was changed: --yes does it")
     return DONE
 
@@ -124,7 +109,8 @@ def promote(options: argparse.Namespace) -> int:
 def prune(options: argparse.Namespace) -> int:
     """Remove old images with their snapshots; never one that is promoted, in use, or perhaps still built."""
     check(options.keep >= 1, f"--keep {options.keep} must be 1 or more")
-    api, regions = opened(options)
+    api = Api(options.profile)
+    regions = api.regions(options.region)
     count = 0
     for region in regions:
         images, snapshots = own_images(api, region), list[str]()
@@ -136,8 +122,7 @@ def prune(options: argparse.Namespace) -> int:
             if options.yes:
                 api.ask(region, "deregister_image", ImageId=image.id)
         kept = {snapshot for image in images for snapshot in image.snapshots}
-        by_tag = [{"Name": "tag-key", "Values": [KIND]}]
-        for each in api.pages(region, "describe_snapshots", "Snapshots", OwnerIds=["self"], Filters=by_tag):
+        for each in api.pages(region, "describe_snapshots", "Snapshots", OwnerIds=["self"], by={"tag-key": [KIND_TAG]}):
             if each["SnapshotId"] not in kept:
                 print(f"{each['SnapshotId']} ({region}), a snapshot without its image")
                 count += 1
@@ -156,13 +141,12 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
     before = f"{datetime.now(timezone.utc) - MAY_BE_BUILT:%Y-%m-%dT%H:%M:%S}"
     old = [image for image in images if not image.kind and image.created < before]
     for kind in IMAGES:
-        promoted = read_parameter(api, region, parameter(kind))
+        promoted = read_parameter(api, region, OWN_IMAGE.format(kind))
         of_kind = [image for image in images if image.kind == kind]
         old += [image for image in of_kind[keep:] if image.id != promoted]
     if not old:
         return []
-    by_image = [{"Name": "image-id", "Values": [image.id for image in old]}]
-    reservations = api.pages(region, "describe_instances", "Reservations", Filters=by_image)
+    reservations = api.pages(region, "describe_instances", "Reservations", by={"image-id": [each.id for each in old]})
     machines = [each for reservation in reservations for each in reservation["Instances"]]
     in_use = {each["ImageId"] for each in machines if each["State"]["Name"] != "terminated"}
     for image_id in sorted(in_use):
@@ -172,7 +156,8 @@ def old_images(api: Api, region: str, images: Sequence[Image], keep: int) -> lis
 
 def clean(options: argparse.Namespace) -> int:
     """Remove what builds left, those that are under way too. Exit code 1 if anything is there and stays."""
-    api, regions = opened(options)
+    api = Api(options.profile)
+    regions = api.regions(options.region)
     left = [each for region in regions for each in find_left(api, region, None)]
     if not left:
         print(f"no build left anything in {', '.join(regions)}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from ami.config import IMAGE_ID, IMAGES
+from launch.ec2.account import KIND_TAG
 from launch.ec2.api import Api
 from train.config import check
 from train.host.versions import Versions
@@ -16,58 +16,28 @@ from train.storage.aws_errors import Rejected
 
 PREFIX = "baretrain-"  # of the names of images; then neuron or cuda, the moment and the commit
 TAG = "baretrain:"  # begins the names of tags
-KIND = f"{TAG}image"
 MINUTES = f"{TAG}minutes"  # that the build took
 
 
-@dataclass(frozen=True)
 class Image:
     """An image as DescribeImages shows it."""
 
-    region: str
-    seen: Mapping[str, Any]
-
-    @property
-    def id(self) -> str:
-        return str(self.seen["ImageId"])
-
-    @property
-    def name(self) -> str:
-        return str(self.seen.get("Name", ""))
-
-    @property
-    def tags(self) -> dict[str, str]:
-        return {tag["Key"]: tag["Value"] for tag in self.seen.get("Tags", ())}
-
-    @property
-    def kind(self) -> str:
-        """neuron or cuda; empty for one whose build did not come to its end."""
-        kind = self.tags.get(KIND, "")
-        return kind if kind in IMAGES else ""
-
-    @property
-    def state(self) -> str:
-        return str(self.seen.get("State", "in no state"))
-
-    @property
-    def created(self) -> str:
-        """When, as 2026-11-20T08:22:00.000Z."""
-        return str(self.seen.get("CreationDate", ""))
-
-    @property
-    def disks(self) -> list[Mapping[str, Any]]:
-        """The mappings of its EBS volumes."""
-        return [each for each in self.seen.get("BlockDeviceMappings", ()) if "Ebs" in each]
-
-    @property
-    def snapshots(self) -> list[str]:
-        return [disk["Ebs"]["SnapshotId"] for disk in self.disks if disk["Ebs"].get("SnapshotId")]
+    def __init__(self, region: str, seen: Mapping[str, Any]) -> None:
+        self.region, self.seen = region, seen
+        self.id, self.name = str(seen["ImageId"]), str(seen.get("Name", ""))
+        self.state = str(seen.get("State", "in no state"))
+        self.created = str(seen.get("CreationDate", ""))  # as 2026-11-20T08:22:00.000Z
+        self.tags: dict[str, str] = {tag["Key"]: tag["Value"] for tag in seen.get("Tags", ())}
+        kind = self.tags.get(KIND_TAG, "")
+        self.kind = kind if kind in IMAGES else ""  # empty: its build did not come to its end
+        self.disks = [each for each in seen.get("BlockDeviceMappings", ()) if "Ebs" in each]  # EBS volumes
+        self.snapshots: list[str] = [each["Ebs"]["SnapshotId"] for each in self.disks if "SnapshotId" in each["Ebs"]]
 
 
 def own_images(api: Api, region: str, kind: str = "") -> list[Image]:
     """The project's images, of one kind or of all, newest first, half-built ones too."""
-    filters = [{"Name": "name", "Values": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}]
-    seen = api.pages(region, "describe_images", "Images", Owners=["self"], Filters=filters, IncludeDeprecated=True)
+    by = {"name": [f"{PREFIX}{kind}{'-' if kind else ''}*"]}
+    seen = api.pages(region, "describe_images", "Images", by=by, Owners=["self"], IncludeDeprecated=True)
     return sorted((Image(region, each) for each in seen), key=lambda image: image.created, reverse=True)
 
 
@@ -79,14 +49,7 @@ def find_by_name(api: Api, region: str, kind: str, name: str) -> Image | None:
 def read_image(api: Api, region: str, image_id: str) -> Image:
     """One image. InputError if there is none."""
     check(re.fullmatch(IMAGE_ID, image_id) is not None, f"{image_id} is no id of an image, as ami-0123456789abcdef0")
-    try:
-        seen = api.ask(region, "describe_images", ImageIds=[image_id], IncludeDeprecated=True)["Images"]
-    except Rejected as error:
-        if not error.code.startswith("InvalidAMIID"):
-            raise
-        seen = []
-    check(bool(seen), f"there is no image {image_id} in {region}: python -m ami list shows those there are")
-    return Image(region, seen[0])
+    return Image(region, api.image(region, image_id))
 
 
 def faults(image: Image) -> Iterator[str]:
@@ -96,7 +59,7 @@ def faults(image: Image) -> Iterator[str]:
     if image.state != "available":
         yield f"is {image.state}: wait if its build is under way, or {again}"
     if not image.kind:
-        yield f"has no tag {KIND}: it is half built, or not of this project; {again}"
+        yield f"has no tag {KIND_TAG}: it is half built, or not of this project; {again}"
     if image.seen.get("ImdsSupport") != "v2.0":
         yield f"lets machines answer IMDSv1; {again}"
     if not image.disks or not all(disk["Ebs"].get("Encrypted") is True for disk in image.disks):
@@ -114,7 +77,7 @@ def wanted_tags(kind: str, versions: Versions) -> dict[str, str]:
         names |= {"neuron-sdk": versions["neuron-sdk"], **versions.python_packages(), **versions.system_packages()}
     else:
         names |= {name: versions[name] for name in ("cuda", "nvidia-driver")}
-    return {KIND: kind, **{f"{TAG}{name}": version for name, version in sorted(names.items())}}
+    return {KIND_TAG: kind, **{f"{TAG}{name}": version for name, version in sorted(names.items())}}
 
 
 def differences(image: Image, versions: Versions) -> list[str]:
@@ -125,14 +88,6 @@ def differences(image: Image, versions: Versions) -> list[str]:
         for tag, version in wanted.items()
         if image.tags.get(tag) != version
     ]
-
-
-# ---- SSM -------------------------------------------------------------------------------------------------------------
-
-
-def parameter(kind: str) -> str:
-    """The SSM parameter with the id of the image that launch takes."""
-    return f"/baretrain/ami/{kind}/latest"
 
 
 def read_parameter(api: Api, region: str, name: str) -> str | None:

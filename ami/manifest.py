@@ -23,9 +23,8 @@ def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any
     """Versions on this machine. The same machine gives the same: no times in it."""
     values = dict(re.findall(r"^([A-Z_]+)='(.*)'$", environment.read_text(), re.MULTILINE))
     query = ["dpkg-query", "-W", "-f=${db:Status-Abbrev} ${Package} ${Version}\\n"]
-    rows = [
-        row.split() for row in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    ]
+    listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    rows = [row.split() for row in listed.splitlines()]
     version = re.search(r"EFA installer version: (\S+)", efa.read_text() if efa.is_file() else "")
     return {
         "schema": 1,
@@ -43,16 +42,14 @@ def installed(environment: Path = ENVIRONMENT, efa: Path = EFA) -> dict[str, Any
 
 def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:
     """InputError for a version that is not that of ami/versions.yaml."""
-    wanted, has = {"torch": versions["torch"]}, dict(manifest["packages"])
-    begins: dict[str, str] = {}
-    if manifest["image"] == "neuron":
-        wanted, begins = versions.python_packages(), versions.system_packages()
+    is_neuron, has, system = manifest["image"] == "neuron", manifest["packages"], manifest["system_packages"]
+    wanted = versions.python_packages() if is_neuron else {"torch": versions["torch"]}
+    begins = versions.system_packages() if is_neuron else {}
     wrong = [
         f"{name} {has.get(name, 'is missing')}, not {version}"
         for name, version in wanted.items()
         if has.get(name, "").split("+")[0] != version
     ]
-    system = manifest["system_packages"]
     wrong += [
         f"{name} {system.get(name, 'is missing')}, not {version}"
         for name, version in begins.items()

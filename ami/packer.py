@@ -47,10 +47,9 @@ def run(command: Sequence[str], folder: Path, *, limit_s: float | None = None) -
         process.send_signal(signal.SIGINT)
         try:
             process.wait(STOP_S)
-        except BaseException:
-            process.kill()
+        finally:
+            process.kill()  # if it still runs
             process.wait()
-            raise
         if isinstance(error, subprocess.TimeoutExpired):
             minutes = (limit_s or 0) / 60
             raise Failure(f"the build was stopped after {minutes:.0f} minutes; give a larger max_minutes") from error

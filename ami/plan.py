@@ -44,9 +44,8 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> Plan:
     with explained("this machine", "credentials"):
         has_credentials = api.session.get_credentials() is not None
     if cfg.build or has_credentials:
-        regions = regions or [default_region(api)]
+        regions = api.regions(regions)
         base = base_image(api, regions[0], cfg, parameter)
-        check_builder(api, regions[0], cfg)
         before = [each for each in own_images(api, regions[0], cfg.image) if each.kind and each.state == "available"]
         last = before[0] if before else None
     revision = commit() or "none"
@@ -74,15 +73,16 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> Plan:
     return Plan(cfg, parameter, base, last, variables)
 
 
-def default_region(api: Api) -> str:
-    """The region that the profile or the environment names."""
-    if api.default_region is None:
-        raise InputError("no region is known: give regions=[us-east-1], --region us-east-1 or AWS_DEFAULT_REGION")
-    return str(api.default_region)
-
-
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
-    """The image to build from. InputError unless the scripts of ami/provision can work on it."""
+    """The image to build from. InputError unless the scripts of ami/provision can work on it, and the region has the
+    builder's type.
+    """
+    query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
+    check(
+        bool(api.pages(region, *query, by={"instance-type": [cfg.instance.name]}, LocationType="region")),
+        f"{region} has no {cfg.instance.name}: build in a region that has, as regions=[us-east-1,{region}], which "
+        f"copies the image to {region}, or take another builder than instance={IMAGES[cfg.image]}",
+    )
     image_id = read_parameter(api, region, parameter) if parameter else cfg.base
     if image_id is None:
         raise InputError(
@@ -109,19 +109,6 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
         f"disk_gib={cfg.disk_gib} is smaller than the {least} GiB of {base.id}; give disk_gib={least}",
     )
     return base
-
-
-def check_builder(api: Api, region: str, cfg: AmiConfig) -> None:
-    """InputError if the region does not offer the builder's type."""
-    filters, name = [{"Name": "instance-type", "Values": [cfg.instance.name]}], "describe_instance_type_offerings"
-    check(
-        bool(api.pages(region, name, "InstanceTypeOfferings", LocationType="region", Filters=filters)),
-        f"{region} has no {cfg.instance.name}: build in a region that has, as regions=[us-east-1,{region}], which "
-        f"copies the image to {region}, or take another builder than instance={IMAGES[cfg.image]}",
-    )
-
-
-# ---- shown -----------------------------------------------------------------------------------------------------------
 
 
 def plan_lines(plan: Plan) -> list[str]:

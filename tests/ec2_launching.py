@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from planning import plan
-from services.fake_ec2 import UBUNTU, FakeEc2
+from services.fake_ec2 import ALIVE, UBUNTU, FakeEc2
 
 from launch.ec2 import request as request_module
 from launch.ec2.account import Resolved, read_resolved, resolve
 from launch.ec2.api import Api
-from launch.ec2.clean import remove
+from launch.ec2.calls import remove
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher
 from launch.ec2.request import RUN_TAG, run_id
-from launch.ec2.sweep import Clock, Left
+from launch.ec2.sweep import Clock, Resource
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
@@ -51,9 +50,7 @@ class Trial:
 
     @property
     def cluster(self) -> Ec2Config:
-        cluster = cluster_of(self.job)
-        assert isinstance(cluster, Ec2Config)
-        return cluster
+        return cluster_of(self.job, Ec2Config)
 
     @property
     def clock(self) -> Clock:
@@ -67,30 +64,27 @@ class Trial:
     def submit(self, resolved: Resolved | None = None) -> None:
         """What a launch does before it is attended; what its settings come to is found out unless it is given."""
         self.record.write(self.job, plan={}, config="{instance: {usd_per_hour: 36.0}}", bundle=self.bundle)
-        self.append_event("submitting")
+        self.record.append_event("submitting")
         resolved = resolved or resolve(self.job, self.cluster, self.record, self.api)
         resolved.write(self.record)
-        self.append_event("submitted", handle={"submission": str(resolved.id)})
+        self.record.append_event("submitted", handle={"submission": str(resolved.id)})
 
     def launcher(self) -> Launcher:
         resolved = read_resolved(self.record)
         assert resolved is not None
         return Launcher(self.record, self.job, self.cluster, resolved, self.api, clock=self.clock, say=self.said.append)
 
-    def clean(self) -> list[Left]:
+    def clean(self) -> list[Resource]:
         """What `launch clean --yes` does."""
-        self.append_event("cleaning")
+        self.record.append_event("cleaning")
         return remove(self.api, self.record, ["us-east-1"], self.clock, say=self.said.append)
-
-    def append_event(self, kind: str, **details: Any) -> None:
-        self.record.append_event(kind, **details)
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event.details for event in self.record.events() if event.kind == kind]
 
     def made(self) -> list[Any]:
         """All machines that the run ever had."""
-        seen = self.ec2.machines("pending", "running", "shutting-down", "stopping", "stopped", "terminated")
+        seen = self.ec2.machines(*ALIVE, "shutting-down", "stopping", "stopped", "terminated")
         return [each for each in seen if self.ec2.tags(each.id).get(RUN_TAG) == run_id(self.record)]
 
     def running(self) -> list[Any]:
@@ -104,7 +98,7 @@ class Trial:
 def done(run: Trial) -> None:
     """The machines train, and the first one notes the end."""
     if run.events_of("machines") and not run.events_of("ended"):
-        run.append_event("ended", outcome="done", reason="the last step")
+        run.record.append_event("ended", outcome="done", reason="the last step")
 
 
 def trial(ec2: FakeEc2, monkeypatch: Any, folder: Path, *own: str, api: Api | None = None) -> Trial:
@@ -147,7 +141,3 @@ class KillAt:
         self.passed.append(name)
         if len(self.passed) - 1 == self.moment:
             raise Killed
-
-
-def real_s(_: float) -> None:
-    time.sleep(0.2)

@@ -17,6 +17,7 @@ from launch.__main__ import main
 from launch.ec2.account import OWN_IMAGE, resolve
 from launch.ec2.api import Api
 from launch.ec2.launcher import allow_itself
+from launch.ec2.request import RUN_TAG
 from launch.ec2.sweep import Clock
 from launch.record import Record
 from train.config import InputError, S3Config
@@ -165,7 +166,8 @@ class Cli:
         return json.loads(self.capsys.readouterr().out.strip().splitlines()[-1])
 
     def end(self) -> None:
-        self.record.append_event("ended", outcome="done", reason="the last step")
+        if self.ec2.machines():
+            self.record.append_event("ended", outcome="done", reason="the last step")
 
     def kill(self) -> None:
         """Interrupt the launch while it waits, as soon as EC2 has machines."""
@@ -250,7 +252,7 @@ def test_a_launch_that_waits_for_capacity_is_seen_and_can_be_cancelled(ec2, cli)
     ec2.without, seen = dict.fromkeys(ec2.subnets().values(), "InsufficientInstanceCapacity"), []
 
     def cancel() -> None:
-        if not seen:
+        if len(ec2.requests) > 1 and not seen:
             seen.append(cli.status())
             assert cli.do("cancel", "--yes") == 0
 
@@ -296,6 +298,20 @@ def test_quota_says_what_is_lacking(ec2, capsys, vcpus, code):
     assert ("request-service-quota-increase" in shown) == (code == 1)
 
 
-def test_iam_prints_policies(capsys):
-    assert main(["iam", "s3://bucket/runs", "--data", "s3://bucket/albert", "--account", "123456789012"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"operator", "machine", "machine_trust"}
+def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged(capsys):
+    account, flags = "1" * 12, ["--data", "s3://data/albert", "--role", "machine"]
+    assert main(["iam", "s3://bucket/runs", *flags, "--account", account]) == 0
+    policies = json.loads(capsys.readouterr().out)
+    assert set(policies) == {"operator", "machine", "machine_trust"}
+    machine = policies["machine"]["Statement"]
+    actions = {action for each in machine for action in each["Action"]}
+    assert not [action for action in actions if action.startswith(("ec2:", "iam:"))]
+    assert [each["Sid"] for each in machine if each["Resource"] == ["*"]] == ["Session"]
+    by_name = {each["Sid"]: each for each in policies["operator"]["Statement"]}
+    assert by_name["Read0"]["Resource"] == ["arn:aws:s3:::data/albert/*"]  # a launch looks for the data
+    assert by_name["Write0"]["Resource"] == ["arn:aws:s3:::bucket/runs/*"]  # not those of bucket/runs-of-others
+    assert by_name["Machines"]["Condition"]["StringEquals"] == {"ec2:MetadataHttpTokens": "required"}
+    for name in ("Machines", "MadeWithThem", "Groups"):
+        assert by_name[name]["Condition"]["Null"] == {f"aws:RequestTag/{RUN_TAG}": "false"}
+    assert by_name["EndOnlyOwn"]["Condition"]["Null"] == {f"ec2:ResourceTag/{RUN_TAG}": "false"}
+    assert by_name["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{account}:role/machine"]

@@ -63,10 +63,10 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin, lac
 
 
 LINES = [  # the error of EC2, how often it may be asked, and what stands in the line; those that may leave groups last
-    ("VcpuLimitExceeded", 1, "python -m launch quota"),
-    ("MaxSpotInstanceCountExceeded", 1, "python -m launch quota"),
-    ("InstanceLimitExceeded", 1, "python -m launch quota"),
-    ("VolumeLimitExceeded", 1, "no subnet can have"),
+    ("VcpuLimitExceeded", 3, "python -m launch quota"),
+    ("MaxSpotInstanceCountExceeded", 3, "python -m launch quota"),
+    ("InstanceLimitExceeded", 3, "python -m launch quota"),
+    ("VolumeLimitExceeded", 3, "no subnet can have"),
     ("Unsupported", 3, "name other subnets"),
     ("InsufficientFreeAddressesInSubnet", 3, "name a larger subnet"),
     ("UnauthorizedOperation", 1, "python -m launch iam prints"),
@@ -83,7 +83,7 @@ LINES = [  # the error of EC2, how often it may be asked, and what stands in the
     ("InvalidSubnetID.NotFound", 1, "cluster.subnets"),
     ("InvalidIamInstanceProfileName.NotFound", 1, "python -m launch iam"),
     ("InvalidCapacityReservationId.NotFound", 1, "cluster.capacity_reservation"),
-    ("InvalidGroup.NotFound", 4, "cluster.security_group"),
+    ("InvalidGroup.NotFound", 1, "cluster.security_group"),
     ("IdempotentParameterMismatch", 1, "python -m launch clean"),
     ("InvalidParameterCombination", 1, "exclude one another"),
     ("RequestLimitExceeded", 99, "cluster.max_wait_s"),
@@ -237,7 +237,7 @@ def test_killed_at_any_moment_a_launch_leaves_nothing_that_clean_does_not_find(e
 
     _, passed = course(None)
     assert ec2.anything() == [] and passed.count("after-call RunInstances") == 1
-    monkeypatch.setattr("launch.ec2.calls.is_running", lambda _: False)
+    monkeypatch.setattr("launch.ec2.calls.is_gone", lambda _: True)
     moments = [0, *(index for index, name in enumerate(passed) if name.startswith("after"))]
     assert len(moments) > 15
     for moment in moments:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ec2_launching import OWN, Trial, real_s
+from ec2_launching import OWN, Trial
 from launching import losses
 from planning import plan
 from running import eventually, run, train_overrides
@@ -107,14 +108,16 @@ class Cloud(Trial):
         return Clock(sleep=self.pause)
 
     def pause(self, seconds: float) -> None:
-        real_s(seconds)
+        time.sleep(0.2)
         for machine in self.made():
             if machine.id not in self.started and machine.state == "running":
                 self.boot(machine)
             number = self.started.get(machine.id)
-            if number is not None and machine.state == "running" and self.machines.shutdowns(number)[-1:] == ["-P now"]:
+            if number is None:
+                continue
+            if machine.state == "running" and self.machines.shutdowns(number)[-1:] == ["-P now"]:
                 self.ec2.client().terminate_instances(InstanceIds=[machine.id])
-            elif number is not None and machine.state == "terminated":
+            elif machine.state == "terminated":
                 self.machines.machines.kill_all(number)
                 del self.started[machine.id]
                 self.started[f"{machine.id} gone"] = -1

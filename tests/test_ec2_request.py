@@ -1,8 +1,10 @@
-"""What is asked of EC2, before anything is: network interfaces, requests, policies, and rejections of settings."""
+"""What is asked of EC2, before anything is: network interfaces, requests, user data."""
 
 from __future__ import annotations
 
+import base64
 import copy
+import dataclasses
 import gzip
 import json
 import re
@@ -12,7 +14,7 @@ import botocore.session
 import pytest
 from botocore.validate import ParamValidator
 from ec2_launching import OWN, RUN, USER_DATA
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
 from running import ROOT
@@ -20,8 +22,7 @@ from test_launch_golden import check_golden
 
 from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, Interface, Resolved, Site, layout
 from launch.ec2.config import Ec2Config
-from launch.ec2.iam import machine_policy, operator_policy
-from launch.ec2.request import RUN_TAG, run_id, run_instances
+from launch.ec2.request import MOST_BYTES, RUN_TAG, SCRIPT, run_id, run_instances, user_data
 from launch.record import Record
 from launch.schedulers import cluster_of
 from train.config import InputError, S3Config
@@ -96,15 +97,12 @@ def test_as_many_efa_interfaces_as_fit_and_a_first_one_with_an_address(made, num
         assert each.device < numbered[each.card]["MaximumNetworkInterfaces"]
 
 
-def request(*own: str, instance: str = "trn1.32xlarge", group: str | None = "sg-1", placement: str | None = "p"):
+def request(*own: str, instance: str = "trn1.32xlarge"):
     _, job = plan([*OWN, f"instance={instance}", "nodes=4", *own], RUN)
-    cluster = cluster_of(job)
-    assert isinstance(cluster, Ec2Config)
+    cluster, record = cluster_of(job, Ec2Config), Record(job.run_dir, S3Config(**job.s3))
     resolved = Resolved("id", job.id, "", [SITE], layout(TYPES[instance], cluster, job.nodes))
-    record = Record(job.run_dir, S3Config(**job.s3))
-    made = run_instances(
-        job, cluster, record, resolved, SITE, number=7, max_run_s=3600, group=group, placement=placement
-    )
+    groups = {"number": 7, "max_run_s": 3600, "group": "sg-1", "placement": "p"}
+    made = run_instances(job, cluster, record, resolved, SITE, **groups)
     return {**made, "UserData": USER_DATA.decode()}  # which has tests of its own
 
 
@@ -120,25 +118,19 @@ def test_the_request_for_a_type(instance):
     assert errors_of(made) == ""
     text = json.dumps(made, indent=1, sort_keys=True) + "\n"
     text = re.sub("{[^{}]*}", lambda found: re.sub(r"\s+", " ", found[0]), text)  # an interface or a tag is one line
-    alike = {"g6e.48xlarge": "p4d.24xlarge"}.get(instance, instance)  # both have four network cards
-    check_golden(f"ec2_{alike}.json", text.replace(instance, alike))
+    check_golden(f"ec2_{instance}.json", text)
 
 
-@pytest.mark.parametrize(
-    ("own", "market", "reservation"),
-    [
-        ([], None, None),
-        (["cluster.market=spot"], "spot", None),
-        (["cluster.capacity_reservation=cr-0123456789abcdef0"], None, "cr-0123456789abcdef0"),
-        (
-            ["cluster.market=capacity-block", "cluster.capacity_reservation=cr-0123456789abcdef0"],
-            "capacity-block",
-            "cr-0123456789abcdef0",
-        ),
-    ],
-)
-def test_every_market_is_a_request_that_botocore_accepts(own, market, reservation):
-    made = request(*own)
+@pytest.mark.parametrize("market", [None, "spot", "capacity-block"])
+@pytest.mark.parametrize("reservation", [None, "cr-0123456789abcdef0"])
+def test_every_market_is_a_request_that_botocore_accepts(market, reservation):
+    own = {"cluster.market": market, "cluster.capacity_reservation": reservation}
+    words = [f"{key}={value}" for key, value in own.items() if value]
+    if (market, reservation) in (("spot", "cr-0123456789abcdef0"), ("capacity-block", None)):
+        with pytest.raises(InputError, match="cluster.market=.*cluster.capacity_reservation"):
+            request(*words)
+        return
+    made = request(*words)
     assert errors_of(made) == ""
     assert made.get("InstanceMarketOptions", {}).get("MarketType") == market
     target = made.get("CapacityReservationSpecification", {}).get("CapacityReservationTarget", {})
@@ -156,8 +148,6 @@ def test_a_single_interface_has_the_address_that_was_asked_for():
     for wanted in (True, False):
         made = request("nodes=1", f"cluster.public_address={wanted}", instance="trn1.2xlarge")
         assert [each["AssociatePublicIpAddress"] for each in made["NetworkInterfaces"]] == [wanted]
-    with pytest.raises(InputError, match="one network interface, trn1.32xlarge has 9"):
-        request("cluster.public_address=true")
 
 
 def test_a_run_is_known_by_its_location_alone():
@@ -166,18 +156,40 @@ def test_a_run_is_known_by_its_location_alone():
     assert run_id(record) == run_id(Record(f"{record.run_dir}.launch/", S3Config(**job.s3)))
 
 
-def test_a_machine_may_nothing_of_ec2_and_an_operator_only_what_is_tagged():
-    machine = machine_policy(["s3://bucket/runs"], ["s3://data/albert"])
-    actions = {action for each in machine["Statement"] for action in each["Action"]}
-    assert not [action for action in actions if action.startswith(("ec2:", "iam:"))]
-    wide = [each for each in machine["Statement"] if each["Resource"] == ["*"]]
-    assert [each["Sid"] for each in wide] == ["Session"]
-    operator = operator_policy(["s3://bucket/runs"], ["s3://data/albert"], "machine", "1" * 12)
-    by_name = {each["Sid"]: each for each in operator["Statement"]}
-    assert by_name["Read0"]["Resource"] == ["arn:aws:s3:::data/albert/*"]  # a launch looks for the data
-    assert by_name["Write0"]["Resource"] == ["arn:aws:s3:::bucket/runs/*"]  # not those of bucket/runs-of-others
-    assert by_name["Machines"]["Condition"]["StringEquals"] == {"ec2:MetadataHttpTokens": "required"}
-    for name in ("Machines", "MadeWithThem", "Groups"):
-        assert by_name[name]["Condition"]["Null"] == {f"aws:RequestTag/{RUN_TAG}": "false"}
-    assert by_name["EndOnlyOwn"]["Condition"]["Null"] == {f"ec2:ResourceTag/{RUN_TAG}": "false"}
-    assert by_name["GiveOneRole"]["Resource"] == [f"arn:aws:iam::{'1' * 12}:role/machine"]
+# ---- user data: a fixed script and one line, whatever the run is called ----------------------------------------------
+
+NASTY = [*"'\"\\;&|*? #!=\u00e9\u2028", "`id`", "$(touch /tmp/x)", "${HOME}"]
+
+
+def user_data_of(run_dir: str, s3: S3Config, python: str = "/opt/baretrain/venv/bin/python") -> bytes:
+    _, job = plan(OWN, RUN)
+    job = dataclasses.replace(job, run_dir=run_dir, python=python)
+    return user_data(job, Record(run_dir, s3), request=3, max_run_s=86400)
+
+
+def test_user_data_is_what_it_was(tmp_path, monkeypatch):
+    (tmp_path / "config").write_text("[profile mine]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    content = user_data_of("s3://bucket/runs/mine", S3Config(region="us-east-1", profile="mine"))
+    script, line = content[: len(SCRIPT.read_bytes())], content[len(SCRIPT.read_bytes()) :].decode()
+    assert script == SCRIPT.read_bytes() and len(content) <= MOST_BYTES
+    check_golden("ec2_user_data.txt", line)
+    assert json.loads(base64.b64decode(line.split()[-1]))["s3"] == ["--region=us-east-1"]  # profiles stay here
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(NASTY), st.text(max_size=5)), min_size=1).map("".join), st.booleans())
+def test_no_name_comes_into_a_shell(name: str, is_python: bool):
+    python = f"/opt/{name}/python" if is_python else "/opt/python"
+    run_dir = "s3://bucket/runs/mine" if is_python else f"s3://bucket/a{name}/mine"
+    s3 = S3Config(endpoint="http://10.0.0.1:9000", path_style=True)
+    try:
+        content = user_data_of(run_dir, s3, python)
+    except (InputError, UnicodeEncodeError):
+        assert is_python or not name.isprintable()
+        return
+    line = content.removeprefix(SCRIPT.read_bytes()).decode()
+    match = re.fullmatch(r"main 88200 1800 ([A-Za-z0-9_./+-]+) ([A-Za-z0-9+/]+=*)\n", line)
+    assert match and match[1] == python
+    words = ["launch.ec2.machine", run_dir, "--request=3", "--max-run-s=86400", *s3.flags()]
+    assert json.loads(base64.b64decode(match[2]))["arguments"] == words

@@ -22,13 +22,9 @@ from train.storage.schema import BadContent, read_object, record
 
 RESOLVED = "ec2/resolved.json"
 INTERFACE, EFA, EFA_ONLY = "interface", "efa", "efa-only"  # types of network interfaces; efa-only has no IP address
-KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # as ami/images.py writes them
+KIND_TAG, SDK_TAG = "baretrain:image", "baretrain:neuron-sdk"  # of images: neuron or cuda; see ami/images.py
 OWN_IMAGE = "/baretrain/ami/{}/latest"  # SSM parameters that hold the account's own images
 AMI = re.compile(r"ami-[0-9a-f]{8,17}")
-CURE = (
-    "aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions "
-    "'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'"
-)
 
 
 @dataclass(frozen=True)
@@ -85,14 +81,12 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
 
     What RunInstances rejects in clear words is not examined here.
     """
-    regions = cluster.regions or ([api.default_region] if api.default_region else [])
-    check(bool(regions), "no region is named: set cluster.regions=[us-east-1], s3.region or AWS_DEFAULT_REGION")
     before, setting = read_resolved(run), cluster.image or ""
     pinned = dict[str, str]()  # a job that was started before keeps its images
     if before is not None and (before.job_id, before.image_setting) == (job.id, setting):
         pinned = {site.region: site.image for site in before.sites}
     sites, interfaces = list[Site](), list[Interface]()
-    for region in regions:
+    for region in api.regions(cluster.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[job.instance])["InstanceTypes"]
         accelerators = NEURON if "NeuronInfo" in info else CUDA
         image = pinned.get(region) or image_id(api, region, cluster.image or OWN_IMAGE.format(accelerators))
@@ -115,12 +109,10 @@ def resolve(job: Job, cluster: Ec2Config, run: Record, api: Api) -> Resolved:
 def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[Interface]:
     """The interfaces of each machine, of whose type `info` is EC2's description: cards are never a constant here.
 
-    `efa-only` is the layout that the EC2 user guide recommends for several cards (efa-acc-inst-types.html, read in
-    November 2026): an ENA interface first, beside it on card 0 an efa-only one at device 1, and one at device 0 of each
-    other card. ParallelCluster 3.16 differs in the last (add_network_interfaces of queues_stack.py: device 1 where a
-    card takes two), which EC2 takes as well. `efa` is the older layout, an address on each card, of Neuron's guide for
-    trn1 (setup-trn1-multi-node-execution) and of ParallelCluster's `EfaInterfaceType: efa`: device 1, so that packets
-    leave by card 0. A machine with one card needs one interface, which is both, and can have a public address.
+    `efa-only` is the layout that the EC2 user guide recommends for several cards (efa-acc-inst-types.html): an ENA
+    interface first, beside it on card 0 an efa-only one at device 1, and one at device 0 of each other card. `efa` is
+    the older one of Neuron's guide for trn1 (setup-trn1-multi-node-execution), an address on each card at device 1, so
+    that packets leave by card 0. A machine with one card needs one interface, which is both.
     """
     network, uses_efa = info["NetworkInfo"], machines > 1
     cards = sorted(network.get("NetworkCards", ()), key=lambda card: int(card["NetworkCardIndex"]))
@@ -152,18 +144,12 @@ def layout(info: Mapping[str, Any], cluster: Ec2Config, machines: int) -> list[I
 
 def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: int) -> list[Any]:
     """The subnets of a region in whose zones the type is, in the order of the settings."""
-    filters = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
-    listed = [{"Name": name, "Values": values} for name, values in filters.items()]
-    there = api.pages(region, "describe_subnets", "Subnets", Filters=listed)
+    by = {"subnet-id": cluster.subnets} if cluster.subnets else {"default-for-az": ["true"]}
+    there = api.pages(region, "describe_subnets", "Subnets", by=by)
     order = {ident: index for index, ident in enumerate(cluster.subnets)}
     there.sort(key=lambda each: (order.get(each["SubnetId"], 0), each["AvailabilityZone"]))
-    offers = api.pages(
-        region,
-        "describe_instance_type_offerings",
-        "InstanceTypeOfferings",
-        LocationType="availability-zone",
-        Filters=[{"Name": "instance-type", "Values": [instance]}],
-    )
+    query = ("describe_instance_type_offerings", "InstanceTypeOfferings")
+    offers = api.pages(region, *query, by={"instance-type": [instance]}, LocationType="availability-zone")
     zones = {str(each["Location"]) for each in offers}
     offered = [each for each in there if each["AvailabilityZone"] in zones]
     named = f"cluster.subnets={cluster.subnets}" if cluster.subnets else "the subnets of a default VPC"
@@ -185,11 +171,12 @@ def subnets(api: Api, region: str, cluster: Ec2Config, instance: str, *, cards: 
 
 def beside_reservation(api: Api, ident: str, sites: list[Site]) -> list[Site]:
     """The subnets in the zone of a capacity reservation. InputError if there are none, or if it is not active."""
-    filters = [{"Name": "capacity-reservation-id", "Values": [ident]}]
-    states = dict[tuple[str, str], str]()
-    for region in dict.fromkeys(site.region for site in sites):
-        for each in api.pages(region, "describe_capacity_reservations", "CapacityReservations", Filters=filters):
-            states[region, str(each["AvailabilityZone"])] = str(each["State"])
+    query, by = ("describe_capacity_reservations", "CapacityReservations"), {"capacity-reservation-id": [ident]}
+    states = {
+        (region, str(each["AvailabilityZone"])): str(each["State"])
+        for region in {site.region for site in sites}
+        for each in api.pages(region, *query, by=by)
+    }
     beside = [site for site in sites if states.get((site.region, site.zone)) == "active"]
     found = ", ".join(f"{state} in {zone}" for (_, zone), state in states.items()) or "in none of the regions"
     check(
@@ -206,12 +193,13 @@ def check_rules(seen: Mapping[str, Any]) -> None:
     for way, key in {"ingress": "IpPermissions", "egress": "IpPermissionsEgress"}.items():
         rules = [rule for rule in seen.get(key, ()) if rule.get("IpProtocol") == "-1"]
         if group not in [pair.get("GroupId") for rule in rules for pair in rule.get("UserIdGroupPairs", ())]:
-            cures.append(CURE.format(way=way, group=group))
-    if cures:
-        raise InputError(
-            f"security group {group} does not allow all traffic with itself, which EFA needs; 0.0.0.0/0 does not "
-            f"count: {' && '.join(cures)}"
-        )
+            command = f"aws ec2 authorize-security-group-{way} --group-id {group} --ip-permissions"
+            cures.append(f"{command} 'IpProtocol=-1,UserIdGroupPairs=[{{GroupId={group}}}]'")
+    check(
+        not cures,
+        f"security group {group} does not allow all traffic with itself, which EFA needs; 0.0.0.0/0 does not count: "
+        f"{' && '.join(cures)}",
+    )
 
 
 # ---- image -----------------------------------------------------------------------------------------------------------
@@ -228,9 +216,8 @@ def image_id(api: Api, region: str, given: str) -> str:
 
 def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
     """The root device of an image. InputError for one that python -m ami built for other machines or another SDK."""
-    described = api.ask(region, "describe_images", ImageIds=[image])["Images"]
-    check(bool(described), f"{region} has no image {image}, or it is another account's: images are of one region")
-    tags = {tag["Key"]: tag["Value"] for tag in described[0].get("Tags", ())}
+    described = api.image(region, image)
+    tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", ())}
     wanted = read_versions()["neuron-sdk"]
     kind, sdk = tags.get(KIND_TAG, accelerators), tags.get(SDK_TAG, wanted)
     check(kind == accelerators, f"image {image} was built for {kind}, the machines are {accelerators}")
@@ -239,4 +226,4 @@ def check_image(api: Api, region: str, image: str, accelerators: str) -> str:
         f"image {image} has Neuron SDK {sdk}, this version of baretrain works with {wanted}: python -m ami neuron "
         "builds such an image",
     )
-    return str(described[0].get("RootDeviceName", ""))
+    return str(described.get("RootDeviceName", ""))

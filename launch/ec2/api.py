@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from train.config import S3Config
+from train.config import S3Config, check
 from train.storage.aws_errors import NOT_ALLOWED, Rejected, code_of, explain
 from train.storage.s3 import open_session
 
 TRIES, CONNECT_S, READ_S = 6, 10.0, 60.0
-LATER, SUBNET, REGION = "later", "subnet", "region"  # when or where else the same request may succeed
-
-# The first ones pass; each of the others ends the use of a subnet, or of a whole region.
-NO_CAPACITY = {
-    "InsufficientInstanceCapacity": LATER,
-    "InsufficientHostCapacity": LATER,
-    "InsufficientReservedInstanceCapacity": LATER,
-    "InsufficientCapacity": LATER,
-    "InsufficientAddressCapacity": LATER,
-    "UnfulfillableCapacity": LATER,
-    "ReservationCapacityExceeded": LATER,
-    "InsufficientVolumeCapacity": LATER,
-    "InsufficientFreeAddressesInSubnet": SUBNET,
-    "Unsupported": SUBNET,
-    "InstanceLimitExceeded": REGION,
-    "VcpuLimitExceeded": REGION,
-    "MaxSpotInstanceCountExceeded": REGION,
-    "VolumeLimitExceeded": REGION,
-}
+QUOTA = ("InstanceLimitExceeded", "VcpuLimitExceeded", "MaxSpotInstanceCountExceeded")
+LATER = (  # there may be such machines in the subnet later
+    "InsufficientInstanceCapacity",
+    "InsufficientHostCapacity",
+    "InsufficientReservedInstanceCapacity",
+    "InsufficientCapacity",
+    "InsufficientAddressCapacity",
+    "InsufficientVolumeCapacity",
+    "UnfulfillableCapacity",
+    "ReservationCapacityExceeded",
+)
+NEVER = ("InsufficientFreeAddressesInSubnet", "Unsupported", "VolumeLimitExceeded", *QUOTA)  # but perhaps in another
 CURES = {
-    "InstanceLimitExceeded": "python -m launch quota says what to ask for",
-    "VcpuLimitExceeded": "python -m launch quota says what to ask for",
-    "MaxSpotInstanceCountExceeded": "python -m launch quota says what to ask for",
-    "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets), or keep "
-    "cluster.secondary_interfaces=efa-only: one address a machine",
-    "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
+    **dict.fromkeys(QUOTA, "python -m launch quota says what to ask for"),
     **dict.fromkeys(
         NOT_ALLOWED,
         "your user or role lacks it in its policy: python -m launch iam prints one that is enough (docs/images.md)",
     ),
+    "InsufficientFreeAddressesInSubnet": "name a larger subnet (cluster.subnets), or keep "
+    "cluster.secondary_interfaces=efa-only: one address a machine",
+    "Unsupported": "this zone, or this market, does not have the type: name other subnets (cluster.subnets)",
     "IdempotentParameterMismatch": "another request had the same token: python -m launch clean RUN, then launch again",
     "InvalidParameterCombination": "these settings exclude one another; a public address is for one interface only",
     "InvalidInstanceType": "the region does not have this type: choose another region (cluster.regions)",
-    "InvalidAMIID.NotFound": "the region does not have this image: images are of one region (cluster.image)",
+    "InvalidAMIID.NotFound": "images are of one region: the id (cluster.image), or its copy there (python -m ami list)",
     "ParameterNotFound": "python -m ami neuron, or cuda, builds and promotes an image, whose id the parameter holds "
     "(cluster.image); AWS's own Deep Learning images lack baretrain",
     "InvalidSubnetID.NotFound": "the region does not have this subnet (cluster.subnets, cluster.regions)",
@@ -58,11 +49,7 @@ CURES = {
 
 
 class NoCapacity(Rejected):
-    """There are no such machines in a subnet now, or never for this account in a subnet or a region."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message, code)
-        self.scope = NO_CAPACITY[code]  # LATER | SUBNET | REGION
+    """A subnet has no such machines now, or never has them for this account: LATER or NEVER."""
 
 
 class Api:
@@ -72,6 +59,12 @@ class Api:
         self.default_region = region or self.session.region_name
         self.clients: dict[tuple[str, str, int], Any] = {}
         self.before_create: Callable[[], None] = lambda: None  # raises if nothing is to be made any more
+
+    def regions(self, named: Sequence[str]) -> list[str]:
+        """Each region that is named, or else the default one. InputError if there is none."""
+        regions = list(dict.fromkeys(named)) or ([self.default_region] if self.default_region else [])
+        check(bool(regions), "no region is named: give one, as us-east-1, in the settings or in AWS_DEFAULT_REGION")
+        return regions
 
     def client(self, region: str, service: str = "ec2", *, tries: int = TRIES) -> Any:
         if (service, region, tries) not in self.clients:
@@ -86,36 +79,42 @@ class Api:
             answer: dict[str, Any] = getattr(self.client(region, service), operation)(**parameters)
         return answer
 
+    def image(self, region: str, ident: str) -> dict[str, Any]:
+        """EC2's description of an image. InputError if there is none."""
+        seen = self.ask(region, "describe_images", ImageIds=[ident], IncludeDeprecated=True)["Images"]
+        check(bool(seen), f"there is no image {ident} in {region}, or it is another account's")
+        return dict(seen[0])
+
     def create(self, region: str, operation: str, **parameters: Any) -> dict[str, Any]:
         """The same for what makes something: sent once, since lacking capacity too is an error of 500; and only if
         `before_create` does not raise once the request has been signed, from when on EC2 takes it for minutes only.
         """
         client = self.client(region, tries=1)
-        client.meta.events.register("before-send.ec2", self.look_before, unique_id="before-create")
+        events = client.meta.events
+        events.register("before-send.ec2", lambda **_: self.before_create(), unique_id="before-create")
         with explained(region, operation):
             answer: dict[str, Any] = getattr(client, operation)(**parameters)
         return answer
 
-    def look_before(self, **_: Any) -> None:
-        self.before_create()
-
-    def pages(self, region: str, operation: str, key: str, *, service: str = "ec2", **parameters: Any) -> list[Any]:
-        """All items of an operation, of all pages if it answers page by page."""
+    def pages(
+        self,
+        region: str,
+        operation: str,
+        key: str,
+        *,
+        by: Mapping[str, Sequence[str]] | None = None,
+        service: str = "ec2",
+        **parameters: Any,
+    ) -> list[Any]:
+        """All items of an operation, of all pages if it answers page by page; `by`: filters and their values."""
+        if by is not None:
+            parameters["Filters"] = [{"Name": name, "Values": [*values]} for name, values in by.items()]
         with explained(region, operation):
             client = self.client(region, service)
-            if client.can_paginate(operation):
-                pages = client.get_paginator(operation).paginate(**parameters)
-            else:
-                pages = [getattr(client, operation)(**parameters)]
+            is_paged = client.can_paginate(operation)
+            ask = client.get_paginator(operation).paginate if is_paged else getattr(client, operation)
+            pages = ask(**parameters) if is_paged else [ask(**parameters)]
             return [item for page in pages for item in page.get(key, ())]
-
-    def dry_run(self, region: str, operation: str, **parameters: Any) -> None:
-        """Ask whether EC2 would do it: success is an error too. It does not say whether there is capacity."""
-        try:
-            self.ask(region, operation, DryRun=True, **parameters)
-        except Rejected as error:
-            if error.code != "DryRunOperation":
-                raise
 
 
 def growing(first_s: float, most_s: float) -> Iterator[float]:
@@ -132,4 +131,4 @@ def explained(region: str, operation: str) -> Iterator[None]:
         yield
     except (BotoCoreError, ClientError) as error:
         code, line = code_of(error), explain(error, f"{region}, {operation}", cures=CURES)
-        raise (NoCapacity(str(line), code) if code in NO_CAPACITY else line) from error
+        raise (NoCapacity(str(line), code) if code in (*LATER, *NEVER) else line) from error

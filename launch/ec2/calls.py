@@ -1,5 +1,8 @@
-"""What a launch asks EC2 to make: RUN.launch/ec2/calls/0001.json, written before the call is sent, and again with EC2's
-answer: the ids of what was made, or its error. A file without an answer: nobody heard it.
+"""What a run has on EC2, its removal, and proof that nothing is left: by tag, in every region, which is true whatever
+happened to the launch, and by the record of calls, which knows what EC2 may not list yet.
+
+RUN.launch/ec2/calls/0001.json is a call that makes something, written before it is sent, and again with EC2's answer:
+the ids of what was made, or its error. A file without an answer: nobody heard it.
 
 Before a call is sent, and after it was signed, the launch reads the record again (`check`): one that was cancelled
 sends nothing more. So a call without an answer was signed before the cancellation, and since EC2 rejects signatures
@@ -9,21 +12,23 @@ that are older than SIGNED_S, what it makes exists, and is listed, at a time tha
 from __future__ import annotations
 
 import os
-import platform
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
+from launch.ec2.api import Api
+from launch.ec2.request import RUN_TAG, run_id
+from launch.ec2.sweep import GONE, UNANSWERED, UNLISTED, Clock, Resource, delete, find, sweep
 from launch.record import Event, Record
 from launch.values import count, table
 from train.config import Failure, InputError
-from train.host.processes import is_alive, read_process
+from train.host.processes import is_gone, owner_name
 from train.storage.folders import canonical_json
 from train.storage.schema import BadContent, read_object, record
 
 CALLS = "ec2/calls/"
 RUN, SECURITY, PLACEMENT = "run_instances", "create_security_group", "create_placement_group"
+KINDS = ("spot-instances-request", "instance", "volume", "network-interface", "security-group", "placement-group")
+MADE = {RUN: "instance", PLACEMENT: "placement-group", SECURITY: "security-group"}
 STOPS = ("ended", "cancelling", "cancelled", "cleaning")  # events after which nothing is made
 SIGNED_S = 900.0  # that EC2 accepts a signed request for (EC2 API reference, RequestExpired)
 LISTS_S = 300.0  # after which EC2 lists what it has made (EC2 API reference, "Eventual consistency")
@@ -43,19 +48,21 @@ class Call:
     operation: str
     region: str
     submission: str  # id of what the settings came to, see launch.ec2.account
-    process: dict[str, Any]  # that makes the call, see own_process
+    process: str  # that makes the call, see train.host.processes.owner_name
     sent_unix_s: float
     answered_unix_s: float | None = None
     made: list[str] = field(default_factory=list)  # ids of machines, of a security group; name of a placement group
-    error: str = ""  # EC2's code
+    error: str = ""  # EC2's code, or why there is no answer yet
+
+    def __post_init__(self) -> None:
+        if self.operation not in MADE:
+            raise BadContent(f"{self.operation!r} is no call")
 
     @property
     def file(self) -> str:
         return f"{CALLS}{self.number:04d}.json"
 
-    def answer(self, run: Record, *, now_unix_s: float, made: Iterable[str] = (), error: str = "") -> None:
-        """Write down what EC2 has answered."""
-        self.answered_unix_s, self.made, self.error = round(now_unix_s, 3), [*made], error
+    def write(self, run: Record) -> None:
         run.folder.write(self.file, canonical_json(asdict(self)))
 
     def listed_unix_s(self, events: Iterable[Event]) -> float:
@@ -70,18 +77,14 @@ class Call:
                 stopped_unix_s = event.time_unix_s
         if stopped_unix_s is None:
             return float("inf")
-        signed_s = 0.0 if is_running(self.process) is False else SIGNED_S
+        signed_s = 0.0 if is_gone(self.process) else SIGNED_S
         return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S  # clocks differ, hence the later one
-
-
-def call_names(run: Record) -> list[str]:
-    return [name for name in run.folder.names(CALLS) if re.fullmatch(rf"{CALLS}\d{{4,9}}\.json", name)]
 
 
 def read_calls(run: Record) -> list[Call]:
     """All calls of a run, those of earlier launches too. InputError for a file that is damaged."""
     made = []
-    for name in call_names(run):
+    for name in run.folder.names(CALLS):
         try:
             made.append(record(Call, read_object(run.folder.read(name))))
         except BadContent as error:
@@ -96,24 +99,11 @@ def call_regions(run: Record) -> list[str]:
 
 def begin(run: Record, operation: str, region: str, *, submission: str, now_unix_s: float) -> Call:
     """Write down a call that is about to be sent. Superseded if another process has done so meanwhile."""
-    number = 1 + max((int(name.removeprefix(CALLS).removesuffix(".json")) for name in call_names(run)), default=0)
-    call = Call(number, operation, region, submission, own_process(), round(now_unix_s, 3))
+    number = 1 + len(run.folder.names(CALLS))
+    call = Call(number, operation, region, submission, owner_name(os.getpid()), round(now_unix_s, 3))
     if not run.folder.create(call.file, canonical_json(asdict(call))):
         raise Superseded(f"another launch of {run.run_dir} is under way; this one ends")
     return call
-
-
-def own_process() -> dict[str, Any]:
-    process = read_process(os.getpid())
-    return {"host": platform.node(), "pid": os.getpid(), "started": process.started if process else 0}
-
-
-def is_running(process: Mapping[str, Any]) -> bool | None:
-    """Whether the process of `own_process` runs; None: it is of another computer."""
-    pid, started = count(process, "pid"), count(process, "started")
-    if process.get("host") != platform.node() or pid is None:
-        return None
-    return is_alive(pid, started)
 
 
 def check(run: Record, submission: str) -> None:
@@ -124,3 +114,58 @@ def check(run: Record, submission: str) -> None:
     handle = {} if last is None else table(last.details, "handle")
     if handle.get("submission") != submission:
         raise Superseded(f"another launch of {run.run_dir} has begun, or its record is gone; this one ends")
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+
+def resources(api: Api, record: Record, regions: Iterable[str], *kinds: str) -> list[Resource]:
+    """What EC2 lists of a run, for an hour after its end too."""
+    by_run = {f"tag:{RUN_TAG}": [run_id(record)]}
+    return [each for region in regions for each in find(api, region, by_run, kinds)]
+
+
+def left_over(
+    api: Api, record: Record, regions: Sequence[str], now_unix_s: float, *, seen: set[str] | None = None
+) -> list[Resource]:
+    """All that a run has, and all that it may have. Ids that EC2 has listed are in `seen`, to which this adds."""
+    listed, seen = resources(api, record, regions, *KINDS), set() if seen is None else seen
+    seen |= {each.id for each in listed}
+    return [*(each for each in listed if each.state not in GONE), *unlisted(record, seen, now_unix_s)]
+
+
+def unlisted(record: Record, seen: set[str], now_unix_s: float) -> list[Resource]:
+    """What was asked of EC2 since the last proof that nothing was left, as long as it may come to be listed."""
+    events, left = record.events(), list[Resource]()
+    proven = max((count(each.details, "calls") or 0 for each in events if each.kind == "cleaned"), default=0)
+    for call in read_calls(record):
+        until_s, kind = call.listed_unix_s(events), MADE[call.operation]
+        if call.number <= proven or now_unix_s >= until_s:
+            continue
+        if call.answered_unix_s is None:
+            left.append(Resource(call.region, kind, f"of call {call.number}", UNANSWERED, until_s))
+        left += [Resource(call.region, kind, each, UNLISTED, until_s) for each in call.made if each not in seen]
+    return left
+
+
+def remove(
+    api: Api,
+    record: Record,
+    regions: Sequence[str],
+    clock: Clock,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    only: Sequence[str] = KINDS,
+) -> list[Resource]:
+    """End and delete all of it, or the kinds `only`, until nothing is there and nothing more can come to be listed.
+    Returns what is left. The record must say by now that the run makes nothing more.
+    """
+    seen = set[str]()
+
+    def look() -> list[Resource]:
+        return [each for each in left_over(api, record, regions, clock.now(), seen=seen) if each.kind in only]
+
+    left = sweep(look, lambda found: delete(api, found), clock, say=say)
+    if not left and only is KINDS and record.event_names():
+        record.append_event("cleaned", regions=[*regions], calls=len(read_calls(record)))
+    return left

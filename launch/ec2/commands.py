@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
 
-from launch.ec2.config import MARKETS, Ec2Config
+import yaml
+
+from launch.ec2.config import MARKETS
 from launch.history import read_history
 from launch.record import Record
-from launch.schedulers import cluster_of
 from train.cli.command import DONE, FAILED, Parser, printable
 from train.config import InputError, S3Config, check
+from train.storage.folders import is_s3
 
+POLICIES = Path(__file__).with_name("policies.yaml")
+WRITES = ("s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload")
 QUOTAS = {
     "on-demand": re.compile(r"Running On-Demand (.+) instances"),
     "spot": re.compile(r"All (.+) Spot Instance Requests"),
@@ -40,27 +48,21 @@ def clean_flags(parser: Parser) -> None:
 
 def clean(options: argparse.Namespace, s3: S3Config) -> int:
     """Remove all that EC2 has of a run, and prove it. FAILED, with the ids, until nothing is there or may come."""
-    from launch.ec2 import clean as cleaning
-    from launch.ec2 import sweep
+    from launch.ec2 import calls, sweep
     from launch.ec2.api import Api
-    from launch.ec2.calls import call_regions
 
-    record, clock = Record(options.run, s3), sweep.CLOCK
-    api = Api(s3.profile, s3.region)
-    cluster = cluster_of(record.job()) if record.exists() else None
-    regions = [*call_regions(record), *(cluster.regions if isinstance(cluster, Ec2Config) else []), *options.regions]
-    regions = list(dict.fromkeys([*regions, *([api.default_region] if api.default_region else [])]))
-    check(bool(regions), f"{record.location} names no region: give --regions us-east-1,...")
+    record, clock, api = Record(options.run, s3), sweep.CLOCK, Api(s3.profile, s3.region)
+    regions = api.regions([*calls.call_regions(record), *options.regions, *filter(None, [api.default_region])])
     where = ", ".join(regions)
     if not options.yes:
-        left = cleaning.left_over(api, record, regions, set(), clock.now())
+        left = calls.left_over(api, record, regions, clock.now())
         lines = [printable(f"there is: {each}") for each in left] or [f"{where} lists nothing of {record.run_dir}"]
         print(*lines, "nothing was removed; --yes does it" if left else "--yes proves it", sep="\n")
         return FAILED if left else DONE
     is_known, has_ended = bool(record.event_names()), read_history(record.events()).has_end
     if is_known:
         record.append_event("cleaning")  # first: a launch that still runs makes nothing from here on
-    left = cleaning.remove(api, record, regions, clock, say=lambda text: print(printable(text), flush=True))
+    left = calls.remove(api, record, regions, clock, say=lambda text: print(printable(text), flush=True))
     if is_known and not has_ended:
         record.append_event("cancelled", reason="launch clean")
     if left:
@@ -84,19 +86,32 @@ def iam_flags(parser: Parser) -> None:
 
 def iam(options: argparse.Namespace, s3: S3Config) -> int:
     """Print the least that operator and machines need, as JSON."""
-    from launch.ec2.iam import machine_policy, operator_policy, trust_policy
-
     check(
         re.fullmatch(r"\d{12}|\*", options.account) is not None, f"--account {options.account} is no account's number"
     )
     check(re.fullmatch(r"[\w+=,.@-]{1,64}", options.role) is not None, f"--role {options.role} is no role's name")
-    policies = {
-        "operator": operator_policy([options.runs], options.data, options.role, options.account),
-        "machine": machine_policy([options.runs], options.data),
-        "machine_trust": trust_policy(),
-    }
+    text = Template(POLICIES.read_text()).substitute(account=options.account, role=options.role)
+    folders = [*folder_statements(options.data), *folder_statements([options.runs], writes=True)]
+    policies = {}
+    for name, statements in yaml.safe_load(text).items():
+        policies[name] = {"Version": "2012-10-17", "Statement": statements}
+        if name != "machine_trust":
+            statements += folders
     print(json.dumps(policies, indent=2))
     return DONE
+
+
+def folder_statements(locations: Sequence[str], *, writes: bool = False) -> list[dict[str, Any]]:
+    made = list[dict[str, Any]]()
+    for index, location in enumerate(locations):
+        check(is_s3(location), f"{location} is no folder in S3, as s3://bucket/runs")
+        bucket, _, prefix = location.removeprefix("s3://").strip("/").partition("/")
+        below, name = f"{prefix}/*" if prefix else "*", f"{'Write' if writes else 'Read'}{index}"
+        actions = ["s3:GetObject", *(WRITES if writes else ())]
+        made.append({"Sid": name, "Effect": "Allow", "Action": actions, "Resource": [f"arn:aws:s3:::{bucket}/{below}"]})
+        listing = {"Sid": f"{name}List", "Action": ["s3:ListBucket"], "Resource": [f"arn:aws:s3:::{bucket}"]}
+        made.append({"Effect": "Allow", **listing, "Condition": {"StringLike": {"s3:prefix": [below]}}})
+    return made
 
 
 # ---- quota -----------------------------------------------------------------------------------------------------------
@@ -119,19 +134,16 @@ def quota(options: argparse.Namespace, s3: S3Config) -> int:
     if family is None:
         raise InputError(f"{instance} is no type of EC2, as trn1.32xlarge")
     api, is_enough = Api(s3.profile, s3.region), False
-    regions = options.regions or ([api.default_region] if api.default_region else [])
-    check(bool(regions), "no region is named: give --regions us-east-1,...")
-    for region in regions:
+    for region in api.regions(options.regions):
         [info] = api.ask(region, "describe_instance_types", InstanceTypes=[instance])["InstanceTypes"]
         needed = nodes * int(info["VCpuInfo"]["DefaultVCpus"])
-        rank, name, code, vcpus = 0, "", "", 0.0
-        for each in api.pages(region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2"):
-            match = pattern.fullmatch(each["QuotaName"])
-            if match and covers(match[1], family[0]) > rank:
-                rank, name, code = covers(match[1], family[0]), match[0], str(each["QuotaCode"])
-                vcpus = float(each["Value"])
+        listed = api.pages(region, "list_service_quotas", "Quotas", service="service-quotas", ServiceCode="ec2")
+        matches = [(match, each) for each in listed if (match := pattern.fullmatch(each["QuotaName"]))]
+        ranked = [(covers(match[1], family[0]), each) for match, each in matches]
+        rank, quota = max(ranked, key=lambda each: each[0], default=(0, dict[str, Any]()))
         check(rank > 0, f"Service Quotas of {region} shows no {options.market} quota for {instance}; see the console")
-        line = f"{region}: {name} ({code}): {vcpus:,.0f} vCPUs, {needed:,} are needed"
+        vcpus, code = float(quota["Value"]), quota["QuotaCode"]
+        line = f"{region}: {quota['QuotaName']} ({code}): {vcpus:,.0f} vCPUs, {needed:,} are needed"
         is_enough = is_enough or vcpus >= needed
         cure = (
             f"too few; aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code} "

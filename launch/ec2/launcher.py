@@ -4,15 +4,15 @@ machines made. Killed, it leaves machines that train to the end of the run and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from launch.ec2 import calls, clean, sweep
+from launch.ec2 import calls, sweep
 from launch.ec2.account import Resolved, Site
-from launch.ec2.api import LATER, REGION, Api, NoCapacity, explained, growing
+from launch.ec2.api import NEVER, Api, NoCapacity, growing
 from launch.ec2.calls import PLACEMENT, RUN, SECURITY, Call, Cancelled, Superseded
-from launch.ec2.clean import Machine, look
 from launch.ec2.config import Ec2Config
 from launch.ec2.machine import REGISTERED, conclude
 from launch.ec2.request import name_of, placement_name, run_instances, tags
@@ -31,9 +31,9 @@ from train.storage.schema import read_object, read_yaml
 POLL_S = 20.0
 FIRST_S, MOST_S = 10.0, 300.0  # between two rounds over all subnets, and two calls that are not answered
 LEAVE_S = 180.0  # for machines to upload their logs and end by themselves, once the run has ended
-VISIBLE_S = 30.0  # in which EC2 may not know yet what it has just made
-UNKNOWN = ("InvalidGroup.NotFound", "InvalidPlacementGroup.Unknown")
+VISIBLE_S = 10.0  # after which EC2 knows a group that it has just made
 FAILED_START = "ec2/failed/{}.json"  # why a machine could not start, see boot.sh
+Result = TypeVar("Result")
 
 
 class Launcher:
@@ -80,8 +80,9 @@ class Launcher:
     def is_interrupted(self) -> bool:
         """Have machines made and wait for the end of the run. True if it was interrupted, and begins again at once."""
         call = self.acquire()
-        self.is_training = True
-        reason = self.wait(call)
+        self.is_training, self.seen_s = True, self.clock.now()
+        while (reason := self.retried(lambda: self.look(call))) is None:
+            self.clock.sleep(POLL_S)
         if not reason:
             return False
         self.say(f"interrupted: {reason}")
@@ -89,7 +90,7 @@ class Launcher:
         if is_decided:
             self.let_machines_leave([call.region])
         kinds = ("instance", "spot-instances-request")
-        if left := clean.remove(self.api, self.record, [call.region], self.clock, say=self.say, only=kinds):
+        if left := calls.remove(self.api, self.record, [call.region], self.clock, say=self.say, only=kinds):
             raise Failure(f"machines of the last attempt are still there: {', '.join(map(str, left))}")
         self.is_training = False
         if not is_decided and not conclude(self.record, self.cluster, Decision("requeue", "failed", reason)):
@@ -106,17 +107,13 @@ class Launcher:
         """Ask in one subnet after another for all machines, and again for max_wait_s; the call that was answered."""
         sites, errors, began_s = list(self.resolved.sites), dict[str, NoCapacity](), self.clock.now()
         for pause_s in growing(FIRST_S, MOST_S):
-            for site in self.resolved.sites:
-                if site not in sites:
-                    continue
+            for site in list(sites):
                 try:
                     return self.make_machines(site)
                 except NoCapacity as error:
                     errors[site.subnet] = last = error
-                    if error.scope != LATER:
-                        sites = [each for each in sites if each != site]
-                    if error.scope == REGION:
-                        sites = [each for each in sites if each.region != site.region]
+                    if error.code in NEVER:
+                        sites.remove(site)
             seen = "; ".join(f"{subnet}: {error.code}" for subnet, error in errors.items())
             if not sites:
                 raise InputError(f"no subnet can have {self.job.nodes} x {self.job.instance} ({seen}). {last}")
@@ -130,76 +127,76 @@ class Launcher:
 
     def make_machines(self, site: Site) -> Call:
         group, placement = self.security_group(site), self.placement_group(site)
-        left_s = int(self.ends_unix_s - self.clock.now())
-
-        def request(call: Call) -> dict[str, Any]:
-            return run_instances(
-                self.job,
-                self.cluster,
-                self.record,
-                self.resolved,
-                site,
-                number=call.number,
-                max_run_s=max(60, left_s),
-                group=group,
-                placement=placement,
-            )
-
-        call = self.make(RUN, site.region, request)
+        left_s = max(60, int(self.ends_unix_s - self.clock.now()))
+        request = partial(run_instances, self.job, self.cluster, self.record, self.resolved, site, max_run_s=left_s)
+        call = self.make(RUN, site.region, lambda call: request(number=call.number, group=group, placement=placement))
         self.record.append_event("machines", request=call.number, instances=call.made)
         self.say(f"{len(call.made)} x {self.job.instance} in {site.subnet} ({site.zone}): {', '.join(call.made)}")
         return call
 
     def make(self, operation: str, region: str, parameters: Callable[[Call], Mapping[str, Any]]) -> Call:
         """Make something, once it is in the record. A call that is not answered is sent again with the same token."""
-        began_s, is_sent = self.clock.now(), False
-        call = calls.begin(self.record, operation, region, submission=self.resolved.id, now_unix_s=began_s)
+        now_s = self.clock.now()
+        call = calls.begin(self.record, operation, region, submission=self.resolved.id, now_unix_s=now_s)
         request = parameters(call)
-        for pause_s in growing(FIRST_S, MOST_S):
-            waited_s = self.clock.now() - began_s
+
+        def send() -> dict[str, Any]:
             try:
-                answer = self.api.create(region, operation, **request)
-                break
+                return self.api.create(region, operation, **request)
             except (Cancelled, Superseded, BadCredentials):
-                if not is_sent:
-                    call.answer(self.record, now_unix_s=self.clock.now(), error="not sent")
+                if not call.error:  # nor has EC2 heard of it before
+                    self.answered(call, error="not sent")
                 raise
             except Rejected as error:
-                if error.code not in UNKNOWN or waited_s > VISIBLE_S:
-                    call.answer(self.record, now_unix_s=self.clock.now(), error=error.code)
-                    raise
+                self.answered(call, error=error.code)
+                raise
             except Unreachable as error:
-                is_sent = True
-                self.check_wait(error, waited_s + pause_s)
-                self.tell(f"{error}; asked again")
-            self.clock.sleep(pause_s)
+                call.error, call.sent_unix_s = str(error), self.clock.now()  # for status
+                call.write(self.record)
+                raise
+
+        answer = self.retried(send)
         made = [str(each["InstanceId"]) for each in answer.get("Instances", ())]
         made += [str(answer["GroupId"])] if "GroupId" in answer else []
         made += [str(request["GroupName"])] if operation == PLACEMENT else []
-        call.answer(self.record, now_unix_s=self.clock.now(), made=made)
+        self.answered(call, made=made)
+        if operation != RUN:
+            self.clock.sleep(VISIBLE_S)
+            calls.check(self.record, self.resolved.id)  # meanwhile the run may have been cancelled
         return call
 
-    def check_wait(self, error: Unreachable, waited_s: float) -> None:
-        """Raise the error of a service that has not answered for max_wait_s."""
-        if waited_s > self.cluster.max_wait_s:
-            raise Unreachable(f"{error}; no answer for {shown_duration(waited_s)} (cluster.max_wait_s)") from error
+    def answered(self, call: Call, *, made: Sequence[str] = (), error: str = "") -> None:
+        """Write down what EC2 has answered."""
+        call.answered_unix_s, call.made, call.error = round(self.clock.now(), 3), [*made], error
+        call.write(self.record)
+
+    def retried(self, act: Callable[[], Result]) -> Result:
+        """Act, and again as long as a service does not answer, for max_wait_s."""
+        began_s = self.clock.now()
+        for pause_s in growing(FIRST_S, MOST_S):
+            try:
+                return act()
+            except Unreachable as error:
+                waited_s = self.clock.now() - began_s
+                if waited_s + pause_s > self.cluster.max_wait_s:
+                    waited = f"no answer for {shown_duration(waited_s)} (cluster.max_wait_s)"
+                    raise Unreachable(f"{error}; {waited}") from error
+                self.tell(f"{error}; asked again")
+            self.clock.sleep(pause_s)
+        raise AssertionError
 
     def security_group(self, site: Site) -> str:
         """The group of the run in the VPC of a site, made if it is absent; or the one that was given."""
         if self.cluster.security_group is not None:
             return self.cluster.security_group  # launch.ec2.account has examined it
         name = name_of(self.record)
-        filters = [{"Name": "group-name", "Values": [name]}, {"Name": "vpc-id", "Values": [site.vpc]}]
-        there = self.api.pages(site.region, "describe_security_groups", "SecurityGroups", Filters=filters)
-        if there:
-            ident = str(there[0]["GroupId"])
-        else:
-            request = {
-                "GroupName": name,
-                "VpcId": site.vpc,
-                "Description": "Machines of one baretrain run: all traffic among themselves, none from outside",
-                "TagSpecifications": tags(self.record, "security-group"),
-            }
+        by = {"group-name": [name], "vpc-id": [site.vpc]}
+        there = self.api.pages(site.region, "describe_security_groups", "SecurityGroups", by=by)
+        ident = str(there[0]["GroupId"]) if there else ""
+        if not there:
+            about = "Machines of one baretrain run: all traffic among themselves, none from outside"
+            marked = tags(self.record, "security-group")
+            request = {"GroupName": name, "VpcId": site.vpc, "Description": about, "TagSpecifications": marked}
             [ident] = self.make(SECURITY, site.region, lambda _: request).made
         allow_itself(self.api, site.region, ident)
         return ident
@@ -207,37 +204,19 @@ class Launcher:
     def placement_group(self, site: Site) -> str | None:
         """The placement group of a request, made if it is to be and absent."""
         name, is_made = placement_name(self.record, self.cluster, site, self.job.nodes)
-        if is_made:
-            # One that was deleted is shown for a while.
-            filters = [{"Name": "group-name", "Values": [name]}, {"Name": "state", "Values": ["pending", "available"]}]
-            there = self.api.ask(site.region, "describe_placement_groups", Filters=filters)["PlacementGroups"]
-            listed = tags(self.record, "placement-group")
-            request = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": listed}
-            if not there:
-                self.make(PLACEMENT, site.region, lambda _: request)
+        by = {"group-name": [str(name)], "state": ["pending", "available"]}  # EC2 shows a deleted one for a while
+        if is_made and not self.api.pages(site.region, "describe_placement_groups", "PlacementGroups", by=by):
+            marked = tags(self.record, "placement-group")
+            request = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": marked}
+            self.make(PLACEMENT, site.region, lambda _: request)
         return name
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
-    def wait(self, call: Call) -> str:
-        """Wait for the end of the run; empty if it has come, else why the run was interrupted."""
-        answered_s = self.seen_s = self.clock.now()
-        while True:
-            self.clock.sleep(POLL_S)
-            try:
-                reason = self.look(call)
-                answered_s = self.clock.now()
-            except Unreachable as error:
-                self.check_wait(error, self.clock.now() - answered_s)
-                self.tell(f"{error}; asked again")
-                continue
-            if reason is not None:
-                return reason
-
     def look(self, call: Call) -> str | None:
         """Empty if the run has ended, the reason of an interruption, None while it trains."""
         now_s = self.clock.now()
-        seen = {each.id: each for each in look(self.api, [call.region], self.record)}
+        seen = {each.id: each for each in calls.resources(self.api, self.record, [call.region], "instance")}
         since = self.events_since_machines()  # after EC2's answer: machines end once they have written down why
         if "ended" in since:
             return ""
@@ -248,7 +227,7 @@ class Launcher:
         for ident in call.made:
             machine = seen.get(ident)
             if not (machine.is_alive if machine else not is_listed):
-                return f"machine {ident} has ended: {self.reason_of(ident, machine)}"
+                return f"machine {ident} has ended: {self.reason_of(ident, machine.seen if machine else {})}"
         self.cost_usd += len(call.made) * (self.usd_per_hour or 0.0) * (now_s - self.seen_s) / 3600
         self.seen_s = now_s
         self.show(call)
@@ -261,10 +240,11 @@ class Launcher:
             since = {} if event.kind == "machines" else {**since, event.kind: event}
         return since
 
-    def reason_of(self, ident: str, machine: Machine | None) -> str:
+    def reason_of(self, ident: str, seen: Mapping[str, Any]) -> str:
         with suppress(FileNotFoundError):
             return text(read_object(self.record.folder.read(FAILED_START.format(ident))), "reason")
-        return f"{machine.state} {machine.reason}".strip() if machine else "EC2 does not show it any more"
+        reason = seen.get("StateReason", {}).get("Message") or seen.get("StateTransitionReason", "")
+        return f"{seen['State']['Name']} {reason}".strip() if seen else "EC2 does not show it any more"
 
     def show(self, call: Call) -> None:
         """Say how the run stands, if that has changed."""
@@ -289,23 +269,21 @@ class Launcher:
         ended = read_history(self.record.events()).ended
         if ended and self.is_training:
             self.let_machines_leave(regions)
-        if left := clean.remove(self.api, self.record, regions, self.clock, say=self.say):
+        if left := calls.remove(self.api, self.record, regions, self.clock, say=self.say):
             raise Failure(f"left on EC2: {', '.join(map(str, left))}; {undo(self.record)}")
         self.say("nothing of the run is left on EC2")
         return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def let_machines_leave(self, regions: list[str]) -> None:
         until_s = self.clock.now() + LEAVE_S
-        while any(each.is_alive for each in look(self.api, regions, self.record)):
+        while any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
             if self.clock.now() > until_s:
                 return
             self.clock.sleep(POLL_S)
 
 
 def allow_itself(api: Api, region: str, group: str) -> None:
-    """Let all traffic of a security group's members with one another pass, both ways, once EC2 knows the group."""
-    with explained(region, "describe_security_groups"):
-        api.client(region).get_waiter("security_group_exists").wait(GroupIds=[group])
+    """Let all traffic of a security group's members with one another pass, both ways."""
     permission = [{"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group}]}]
     for way in ("ingress", "egress"):
         try:

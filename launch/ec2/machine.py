@@ -15,8 +15,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import TypeVar
@@ -35,7 +36,7 @@ from train.config import InputError, S3Config, Unreachable
 from train.host import processes
 from train.host.metadata import Metadata, metadata_endpoint
 from train.storage.folders import canonical_json
-from train.storage.schema import BadContent, FileName, read_object, record
+from train.storage.schema import FileName, read_object, record
 
 REGISTERED, STEPS = "ec2/machines/{:04d}/", "ec2/steps/{:04d}/{:04d}.json"
 END = "end"
@@ -52,13 +53,8 @@ Kind = TypeVar("Kind")
 class Registration:
     instance: FileName  # id, as i-0123456789abcdef0
     host: FileName
-    address: str  # at which the others reach it
+    address: FileName  # at which the others reach it
     index: int  # among those that one request made: the order of the ranks
-
-    def __post_init__(self) -> None:
-        ok = all(char in "0123456789abcdef.:" for char in self.address) and "," not in self.host
-        if not ok or not 0 <= self.index < 10_000:
-            raise BadContent(f"{self} is no machine")
 
 
 @dataclass(frozen=True)
@@ -66,10 +62,6 @@ class Step:
     command: str  # of launch.node, or END
     name: FileName  # of what is tried, for logs and answers
     group: int = 0  # machines that are joined, by their order; 0: all
-
-    def __post_init__(self) -> None:
-        if self.command not in (*LIMITS_S, END):
-            raise BadContent(f"a step has the command {self.command!r}, none of {', '.join(LIMITS_S)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,12 +99,8 @@ def identity() -> Registration:
     """What this machine is, by EC2's metadata service."""
     metadata = Metadata(metadata_endpoint(os.environ))
     try:
-        return Registration(
-            instance=FileName(metadata.text("instance-id")),
-            host=FileName(platform.node()),
-            address=metadata.text("local-ipv4"),
-            index=int(metadata.text("ami-launch-index")),
-        )
+        instance, address, index = map(metadata.text, ("instance-id", "local-ipv4", "ami-launch-index"))
+        return Registration(FileName(instance), FileName(platform.node()), FileName(address), int(index))
     except (HTTPException, ValueError) as error:
         raise OSError(f"the metadata service {metadata.endpoint} answers as no EC2 does: {error}") from error
 
@@ -146,19 +134,18 @@ class Machine:
 
     def join(self) -> bool:
         """Register, and wait for the others; whether all have come in boot_s."""
-        folder, until_s = REGISTERED.format(self.request), time.monotonic() + self.cluster.boot_s
-        retry(self.record.folder.write, f"{folder}{self.own.index:04d}.json", canonical_json(asdict(self.own)))
-        while len(names := retry(self.record.folder.names, folder)) < self.job.nodes:
-            if time.monotonic() > until_s:
-                reason = f"{len(names)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"
-                print(reason, flush=True)
-                if names[:1] == [f"{folder}{self.own.index:04d}.json"]:  # one is enough to say it
-                    retry(self.record.append_event, "ended", outcome="failed", reason=reason)
-                return False
-            self.meanwhile()
-            time.sleep(POLL_S)
-        self.all = [self.read(Registration, f"{folder}{index:04d}.json") for index in range(self.job.nodes)]
-        return True
+        folder = REGISTERED.format(self.request)
+        own, names = f"{folder}{self.own.index:04d}.json", partial(retry, self.record.folder.names, folder)
+        retry(self.record.folder.write, own, canonical_json(asdict(self.own)))
+        if self.wait(lambda: len(names()) >= self.job.nodes, self.cluster.boot_s):
+            self.all = [self.read(Registration, name) for name in names()]
+            return True
+        came = names()
+        reason = f"{len(came)} of {self.job.nodes} machines came in {self.cluster.boot_s} s (cluster.boot_s)"
+        print(reason, flush=True)
+        if came[0] == own:  # one is enough to say it
+            retry(self.record.append_event, "ended", outcome="failed", reason=reason)
+        return False
 
     def has(self, name: str) -> bool:
         return retry(self.record.folder.size, name) is not None
@@ -166,6 +153,16 @@ class Machine:
     def read(self, kind: type[Kind], name: str) -> Kind:
         """A file of the record. BadContent for one that no machine writes."""
         return record(kind, read_object(retry(self.record.folder.read, name)))
+
+    def wait(self, is_over: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until something is over, and do what is due meanwhile. False if that takes longer."""
+        until_s = time.monotonic() + limit_s
+        while not is_over():
+            if time.monotonic() > until_s:
+                return False
+            self.meanwhile()
+            time.sleep(POLL_S)
+        return True
 
     # ---- the first machine -------------------------------------------------------------------------------------------
 
@@ -181,15 +178,13 @@ class Machine:
         else:
             decision = supervise(self.record, self.cluster, self.attempt, nodes=hosts, stop=self.stop)
         conclude(self.record, self.cluster, decision)
-        self.publish(Step(END, FileName(END)))
+        self.step(Step(END, FileName(END)))
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """A part of the preflight on all machines: this one's exit code, once all have answered or the time is over."""
-        until_s, answers = time.monotonic() + LIMITS_S[command], [PREFLIGHT.format(name, node) for node in nodes]
+        answers = [PREFLIGHT.format(name, node) for node in nodes]
         result = self.step(Step(command, FileName(name), group))
-        while time.monotonic() < until_s and not all(map(self.has, answers)):
-            self.meanwhile()
-            time.sleep(POLL_S)
+        self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
         return result
 
     def attempt(self, number: int) -> int:
@@ -197,34 +192,27 @@ class Machine:
 
     def step(self, step: Step) -> int:
         """Have all machines run a command of launch.node at the same time; this one's exit code."""
-        self.publish(step)
-        return self.do(step)
-
-    def publish(self, step: Step) -> None:
+        retry(self.record.folder.write, self.next_step, canonical_json(asdict(step)))
         self.number += 1
-        retry(self.record.folder.write, STEPS.format(self.request, self.number), canonical_json(asdict(step)))
+        return DONE if step.command == END else self.do(step)
 
     # ---- the others --------------------------------------------------------------------------------------------------
 
     def follow(self) -> None:
         """Do each step of the first machine. Leave when it says so, or nothing for boot_s."""
-        waits_s = time.monotonic()
-        while True:
-            name = STEPS.format(self.request, self.number + 1)
-            if self.has(name):
-                self.number += 1
-                step = self.read(Step, name)
-                if step.command == END:
-                    return
-                self.do(step)
-                waits_s = time.monotonic()
-            elif time.monotonic() - waits_s > self.cluster.boot_s:
-                print(f"no step of the first machine for {self.cluster.boot_s} s (cluster.boot_s)", flush=True)
+        while self.wait(lambda: self.has(self.next_step), self.cluster.boot_s):
+            step = self.read(Step, self.next_step)
+            self.number += 1
+            if step.command == END:
                 return
-            self.meanwhile()
-            time.sleep(POLL_S)
+            self.do(step)
+        print(f"no step of the first machine for {self.cluster.boot_s} s (cluster.boot_s)", flush=True)
 
     # ---- all ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def next_step(self) -> str:
+        return STEPS.format(self.request, self.number + 1)
 
     def do(self, step: Step) -> int:
         """Run a command of launch.node. It is ended after its time, or when the first machine takes the next step."""
@@ -238,10 +226,9 @@ class Machine:
 
         def meanwhile() -> None:
             nonlocal ends_s
-            next_step = STEPS.format(self.request, self.number + 1)
             if time.monotonic() > ends_s:
                 processes.kill([process.pid, *processes.descendants(process.pid)])
-            elif self.meanwhile() and self.own.index and ends_s == math.inf and self.has(next_step):
+            elif self.meanwhile() and self.own.index and ends_s == math.inf and self.has(self.next_step):
                 process.terminate()
                 ends_s = time.monotonic() + END_S
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -119,27 +120,16 @@ def market(cluster: Ec2Config) -> dict[str, Any]:
 
 
 def user_data(job: Job, record: Record, *, request: int, max_run_s: int, dead_s: int = DEAD_S) -> bytes:
-    """What EC2 passes to each machine of a request, before it is encoded: the same for all, and no secret.
-
-    It is the fixed script boot.sh, and one line with all that varies, as base64 of JSON.
-    """
+    """What EC2 passes to each machine of a request, before it is encoded: the same for all, and no secret."""
     check(record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://...): machines of EC2 share no other folder")
+    is_plain = re.fullmatch(r"[\w./+-]+", job.python, re.ASCII) is not None  # boot.sh calls it
+    check(is_plain, f"cluster.python={job.python!r} must be a path of letters, digits and _./+-")
     flags = replace(record.s3, profile=None).flags()  # a machine has its role
-    for name, text in {"run_dir": record.run_dir, "cluster.python": job.python, "s3": "".join(flags)}.items():
-        check(text.isprintable(), f"{name}={text!r} holds a control character")  # boot.sh reads them as lines
-    given = {
-        "run": record.run_dir,
-        "s3": flags,
-        "python": job.python,
-        "bundle": job.code.file,
-        "bundle_sha256": job.code.sha256,
-        "request": request,
-        "max_run_s": max_run_s,
-        "end_s": max_run_s + SPARE_S,
-        "dead_s": dead_s,
-    }
-    line = base64.b64encode(json.dumps(given, sort_keys=True).encode())
-    content = SCRIPT.read_bytes() + b"main " + line + b"\n"
+    words = ["launch.ec2.machine", record.run_dir, f"--request={request}", f"--max-run-s={max_run_s}", *flags]
+    code = {"bundle": job.code.file, "sha256": job.code.sha256}
+    given = json.dumps({"run": record.run_dir, "s3": flags, **code, "arguments": words}, sort_keys=True)
+    line = f"main {max_run_s + SPARE_S} {dead_s} {job.python} {base64.b64encode(given.encode()).decode()}\n"
+    content = SCRIPT.read_bytes() + line.encode()
     check(
         len(content) <= MOST_BYTES,
         f"the user data has {len(content):,} bytes, EC2 takes {MOST_BYTES:,}: choose a shorter run_dir",

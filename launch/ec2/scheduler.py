@@ -1,27 +1,38 @@
-"""Machines of EC2 as a scheduler: a launch resolves what its settings mean, and then stays until the run has ended."""
+"""Machines of EC2 as a scheduler: a launch resolves what its settings mean, and then stays until the run has ended.
+
+The plan says what would be asked of EC2, what it may cost, and how to undo it; with check=true EC2 is asked.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from launch import spec
 from launch.config import LaunchConfig
-from launch.ec2 import calls, clean, preview, sweep
-from launch.ec2.account import read_resolved, resolve
+from launch.ec2 import calls, sweep
+from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Site, layout, read_resolved, resolve
 from launch.ec2.api import Api
-from launch.ec2.clean import Machine, look
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
+from launch.ec2.request import MOST_BYTES, name_of, placement_name, run_instances
 from launch.engines import INSTANCE
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.values import shown_duration, table, texts
+from launch.values import shown_duration, text, texts
 from train.cli.command import INTERRUPTED, printable
 from train.config import InputError, check
+from train.config.backend import CUDA
+from train.host.processes import is_gone, owner_name
+from train.storage.aws_errors import Rejected
+from train.storage.folders import sha256_bytes
 
 
 class Scheduler(spec.Scheduler):
@@ -30,18 +41,18 @@ class Scheduler(spec.Scheduler):
         return []
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
-        return "\n".join(preview.lines(job, cluster_of(job, Ec2Config), record, cfg))
+        return "\n".join(plan_lines(job, cluster_of(job, Ec2Config), record, cfg))
 
     def details(self, job: Job, record: Record, cfg: LaunchConfig) -> dict[str, Any]:
-        return {"run_instances": preview.planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
+        return {"run_instances": planned(job, cluster_of(job, Ec2Config), record, cfg)[1]}
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Find out what the settings come to. It makes nothing: `attend` does."""
-        check_job(job, cluster_of(job, Ec2Config), record)
-        api = open_api(record)
-        resolved = resolve(job, cluster_of(job, Ec2Config), record, api)
+        cluster, api = cluster_of(job, Ec2Config), open_api(record)
+        check_job(job, cluster, record)
+        resolved = resolve(job, cluster, record, api)
         regions = list(dict.fromkeys([*resolved.regions, *calls.call_regions(record)]))
-        left = clean.left_over(api, record, regions, set(), time.time())
+        left = calls.left_over(api, record, regions, time.time())
         there = [str(each) for each in left if each.kind == "instance"]
         check(
             not there,
@@ -49,7 +60,7 @@ class Scheduler(spec.Scheduler):
             f"{record.run_dir} --yes",
         )
         resolved.write(record)
-        return {"regions": resolved.regions, "submission": resolved.id, "process": calls.own_process()}
+        return {"regions": resolved.regions, "submission": resolved.id, "process": owner_name(os.getpid())}
 
     def attend(self, job: Job, record: Record, handle: Handle, *, detach: bool) -> int:
         """Have the machines made, and wait for the end of the run; its exit code."""
@@ -63,51 +74,39 @@ class Scheduler(spec.Scheduler):
             return INTERRUPTED
 
     def state(self, record: Record, handle: Handle) -> State:
-        seen = look(open_api(record), texts(handle, "regions"), record)
+        seen = calls.resources(open_api(record), record, texts(handle, "regions"), "instance")
         alive = [each for each in seen if each.is_alive]
-        may_be = clean.unlisted(record, {each.id for each in seen}, time.time())
-        asks = asks_text(record, handle)
-        parts = [text_of(alive), *(str(each) for each in may_be if each.kind == "instance"), *([asks] if asks else [])]
-        hosts = [each.host or each.id for each in alive]
-        return State(is_active=bool(alive or len(parts) > 1), text="; ".join(parts), nodes=hosts)
+        may_be = calls.unlisted(record, {each.id for each in seen}, time.time())
+        zones = ", ".join(sorted({str(each.seen["Placement"]["AvailabilityZone"]) for each in alive}))
+        pending = sum(each.state == "pending" for each in alive)
+        says = f"{len(alive)} machines in {zones}{f', {pending} of them pending' if pending else ''}"
+        others = [*(str(each) for each in may_be if each.kind == "instance"), asks_text(record, handle)]
+        said = [each for each in (says if alive else "", *others) if each]
+        hosts = [str(each.seen.get("PrivateDnsName") or each.id).split(".")[0] for each in alive]
+        return State(is_active=bool(said), text="; ".join(said) or "no machines", nodes=hosts)
 
     def cancel(self, record: Record, handle: Handle) -> None:
         """End the machines now. The record says so first, so that the launch makes nothing more."""
         api = open_api(record)
         record.append_event("cancelling")
-        sweep.delete(api, clean.left_over(api, record, texts(handle, "regions"), set(), time.time()))
+        sweep.delete(api, calls.left_over(api, record, texts(handle, "regions"), time.time()))
         print(printable(f"python -m launch clean {record.run_dir} --yes proves that nothing is left"))
 
 
 def check_job(job: Job, cluster: Ec2Config, record: Record) -> None:
     """InputError for what no account could change."""
-    check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
-    check(
-        job.spares == 0,
-        f"spares={job.spares}: cluster=ec2 replaces no single machine; cluster=parallelcluster with Slurm does",
-    )
-    check(
-        record.is_remote, f"run_dir={record.run_dir} must be in S3 (s3://bucket/runs/mine): machines share nothing else"
-    )
-    check(
-        re.fullmatch(INSTANCE, job.instance) is not None,
-        f"instance={job.instance} is no type of EC2: name one, as instance=trn1.32xlarge",
-    )
-    check(
-        record.s3.profile is None,
-        f"s3.profile={record.s3.profile}: machines have no ~/.aws but a role; leave it out, and set AWS_PROFILE here",
-    )
-    check(
-        record.s3.region is not None or record.s3.endpoint is not None,
-        "s3.region is missing: machines have no ~/.aws that says where the bucket is; set it (after --), as "
-        "s3.region=us-east-1",
-    )
-    check(
-        cluster.instance_profile is not None,
-        "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket; "
-        "python -m launch iam prints what it needs",
-    )
+    s3, spares, where, profile = record.s3, f"spares={job.spares}", f"run_dir={record.run_dir}", record.s3.profile
+    is_type = re.fullmatch(INSTANCE, job.instance) is not None
+    no_region = "s3.region is missing: machines have no ~/.aws that says where the bucket is"
+    no_role = "cluster.instance_profile is missing: the name of the machines' role, without which they reach no bucket"
     local = [each for each in job.overrides if re.match(r"(data\.path|model\.init_from|model\.tokenizer)=/", each)]
+    check(job.kind == "train", "cluster=ec2 trains; prepare=true is for cluster=local and cluster=slurm")
+    check(job.spares == 0, f"{spares}: cluster=ec2 replaces no single machine; cluster=parallelcluster with Slurm does")
+    check(record.is_remote, f"{where} must be in S3 (s3://bucket/runs/mine): machines share nothing else")
+    check(is_type, f"instance={job.instance} is no type of EC2: name one, as instance=trn1.32xlarge")
+    check(profile is None, f"s3.profile={profile}: machines have no ~/.aws but a role; set AWS_PROFILE here instead")
+    check(bool(s3.region or s3.endpoint), f"{no_region}; set it (after --), as s3.region=us-east-1")
+    check(bool(cluster.instance_profile), f"{no_role}; python -m launch iam prints what it needs")
     check(not local, f"{' '.join(local)}: machines of EC2 do not see this machine's folders; copy it to S3")
 
 
@@ -119,21 +118,80 @@ def asks_text(record: Record, handle: Handle) -> str:
     """What the launch does while it has no machines: empty if it has ended, as far as the record shows."""
     kinds = ("submitted", "requeued", "machines", *calls.STOPS)
     last = next((each for each in reversed(record.events()) if each.kind in kinds), None)
-    if last is None or last.kind not in ("submitted", "requeued"):
+    if last is None or last.kind not in ("submitted", "requeued") or is_gone(text(handle, "process")):
         return ""
     asked = [call for call in calls.read_calls(record) if call.submission == handle.get("submission")]
     age_s = time.time() - max([last.time_unix_s, *(call.sent_unix_s for call in asked)])
-    is_running = calls.is_running(table(handle, "process"))
-    if is_running or (is_running is None and age_s < 2 * calls.LISTS_S):
-        error = next((call.error for call in reversed(asked) if call.operation == calls.RUN), "") or "no answer yet"
-        return f"its launch asks for machines ({error}, {shown_duration(max(0.0, age_s))} ago)"
-    return ""
+    if age_s > 2 * calls.LISTS_S:  # a launch asks more often
+        return ""
+    error = next((call.error for call in reversed(asked) if call.operation == calls.RUN), "") or "no answer yet"
+    return f"its launch asks for machines ({error}, {shown_duration(max(0.0, age_s))} ago)"
 
 
-def text_of(alive: list[Machine]) -> str:
-    """The machines in a few words."""
-    if not alive:
-        return "no machines"
-    zones = ", ".join(sorted({each.zone for each in alive}))
-    waiting = sum(each.state == "pending" for each in alive)
-    return f"{len(alive)} machines in {zones}{f', {waiting} of them pending' if waiting else ''}"
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def planned(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> tuple[Resolved, dict[str, Any]]:
+    """What the settings come to, and the request in the first subnet, before the groups of the run are there. With
+    check=true InputError for the first subnet in which EC2 would not do it; else nothing is asked.
+    """
+    api = open_api(record) if cfg.check else None
+    resolved = resolve(job, cluster, record, api) if api else assumed(job, cluster, record, cfg)
+    requests = []
+    for site in resolved.sites:
+        name, is_made = placement_name(record, cluster, site, job.nodes)
+        request = partial(run_instances, job, cluster, record, resolved, site, max_run_s=cluster.max_run_s)
+        group, placement = cluster.security_group, None if is_made else name
+        requests.append(request(number=1, group=group, placement=placement))
+        try:
+            if api:
+                api.ask(site.region, "run_instances", DryRun=True, **requests[-1])
+        except Rejected as error:
+            if error.code != "DryRunOperation":  # which says that EC2 would do it
+                raise
+    return resolved, requests[0]
+
+
+def assumed(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Resolved:
+    """What the settings come to, as far as it is known without asking."""
+    region = (cluster.regions or [record.s3.region or "<AWS_DEFAULT_REGION>"])[0]
+    types = [INTERFACE, *([EFA, EFA_ONLY] if cfg.instance.efa_interfaces else [])]
+    cards = [
+        {"NetworkCardIndex": card, "MaximumNetworkInterfaces": 2, "InterfaceTypes": types}
+        for card in range(cfg.instance.network_cards or 1)
+    ]
+    network = {"NetworkCards": cards, "EfaInfo": {"MaximumEfaInterfaces": cfg.instance.efa_interfaces or 0}}
+    given = cluster.image or OWN_IMAGE.format(cfg.instance.device or CUDA)
+    image = given if given.startswith("ami-") else f"<resolve:ssm:{given}>"
+    subnets = cluster.subnets or ["<of the default VPC>"]
+    sites = [Site(region, subnet, "<zone>", "<VPC>", image, "<root device>") for subnet in subnets]
+    info = {"InstanceType": job.instance, "NetworkInfo": network}
+    return Resolved("plan", job.id, "", sites, layout(info, cluster, job.nodes))
+
+
+def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) -> Iterator[str]:
+    """The lines of the plan."""
+    resolved, request = planned(job, cluster, record, cfg)
+    data = request["UserData"].encode()
+    request["UserData"] = f"{len(data):,} bytes of {MOST_BYTES:,}, sha256 {sha256_bytes(data)}"
+    yield f"RunInstances in {resolved.sites[0].region}, in a subnet at a time:"
+    yield from json.dumps(request, indent=1).splitlines()
+    yield f"subnets, in order: {', '.join(f'{site.subnet} ({site.zone})' for site in resolved.sites)}"
+    if cluster.security_group is None:
+        yield f"security group {name_of(record)} is made: all traffic among the machines, none from outside"
+    name, is_made = placement_name(record, cluster, resolved.sites[0], job.nodes)
+    if is_made:
+        yield f"placement group {name} is made"
+    price_name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
+    price, limit = getattr(cfg.instance, price_name), f"{shown_duration(cluster.max_run_s)} (cluster.max_run_s)"
+    if price is None:
+        yield f"cost: {cfg.nodes} machines for {limit} at the most; the price is not known (instance.{price_name})"
+    else:  # whatever happens, the machines end after max_run_s and half an hour
+        usd = cfg.nodes * price * cluster.max_run_s / 3600
+        yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks besides"
+    yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
+    yield (
+        "EC2 would do it (DryRun in each subnet; it does not know whether there is capacity)"
+        if cfg.check
+        else "EC2 was not asked: what stands in <> or is of conf/instance is its to say; check=true asks"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launch.ec2.api import Api, growing
@@ -19,19 +19,15 @@ PASSING = {"DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidPlaceme
 PASSING |= {"InvalidNetworkInterface.InUse", "InvalidParameterValue", "IncorrectState"}
 UNLISTED, UNANSWERED = "not listed yet", "may exist"  # states of what only a record knows
 BUSY = ("in-use", "deleting", "attaching", "detaching", "shutting-down")  # states in which nothing can be deleted
-KINDS = {  # what describes it: operation, key of the answer, key of the id; and the states in which it is gone
-    "spot-instances-request": (
-        "describe_spot_instance_requests",
-        "SpotInstanceRequests",
-        "SpotInstanceRequestId",
-        ("closed", "cancelled", "failed", "disabled"),
-    ),
-    "instance": ("describe_instances", "Reservations", "InstanceId", ("terminated",)),
-    "volume": ("describe_volumes", "Volumes", "VolumeId", ("deleted",)),
-    "network-interface": ("describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId", ()),
-    "security-group": ("describe_security_groups", "SecurityGroups", "GroupId", ()),
-    "placement-group": ("describe_placement_groups", "PlacementGroups", "GroupName", ("deleting", "deleted")),
-    "key-pair": ("describe_key_pairs", "KeyPairs", "KeyName", ()),
+GONE = ("terminated", "deleted", "closed", "cancelled", "failed", "disabled")  # EC2 shows such things for a while
+KINDS = {  # what describes it: operation, key of the answer, key of the id
+    "spot-instances-request": ("describe_spot_instance_requests", "SpotInstanceRequests", "SpotInstanceRequestId"),
+    "instance": ("describe_instances", "Reservations", "InstanceId"),
+    "volume": ("describe_volumes", "Volumes", "VolumeId"),
+    "network-interface": ("describe_network_interfaces", "NetworkInterfaces", "NetworkInterfaceId"),
+    "security-group": ("describe_security_groups", "SecurityGroups", "GroupId"),
+    "placement-group": ("describe_placement_groups", "PlacementGroups", "GroupName"),
+    "key-pair": ("describe_key_pairs", "KeyPairs", "KeyName"),
 }
 
 
@@ -47,7 +43,7 @@ CLOCK = Clock()
 
 
 @dataclass(frozen=True)
-class Left:
+class Resource:
     """Something that is there, or that may be."""
 
     region: str
@@ -55,35 +51,34 @@ class Left:
     id: str
     state: str
     until_unix_s: float = 0.0  # when EC2 will have listed it, if it exists
+    seen: Mapping[str, Any] = field(default_factory=dict)  # EC2's description
 
     def __str__(self) -> str:
         until = f" until {shown_moment(self.until_unix_s)}" if 0 < self.until_unix_s < math.inf else ""
         return f"{self.kind} {self.id} ({self.state}{until}, {self.region})"
 
     @property
-    def is_gone(self) -> bool:
-        """Whether EC2 shows for a while what is no longer anything."""
-        return self.kind in KINDS and self.state in KINDS[self.kind][3]
+    def is_alive(self) -> bool:
+        """Of a machine: whether it can train."""
+        return self.state in ("pending", "running")
 
 
-def find(
-    api: Api, region: str, filters: Sequence[Mapping[str, Any]], kinds: Iterable[str] = tuple(KINDS)
-) -> list[Left]:
-    """All that EC2 lists by the filters, which name a tag; what is gone already too."""
+def find(api: Api, region: str, by: Mapping[str, Sequence[str]], kinds: Iterable[str]) -> list[Resource]:
+    """All that EC2 lists by filters, which name a tag; what is gone already too."""
     found = []
     for kind in kinds:
-        operation, key, name, _ = KINDS[kind]
-        listed = api.pages(region, operation, key, Filters=list(filters))
+        operation, key, name = KINDS[kind]
+        listed = api.pages(region, operation, key, by=by)
         if kind == "instance":
             listed = [each for reservation in listed for each in reservation["Instances"]]
         for each in listed:
             state = each.get("State") or each.get("Status") or "there"
-            state = state["Name"] if isinstance(state, Mapping) else str(state)
-            found.append(Left(region, kind, str(each[name]), state))
+            state = str(state["Name"] if isinstance(state, Mapping) else state)
+            found.append(Resource(region, kind, str(each[name]), state, seen=each))
     return found
 
 
-def delete(api: Api, left: Sequence[Left]) -> None:
+def delete(api: Api, left: Sequence[Resource]) -> None:
     """One round: spot requests before they start a machine, machines, and the rest once the machines are gone."""
     for region in dict.fromkeys(each.region for each in left):
         here = [each for each in left if each.region == region and each.state != UNANSWERED]
@@ -110,13 +105,13 @@ def call(api: Api, region: str, operation: str, **parameters: Any) -> None:
 
 
 def sweep(
-    look: Callable[[], list[Left]],
-    remove: Callable[[list[Left]], None],
+    look: Callable[[], list[Resource]],
+    remove: Callable[[list[Resource]], None],
     clock: Clock,
     *,
     looks: int = 1,
     say: Callable[[str], None] = lambda _: None,
-) -> list[Left]:
+) -> list[Resource]:
     """Remove what `look` finds until it finds nothing, `looks` times in a row. Returns what is left after LIMIT_S, and
     after nothing more can come to be listed.
     """
@@ -127,9 +122,10 @@ def sweep(
         last_s = max([until_s, *(each.until_unix_s for each in left if each.until_unix_s < math.inf)])
         if empty == looks or (left and clock.now() > last_s):
             return left
-        for line in [str(each) for each in left if str(each) not in said]:
+        for line in map(str, left):
+            if line not in said:
+                say(f"to be removed: {line}")
             said.add(line)
-            say(f"to be removed: {line}")
         remove(left)
         clock.sleep(pause_s)
     raise AssertionError

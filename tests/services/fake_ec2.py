@@ -47,65 +47,64 @@ class FakeEc2:
     tokens: dict[str, tuple[dict[str, Any], Any]] = field(default_factory=dict)  # request and answer
     hidden: dict[str, float] = field(default_factory=dict)  # machine: when it is listed
     requests: list[dict[str, Any]] = field(default_factory=list)  # each RunInstances as it arrived
-    clients: dict[tuple[str, str], Any] = field(default_factory=dict)
+    clients: dict[str, Any] = field(default_factory=dict)
     members: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # machines of each placement group
 
     def now(self) -> float:
         return BEGAN_S + self.passed_s
 
-    def client(self, service: str = "ec2", region: str = REGION) -> Any:
-        """One for each region."""
-        if (service, region) not in self.clients:
-            self.clients[service, region] = boto3.client(service, region_name=region)
-        return self.clients[service, region]
+    def is_listed(self, ident: str) -> bool:
+        return self.hidden.get(ident, 0.0) <= self.now()
 
-    def subnets(self, region: str = REGION) -> dict[str, str]:
-        """The default VPC's subnets by their zones."""
-        wanted = [{"Name": "default-for-az", "Values": ["true"]}]
-        seen = self.client(region=region).describe_subnets(Filters=wanted)["Subnets"]
+    def client(self, service: str = "ec2") -> Any:
+        if service not in self.clients:
+            self.clients[service] = boto3.client(service, region_name=REGION)
+        return self.clients[service]
+
+    def subnets(self, *, are_default: bool = True) -> dict[str, str]:
+        """The subnets of the default VPC, or of others, by their zones."""
+        wanted = [{"Name": "default-for-az", "Values": [str(are_default).lower()]}]
+        seen = self.client().describe_subnets(Filters=wanted)["Subnets"]
         return {each["AvailabilityZone"]: each["SubnetId"] for each in seen}
 
     def private_subnets(self) -> list[str]:
-        """Of the first region, one in each zone of a VPC that is not the default one."""
-        client = self.client()
-        there = client.describe_subnets(Filters=[{"Name": "default-for-az", "Values": ["false"]}])["Subnets"]
-        if not there:
-            vpc = client.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+        """One in each zone of a VPC that is not the default one."""
+        if not self.subnets(are_default=False):
+            vpc = self.client().create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
             for number, zone in enumerate(self.subnets()):
-                client.create_subnet(VpcId=vpc, CidrBlock=f"10.9.{4 * number}.0/22", AvailabilityZone=zone)
-            return self.private_subnets()
-        return [each["SubnetId"] for each in sorted(there, key=lambda each: each["AvailabilityZone"])]
+                self.client().create_subnet(VpcId=vpc, CidrBlock=f"10.9.{4 * number}.0/22", AvailabilityZone=zone)
+        return [subnet for _, subnet in sorted(self.subnets(are_default=False).items())]
 
-    def machines(self, *states: str, region: str = REGION) -> list[Any]:
+    def machines(self, *states: str) -> list[Any]:
         """Moto's own objects of the machines in one of the states (pending and running), hidden or not, by age."""
-        seen = [each for each in ec2_backends[ACCOUNT][region].all_instances() if each.state in (states or ALIVE)]
+        seen = [each for each in ec2_backends[ACCOUNT][REGION].all_instances() if each.state in (states or ALIVE)]
         return sorted(seen, key=lambda each: (each.launch_time, each.ami_launch_index))
 
-    def tags(self, ident: str, region: str = REGION) -> dict[str, str]:
+    def tags(self, ident: str) -> dict[str, str]:
         """Of a machine. Moto's own answer goes through the tags of all."""
-        return ec2_backends[ACCOUNT][region].tags.get(ident, {})
+        return ec2_backends[ACCOUNT][REGION].tags.get(ident, {})
 
-    def forget(self, region: str = REGION) -> None:
+    def forget(self) -> None:
         """The machines that have ended, as EC2 does after an hour."""
-        backend = ec2_backends[ACCOUNT][region]
+        backend = ec2_backends[ACCOUNT][REGION]
         for ident, reservation in list(backend.reservations.items()):
             if all(each.state == "terminated" for each in reservation.instances):
                 del backend.reservations[ident]
                 for each in reservation.instances:
                     backend.tags.pop(each.id, None)
 
-    def anything(self, region: str = REGION) -> list[str]:
+    def anything(self) -> list[str]:
         """All that costs or stays: machines, volumes, tagged interfaces, groups other than the default VPC's own.
         Interfaces that moto makes with machines have no tags, and stay when these end.
         """
-        client = self.client(region=region)
-        left = [each.id for each in self.machines(*ALIVE, "stopping", "stopped", region=region)]
+        client = self.client()
+        left = [each.id for each in self.machines(*ALIVE, "stopping", "stopped")]
         left += [each["VolumeId"] for each in client.describe_volumes()["Volumes"]]
         interfaces = client.describe_network_interfaces()["NetworkInterfaces"]
         left += [each["NetworkInterfaceId"] for each in interfaces if each.get("TagSet")]
         groups = client.describe_security_groups()["SecurityGroups"]
         left += [each["GroupId"] for each in groups if each["GroupName"] != "default"]
-        return [*left, *(name for where, name in self.groups if where == region)]
+        return [*left, *(name for _, name in self.groups)]
 
 
 @functools.cache
@@ -137,21 +136,10 @@ def fake_ec2(monkeypatch: Any) -> Iterator[FakeEc2]:
     }.items():
         monkeypatch.setenv(name, value)
     urllib.request.urlopen(urllib.request.Request(f"{fake.endpoint}/moto-api/reset", method="POST")).close()
-    run, describe = EC2Response.run_instances, EC2Response.describe_instances
-    terminate = EC2Response.terminate_instances
-    volumes = EC2Response.describe_volumes
-    stand_ins = {
-        "run_instances": lambda self: run_instances(fake, self, run),
-        "describe_instances": lambda self: describe_instances(fake, self, describe),
-        "terminate_instances": lambda self: terminate_instances(fake, self, terminate),
-        "describe_volumes": lambda self: describe_volumes(fake, self, volumes),
-        "create_placement_group": lambda self: create_placement_group(fake, self),
-        "describe_placement_groups": lambda self: describe_placement_groups(fake, self),
-        "delete_placement_group": lambda self: delete_placement_group(fake, self),
-        "describe_capacity_reservations": lambda self: ActionResult({"CapacityReservations": fake.reservations}),
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(EC2Response, name, stand_in, raising=False)
+    for stand_in in STAND_INS:
+        usual = getattr(EC2Response, stand_in.__name__, None)
+        act = lambda self, act=stand_in, usual=usual: act(fake, self, usual)  # noqa: E731
+        monkeypatch.setattr(EC2Response, stand_in.__name__, act, raising=False)
     quotas = lambda self: ActionResult({"Quotas": fake.quotas})  # noqa: E731
     monkeypatch.setattr(ServiceQuotasResponse, "list_service_quotas", quotas, raising=False)
     fake.client("iam").create_instance_profile(InstanceProfileName="machine")
@@ -177,73 +165,77 @@ def run_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     if group is not None and (response.region, group) not in fake.groups:
         raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The placement group {group} is unknown.")
     answer = usual(response)
+    made = [each.id for each in answer.result.instances]
     if token:
         fake.tokens[token] = given, answer
-    if group is not None:
-        fake.members.setdefault((response.region, group), []).extend(each.id for each in answer.result.instances)
-    fake.hidden |= {each.id: fake.now() + fake.hides_s for each in answer.result.instances}
+    fake.members.setdefault((response.region, group), []).extend(made)
+    fake.hidden |= dict.fromkeys(made, fake.now() + fake.hides_s)
     return answer
 
 
 def describe_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     answer = usual(response)
     for made in answer.result["Reservations"]:
-        made.instances = [each for each in made.instances if fake.hidden.get(each.id, 0) <= fake.now()]
+        made.instances = [each for each in made.instances if fake.is_listed(each.id)]
     return answer
 
 
 def terminate_instances(fake: FakeEc2, response: Any, usual: Any) -> Any:
     """EC2 knows no machine that it does not list."""
-    hidden = [each for each in response._get_params()["InstanceIds"] if fake.hidden.get(each, 0) > fake.now()]
-    if hidden:
-        raise EC2ClientError("InvalidInstanceID.NotFound", f"The instance ID {hidden[0]} does not exist.")
+    for ident in response._get_params()["InstanceIds"]:
+        if not fake.is_listed(ident):
+            raise EC2ClientError("InvalidInstanceID.NotFound", f"The instance ID {ident} does not exist.")
     return usual(response)
 
 
 def describe_volumes(fake: FakeEc2, response: Any, usual: Any) -> Any:
     """A volume is listed with its machine."""
     answer = usual(response)
-    hidden = {ident for ident, at in fake.hidden.items() if at > fake.now()}
-    volumes = answer.result["Volumes"]
+    seen = answer.result["Volumes"]
     answer.result["Volumes"] = [
-        each for each in volumes if not each.attachment or each.attachment.instance_id not in hidden
+        each for each in seen if not each.attachment or fake.is_listed(each.attachment.instance_id)
     ]
     return answer
 
 
-def create_placement_group(fake: FakeEc2, response: Any) -> Any:
+def create_placement_group(fake: FakeEc2, response: Any, usual: Any) -> Any:
     given = response._get_params()
     key = response.region, given["GroupName"]
     if key in fake.groups:
         raise EC2ClientError("InvalidPlacementGroup.Duplicate", "The placement group is there already.")
-    tags = given["TagSpecifications"][0]["Tags"]
-    fake.groups[key] = {
-        "GroupName": given["GroupName"],
-        "State": "available",
-        "Strategy": given["Strategy"],
-        "Tags": tags,
-    }
+    fake.groups[key] = {"GroupName": key[1], "State": "available", "Tags": given["TagSpecifications"][0]["Tags"]}
     return ActionResult({"PlacementGroup": fake.groups[key]})
 
 
-def describe_placement_groups(fake: FakeEc2, response: Any) -> Any:
-    wanted = {each["Name"]: each["Values"] for each in response._get_params().get("Filters", ())}
+def describe_placement_groups(fake: FakeEc2, response: Any, usual: Any) -> Any:
     seen = [group for (region, _), group in fake.groups.items() if region == response.region]
-    for name, values in wanted.items():
-        if name in ("group-name", "state"):
-            key = {"group-name": "GroupName", "state": "State"}[name]
-            seen = [each for each in seen if each[key] in values]
-        else:
-            key = name.removeprefix("tag:")
-            seen = [each for each in seen if {tag["Key"]: tag["Value"] for tag in each["Tags"]}.get(key) in values]
+    for by in response._get_params().get("Filters", ()):
+        key = {"group-name": "GroupName", "state": "State"}.get(by["Name"], by["Name"].removeprefix("tag:"))
+        values = [{**group, **{tag["Key"]: tag["Value"] for tag in group["Tags"]}}.get(key) for group in seen]
+        seen = [group for group, value in zip(seen, values, strict=True) if value in by["Values"]]
     return ActionResult({"PlacementGroups": seen})
 
 
-def delete_placement_group(fake: FakeEc2, response: Any) -> Any:
-    name = response._get_params()["GroupName"]
-    members = fake.members.get((response.region, name), [])
-    if any(response.ec2_backend.get_instance(ident).state not in ("terminated",) for ident in members):
-        raise EC2ClientError("InvalidPlacementGroup.InUse", f"The placement group {name} is in use.")
-    if fake.groups.pop((response.region, name), None) is None:
-        raise EC2ClientError("InvalidPlacementGroup.Unknown", f"The placement group {name} is unknown.")
+def delete_placement_group(fake: FakeEc2, response: Any, usual: Any) -> Any:
+    key = response.region, response._get_params()["GroupName"]
+    if any(response.ec2_backend.get_instance(each).state != "terminated" for each in fake.members.get(key, ())):
+        raise EC2ClientError("InvalidPlacementGroup.InUse", "The placement group is in use.")
+    if fake.groups.pop(key, None) is None:
+        raise EC2ClientError("InvalidPlacementGroup.Unknown", "The placement group is unknown.")
     return ActionResult({})
+
+
+def describe_capacity_reservations(fake: FakeEc2, response: Any, usual: Any) -> Any:
+    return ActionResult({"CapacityReservations": fake.reservations})
+
+
+STAND_INS = (
+    run_instances,
+    describe_instances,
+    terminate_instances,
+    describe_volumes,
+    create_placement_group,
+    describe_placement_groups,
+    delete_placement_group,
+    describe_capacity_reservations,
+)

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -65,8 +66,8 @@ def owner_name(pid: int) -> str:
 
 def is_gone(owner: str) -> bool:
     """Whether the process with this owner_name has ended. False where this machine cannot know it."""
-    node, pid, started = owner.rsplit("-", 2)
-    return node == platform.node() and is_alive(int(pid), int(started)) is False
+    match = re.fullmatch(r"(.+)-(\d+)-(\d+)", owner)
+    return match is not None and match[1] == platform.node() and is_alive(int(match[2]), int(match[3])) is False
 
 
 # ---- children ------------------------------------------------------------------------------------------------------
