@@ -121,7 +121,7 @@ def neuron_holders(probe: Probe, chips: list[Chip]) -> Finding:
                 commands[pid] = command[:60] or "?"
     if not commands:
         return ok("no process: every core is free")
-    text, cure = held_by(dict(sorted(commands.items())))
+    text, cure = held_by(commands)
     return bad(f"{text} on {len(numbers)} of {len(chips)} chips", cure=cure)
 
 
