@@ -17,8 +17,7 @@ from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
 from train.tasks.classify import ClassifyConfig
-from train.tasks.classify.scores import summary, tables
-from train.tasks.classify.task import ClassifyFeaturizer, class_weights, probabilities
+from train.tasks.classify.task import Classification, ClassifyFeaturizer, class_weights, probabilities, tables
 from train.tasks.texts import lengths_up_to
 
 LABELS = ["bad", "fair", "good"]
@@ -163,7 +162,11 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, setting
     with torch.no_grad():
         logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
         wanted = F.cross_entropy(
-            logits, whole["labels"], weight=task.weights, label_smoothing=task.label_smoothing, reduction="mean"
+            logits,
+            whole["labels"],
+            weight=task.task.weights,
+            label_smoothing=task.cfg.task.label_smoothing,
+            reduction="mean",
         )
         for parts in ([[*range(12)]], [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]]):
             drawn = rows.draw(np.array(parts))
@@ -179,7 +182,7 @@ TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
 
 def test_metrics_worked_out_by_hand():
     # F1: bad 2*2/(2*2+1+1) = 2/3, fair 2*1/(2*1+1+0) = 2/3, good 2*1/(2*1+0+1) = 2/3
-    result = summary(TRUE, PREDICTED)
+    result = Classification.score(TRUE, PREDICTED)
     assert result == pytest.approx({"accuracy": 4 / 6, "f1_macro": 2 / 3, "f1_weighted": 2 / 3})
     result = tables(TRUE, PREDICTED, LABELS)
     assert result["labels"] == LABELS
@@ -190,8 +193,8 @@ def test_metrics_worked_out_by_hand():
 @pytest.mark.filterwarnings("error")
 def test_classes_that_are_missing_or_never_predicted_give_numbers_without_a_warning():
     only_one = np.zeros(4, np.int64)
-    assert summary(only_one, only_one) == {"accuracy": 1, "f1_macro": 1, "f1_weighted": 1}
-    never = summary(np.array([0, 0, 1]), np.array([0, 0, 0]))
+    assert Classification.score(only_one, only_one) == {"accuracy": 1, "f1_macro": 1, "f1_weighted": 1}
+    never = Classification.score(np.array([0, 0, 1]), np.array([0, 0, 0]))
     assert never == pytest.approx({"accuracy": 2 / 3, "f1_macro": 0.4, "f1_weighted": 8 / 15})
     result = tables(only_one, only_one, LABELS)
     assert result["per_class"]["good"] == {"precision": 0, "recall": 0, "f1": 0, "support": 0}

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ import torch
 from forks import launch, run_forked
 from run_results import weights
 from split_engine import HalvesConfig, TwoLayersTask
-from toy import Toy, ToyConfig
+from toy import Toy, spec_of
 
 from train import parallel
 from train.config import InputError, ParallelConfig
-from train.tasks import TASKS, mlm
+from train.tasks import TASKS
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
@@ -26,7 +25,7 @@ NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 def main(folder, engine):
     """One rank: train in FOLDER/run."""
     toy = Toy(Path(folder))
-    TASKS["toy"] = replace(mlm.SPEC, settings=ToyConfig, build=lambda cfg: TwoLayersTask(toy))
+    TASKS["toy"] = spec_of(lambda: TwoLayersTask(toy))
     parallel.ENGINES["halves"] = "split_engine"  # the one line
     try:
         toy.train(

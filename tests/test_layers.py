@@ -60,8 +60,8 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "matplotlib": {"train/report/figures.py"},
     "jinja2": {"train/report/page.py"},
     "huggingface_hub": {"train/publish/push.py", "train/publish/card.py", "train/storage/hub_access.py"},
-    "sklearn": {"train/tasks/classify/scores.py"},
-    "seqeval": {"train/tasks/ner/scores.py"},
+    "sklearn": {"train/tasks/classify/task.py"},
+    "seqeval": {"train/tasks/ner/task.py"},
     "hydra": {"train/cli/compose.py"},
     "transformers": {
         "train/data/text/tokenizer.py",

@@ -19,11 +19,11 @@ from train.cli import compose as cli
 from train.config import InputError, TrainConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.tasks import build_task
-from train.tasks.ner.scores import summary, tables
-from train.tasks.ner.task import NERFeaturizer, first_tokens, statistics
+from train.tasks.ner.task import NERFeaturizer, TokenClassification, first_tokens, statistics, tables
 
 ENTITIES = ROOT / "tests" / "data" / "entities.conll"
 STEPS = 60
+score = TokenClassification.score
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +135,15 @@ def test_the_loss_of_a_batch_is_divided_by_its_words(overrides, tmp_path):
 def test_entities_are_right_as_a_whole():
     truth = [["B-PER", "I-PER", "O", "B-LOC"], ["O"]]
     predicted = [["B-PER", "O", "O", "B-LOC"], ["B-ORG"]]
-    assert summary(truth, predicted) == pytest.approx({"precision": 1 / 3, "recall": 0.5, "f1": 0.4, "accuracy": 0.6})
+    assert score(truth, predicted) == pytest.approx({"precision": 1 / 3, "recall": 0.5, "f1": 0.4, "accuracy": 0.6})
     scores = tables(truth, predicted)
     assert scores["labels"] == ["LOC", "ORG", "PER"]
     assert scores["per_class"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
     assert [scores["per_class"][kind]["support"] for kind in ("ORG", "PER")] == [0, 1]
-    assert summary([["O"]], [["O"]])["f1"] == 0 and tables([["O"]], [["O"]]) == {"labels": [], "per_class": {}}
+    assert score([["O"]], [["O"]])["f1"] == 0 and tables([["O"]], [["O"]]) == {
+        "labels": [],
+        "per_class": {},
+    }
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ def test_it_learns(trained, predictions):
     truth, predicted = ([line[name] for line in predictions] for name in ("tags", "prediction"))
     evaluation = json.loads((trained / "evaluation.json").read_text())
     scores = evaluation["splits"]["validation"]
-    assert {name: scores[name] for name in summary(truth, predicted)} == summary(truth, predicted)
+    assert {name: scores[name] for name in score(truth, predicted)} == score(truth, predicted)
     assert set(scores["per_class"]) >= {"LOC", "ORG", "PER"}
     (answer, *_) = json.loads((trained / "samples.json").read_text())["samples"][0]["answers"]
     assert answer["truth"].endswith(")") or not answer["truth"]

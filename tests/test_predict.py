@@ -99,7 +99,7 @@ def test_labels_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
     said = (
         f"accuracy {result['accuracy']:.4f}, f1_macro {result['f1_macro']:.4f}, f1_weighted {result['f1_weighted']:.4f}"
     )
-    assert capsys.readouterr().out == f"{said} of the 20 rows with a label that the model knows (of 20)\n"
+    assert capsys.readouterr().out == f"{said} of the 20 rows with a known answer (of 20)\n"
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
@@ -127,15 +127,13 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
         for one, other in zip(line["n_best"], wanted["answers"], strict=True):
             assert (one["score"], one["probability"]) == pytest.approx((other["score"], other["probability"]), abs=1e-5)
     metrics = json.loads((run / "evaluation.json").read_text())["splits"]["validation"]
-    said = f"exact_match {metrics['exact_match']:.2f}, f1 {metrics['f1']:.2f}"
-    known = "of the 14 questions whose answers are known"
-    assert capsys.readouterr().out == f"{said} {known}, with no answer above odds of 0\n"
+    said = f"exact_match {metrics['exact_match']:.4f}, f1 {metrics['f1']:.4f}"
+    known = "of the 14 rows with a known answer (of 14)"
+    assert capsys.readouterr().out == f"{said}, null_threshold 0.0000 {known}\n"
     # By itself it takes the threshold that was best on the validation data.
     assert predict.main([str(run), "--input", str(dev), "--output", str(tmp_path / "best.jsonl"), *FP32]) == 0
-    said = f"f1 {metrics['best_f1']:.2f}"
-    odds = f"with no answer above odds of {metrics['best_f1_threshold']:g}\n"
-    out = capsys.readouterr().out
-    assert f", {said} {known}, " in out and out.endswith(odds)
+    said = f"f1 {metrics['best_f1']:.4f}, null_threshold {metrics['best_f1_threshold']:.4f}"
+    assert capsys.readouterr().out.endswith(f", {said} {known}\n")
 
 
 def test_the_threshold_decides_whether_there_is_an_answer(answering, capsys):
@@ -180,7 +178,7 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(folder, tex
     lines = [json.loads(line) for line in result.out.splitlines()]
     assert [line["id"] for line in lines] == ["9", "8", "7", "6"]
     assert [line["label"] for line in lines] == ["bad", "fair", None, None]
-    assert "of the 2 rows with a label that the model knows (of 4)" in result.err
+    assert "of the 2 rows with a known answer (of 4)" in result.err
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     theirs = pipeline("text-classification", model, tokenizer=AutoTokenizer.from_pretrained(folder), top_k=None)
     for line, row in zip(lines, rows, strict=True):

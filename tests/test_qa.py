@@ -245,7 +245,7 @@ def knowing(task, *, deny=()):
     denied = torch.from_numpy(np.isin(owners, deny))
     for side, name in enumerate(("start", "end")):
         logits[rows, torch.where(denied, 0, columns[name]), side] = SURE
-    return statistics(logits, columns, task.k).numpy(), owners
+    return statistics(logits, columns, task.task.k).numpy(), owners
 
 
 def test_a_model_that_knows_gets_everything_right(task, tmp_path):
@@ -332,7 +332,7 @@ def test_part_of_the_data_ends_with_a_whole_question(make, task, tmp_path):
     part.write_evaluation(knowing(part)[0], LocalFolder(tmp_path), step=1)
     assert len(json.loads((tmp_path / "predictions/validation.json").read_text())) == owners[inside]
     windows = Dataset.from_dict({"row": [0, 0, 0, 1, 1, 2]})
-    assert [task.cut(windows, most) for most in range(1, 6)] == [3, 3, 3, 3, 5]  # one question at least
+    assert [task.task.cut(windows, most) for most in range(1, 6)] == [3, 3, 3, 3, 5]  # one question at least
 
 
 def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_lengths(make, task):
@@ -340,7 +340,7 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
     model = task.build_model().eval()
     inputs = one_batch(task, [0, 1, PADDING])
     several = make("data.lengths=[16,32]")
-    assert several.k == 16 and several.buckets.lengths == (16, 32, 48)
+    assert several.task.k == 16 and several.buckets.lengths == (16, 32, 48)
     with torch.no_grad():
         rows = task.eval_statistics(model, inputs)
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])

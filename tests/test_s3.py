@@ -24,7 +24,7 @@ from train.storage import s3, s3_retry
 from train.storage.folders import LocalFolder, open_folder
 from train.tasks.mlm import MLMConfig
 from train.tasks.qa import QAConfig
-from train.tasks.qa.predictor import threshold_of
+from train.tasks.qa.task import threshold_of
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("pauses")

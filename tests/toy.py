@@ -7,9 +7,11 @@ small. The fixture `toy` chooses what each loss and each evaluation gives.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,7 +35,7 @@ from train.config import (
 from train.data.shards.order import PADDING, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
 from train.run_folder.samples import Sample
-from train.tasks import TASKS, mlm
+from train.tasks import TASKS, Task, TaskSpec, mlm
 
 ROWS, EVAL_ROWS = 160, 10
 NAN = float("nan")
@@ -65,18 +67,15 @@ class Rows:
         return {"inputs": {"input_ids": numbers, "labels": numbers.sum(-1)}, "count": counts, "tokens": counts}
 
 
-class ToyTask:
+class ToyTask(Task):
     """See `train.tasks.Task`."""
 
-    shard_rows, train_rows, eval_rows, buckets = (ROWS,), ROWS, EVAL_ROWS, None
+    shard_rows, train_rows, eval_rows = (ROWS,), ROWS, EVAL_ROWS
     metrics, data_id, seq_len = ("loss", "error"), "toy", 2
 
     def __init__(self, toy: Toy) -> None:
         self.toy = toy
         self.facts: dict[str, float] = {}
-        self.details: dict[str, Any] = {}
-
-    def verify_data(self) -> None: ...
 
     def shuffle_block(self) -> ShuffleBlock:
         return ShuffleBlock(1)
@@ -104,12 +103,8 @@ class ToyTask:
         loss = float(rows.mean()) if self.toy.scores is None else next(self.toy.scores)
         return {"loss": loss, "error": loss}
 
-    def write_evaluation(self, rows: np.ndarray, folder: object, *, step: int) -> None: ...
-
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float:
         return 12.0
-
-    def describe_model(self, model: nn.Module, folder: object) -> None: ...
 
     def export(self, model: nn.Module, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
@@ -184,9 +179,15 @@ def spoilt(calls: Iterable[int]) -> Callable[[int], float]:
     return lambda call: NAN if call in calls else 1.0
 
 
+def spec_of(make: Callable[[], ToyTask]) -> TaskSpec:
+    """The entry of a task in the table, whose module makes it so."""
+    sys.modules["toy_task"] = SimpleNamespace(TASK=SimpleNamespace(of_run=lambda cfg: make()))  # type: ignore[assignment]
+    return replace(mlm.SPEC, settings=ToyConfig, module="toy_task")
+
+
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
     toy = Toy(tmp_path)
-    monkeypatch.setitem(TASKS, "toy", replace(mlm.SPEC, settings=ToyConfig, build=lambda cfg: ToyTask(toy)))
+    monkeypatch.setitem(TASKS, "toy", spec_of(lambda: ToyTask(toy)))
     monkeypatch.setattr(ranks, "POLL_S", 0.001)
     return toy

@@ -41,7 +41,7 @@ from train.tasks import TASKS, spec_of
 from train.tasks.spec import Origin, Prediction
 
 if TYPE_CHECKING:
-    from train.tasks.predictor import Trained
+    from train.tasks.predictor import Predictor
 
 PREDICTIONS = [spec.prediction for spec in TASKS.values() if spec.prediction is not None]
 INPUTS = {name: text for prediction in PREDICTIONS for name, text in prediction.inputs.items()}  # and flags' help
@@ -101,7 +101,7 @@ def precision_of(cfg: TrainConfig, folder: Folder) -> str:
 # ---- rows in -------------------------------------------------------------------------------------------------------
 
 
-def read_rows(options: argparse.Namespace, trained: Trained, s3: S3Config) -> Iterator[Row]:
+def read_rows(options: argparse.Namespace, trained: Predictor, s3: S3Config) -> Iterator[Row]:
     """Rows as read_texts returns them. InputError if they are not what the model reads."""
     from train.data.records.raw import read_texts
     from train.data.records.sources import is_named
@@ -121,10 +121,10 @@ def read_rows(options: argparse.Namespace, trained: Trained, s3: S3Config) -> It
                 f"{flags([f'{name}_column' if options.input else name])}",
             )
     if options.input is None:
-        return iter([{"id": "0", **trained.predictor.row_of(given)}])
+        return iter([{"id": "0", **trained.task.row_of(given)}])
     form = options.format or ("auto" if is_named(options.input) else origin.data.format)
     data = replace(origin.data, format=form)
-    return read_texts(data, trained.featurizer.kind, options.input, s3, labels=trained.labels)
+    return read_texts(data, trained.task.featurizer.kind, options.input, s3, labels=trained.task.labels)
 
 
 def inputs_given(options: argparse.Namespace) -> dict[str, str]:
@@ -256,24 +256,25 @@ def predict(options: argparse.Namespace, s3: S3Config) -> int:
     path = check_flags(options)
     from train.backend.ddp import DDP
     from train.tasks.finetune import json_lines
-    from train.tasks.predictor import Trained
+    from train.tasks.predictor import Predictor
 
     origin = find(options, s3)
     precision = options.precision or (precision_of(*origin.run) if origin.run else "auto")
     backend = DDP(BackendConfig(device=options.device, precision=precision))
-    trained = Trained.of(origin, options.seq_len)
-    chunks = in_chunks(read_rows(options, trained, s3))
+    predictor = Predictor(origin, options.seq_len)
+    chunks = in_chunks(read_rows(options, predictor, s3))
     first = next(chunks, None)  # what is wrong with the columns shows before weights are read
     if first is None:
         raise InputError(f"{options.input} holds no row")
-    predictor = trained.predictor(trained, backend, {name: getattr(options, name) for name in OPTIONS})
+    predictor.load({name: getattr(options, name) for name in OPTIONS}, backend.device, backend.autocast)
+    columns = predictor.task.csv_columns
     is_csv = path is not None and path.suffix == ".csv"
     with tqdm(unit=" sequences", unit_scale=True, disable=None) as bar, written_whole(path) as file:
         if is_csv:
-            file.write(csv_lines([{name: name for name in predictor.csv_columns}], predictor.csv_columns))
+            file.write(csv_lines([{name: name for name in columns}], columns))
         for chunk in chain([first], chunks):
-            lines = predictor.predict(chunk, backend, batch_size=options.batch_size, on_batch=bar.update)
-            file.write(csv_lines(lines, predictor.csv_columns) if is_csv else json_lines(lines))
+            lines = predictor.predict(chunk, batch_size=options.batch_size, on_batch=bar.update)
+            file.write(csv_lines(lines, columns) if is_csv else json_lines(lines))
     if metrics := predictor.metrics():
         print(metrics, file=sys.stderr if path is None else sys.stdout)
     return DONE

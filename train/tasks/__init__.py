@@ -1,16 +1,19 @@
 """What is learnt: the table of tasks.
 
 A task is a package of this folder with a SPEC and its line in TASKS. The table is read to compose a configuration,
-without torch: the functions of the spec import the modules that need it.
+without torch: the module that computes is imported when a run has the task.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 from train.config import TaskConfig, TrainConfig, check, check_choice
 from train.tasks import classify, mlm, ner, qa
 from train.tasks.spec import Task, TaskSpec
 
-__all__ = ["TASKS", "Task", "TaskSpec", "build_task", "spec_of"]
+__all__ = ["TASKS", "Task", "TaskSpec", "build_task", "class_of", "spec_of"]
 
 TASKS: dict[str, TaskSpec] = {
     "mlm": mlm.SPEC,
@@ -30,9 +33,14 @@ def spec_of(cfg: TaskConfig) -> TaskSpec:
     return spec
 
 
+def class_of(spec: TaskSpec) -> Any:
+    """The class that computes."""
+    return import_module(spec.module).TASK
+
+
 def build_task(cfg: TrainConfig) -> Task:
     """The task of a run, its data opened and checked. InputError for data that the task cannot learn from."""
-    task = spec_of(cfg.task).build(cfg)
+    task: Task = class_of(spec_of(cfg.task)).of_run(cfg)
     check(
         cfg.best.metric in task.metrics,
         f"best.metric={cfg.best.metric} must be one of this task's metrics: {', '.join(task.metrics)}",

@@ -7,42 +7,124 @@ from __future__ import annotations
 import json
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import concatenate_datasets
-from torch import nn
+from torch import Tensor, nn
 
 from train.config import RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.records.kinds import Featurizer
-from train.data.records.table_facts import padding_share
+from train.data.records.table_facts import column, padding_share
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
-from train.models.heads import PaddedEncoder, build_with_head, check_labels
+from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
 from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
-from train.tasks.predictor import Host, Trained
+from train.tasks.predictor import Predictor
 from train.tasks.sample_choice import candidates, mixed
-from train.tasks.spec import Origin
+from train.tasks.spec import Origin, Task
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedConfig
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
-def mean_loss(rows: np.ndarray) -> float:
+def mean_loss(statistics: np.ndarray) -> float:
     """The mean loss of statistics [rows, n] that begin with the loss."""
-    return float(rows[:, 0].mean(dtype=np.float64))
+    return float(statistics[:, 0].mean(dtype=np.float64))
+
+
+class TextTask(ABC):
+    """What a model with a head learns from rows of texts, and what it answers: in a run as in train.predict."""
+
+    model_kind: type[PaddedEncoder]
+    columns: Mapping[str, str]  # of the features, by the inputs of a batch
+    eval_columns: Mapping[str, str] = {}  # those that only statistics need
+    metrics: tuple[str, ...]
+    csv_columns: list[str]  # of predictions
+    featurizer: Featurizer
+    shortest = 8  # the least tokens of a batch
+
+    def __init__(self, cfg: Any, sizes: Sizes) -> None:
+        """`cfg`: the task's settings."""
+        self.cfg, self.sizes = cfg, sizes
+        self.labels: list[str] = []  # in the order of their numbers; the run's, or the trained model's
+
+    @classmethod
+    def of_run(cls, cfg: TrainConfig) -> Task:
+        return FineTuning(cfg, cls(cfg.task, Sizes.of(cfg)))
+
+    # ---- in a run --------------------------------------------------------------------------------------------------
+
+    def begin(self, train_table: TokenRows) -> None:
+        """Take from the training data what the loss depends on."""
+        return
+
+    @abstractmethod
+    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """The loss summed over the labels of a batch."""
+
+    @abstractmethod
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, n] float32: what metrics and predictions need of each row of a batch."""
+
+    @abstractmethod
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        """The metrics of the features of some examples."""
+
+    @abstractmethod
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """Files for predictions/ and further entries of evaluation.json."""
+
+    def cut(self, features: Dataset, most: int) -> int:
+        """The number of rows of a longer table to evaluate."""
+        return most
+
+    # ---- in train.predict ------------------------------------------------------------------------------------------
+
+    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
+        """The labels of a trained model. InputError if the task cannot use them."""
+        return []
+
+    def use(self, origin: Origin, options: Mapping[str, Any]) -> None:
+        """Take what predictions depend on from the model's run, and from the flags of the task's Prediction."""
+        return
+
+    def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
+        """The row that the texts of flags mean, by column."""
+        return dict(texts)
+
+    @abstractmethod
+    def predictions(
+        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
+        """A line for each row."""
+
+    @abstractmethod
+    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The right answer of a row that has one, and the model's."""
+
+    @abstractmethod
+    def score(self, truth: Sequence[Any], predicted: Sequence[Any]) -> dict[str, float]:
+        """The metrics of what `known` returned for some rows."""
+
+    @abstractmethod
+    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+        """A row whose right answer is known and the prediction for it, for the report."""
 
 
 @dataclass(frozen=True)
@@ -58,48 +140,38 @@ class Split:
         return rows[self.first : self.first + len(self.features)]
 
 
-class FineTuning(ABC):
-    """See `train.tasks.Task`. `eval_columns` and `train_columns` name the features of each input of a batch."""
+class FineTuning(Task):
+    """See `train.tasks.Task`."""
 
-    model_kind: type[PaddedEncoder]
-
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        sizes: Sizes,
-        featurizer: Featurizer,
-        *,
-        train_columns: Mapping[str, str],
-        eval_columns: Mapping[str, str],
-        metrics: Sequence[str],
-    ) -> None:
+    def __init__(self, cfg: TrainConfig, task: TextTask) -> None:
         assert isinstance(cfg.data, RecordsConfig)
-        self.cfg, self.data = cfg, cfg.data
-        self.sizes, self.lengths, self.seq_len = sizes, sizes.lengths, sizes.seq_len
-        self.tables = open_tables(cfg, featurizer)
-        self.labels: list[str] = self.tables.facts["labels"]
+        self.cfg, self.data, self.task, self.sizes = cfg, cfg.data, task, task.sizes
+        self.lengths, self.seq_len = self.sizes.lengths, self.sizes.seq_len
+        self.tables = open_tables(cfg, task.featurizer)
+        self.labels = task.labels = self.tables.facts["labels"]
         if self.labels:
-            check_labels(sizes.model, sizes.config, self.labels)
+            check_labels(self.sizes.model, self.sizes.config, self.labels)
         self.splits: list[Split] = []
         self.eval_rows = 0
         for name in ("validation", *cfg.data.more_validation):
             features = self.tables.features(name)
             if cfg.eval_examples is not None and cfg.eval_examples < len(features):
-                features = features.select(range(self.cut(features, cfg.eval_examples)))
+                features = features.select(range(task.cut(features, cfg.eval_examples)))
             self.splits.append(Split(name, "" if name == "validation" else f"{name}_", features, self.eval_rows))
             self.eval_rows += len(features)
-        self.train_table = self._rows(self.tables.features("train"), train_columns)
-        self.eval_table = self._rows(concatenate_datasets([split.features for split in self.splits]), eval_columns)
-        self.buckets: Buckets | None = None  # one length is a plain order
-        if len(self.lengths) > 1:
+        self.train_table = self._rows(self.tables.features("train"), task.columns)
+        every = concatenate_datasets([split.features for split in self.splits])
+        self.eval_table = self._rows(every, {**task.columns, **task.eval_columns})
+        if len(self.lengths) > 1:  # one length is a plain order
             self.buckets = Buckets(self.lengths, train=self.train_table.bucket_of, evaluation=self.eval_table.bucket_of)
-        self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in metrics)
+        self.metrics = tuple(f"{split.prefix}{name}" for split in self.splits for name in task.metrics)
         self.train_rows, self.data_id = len(self.train_table), self.tables.id
-        self.shard_rows: Sequence[int] = [self.train_rows]
+        self.shard_rows = [self.train_rows]
         self.details = self._details()
         train = self.details["splits"]["train"]
         notes = {f"{name}_share": number / train["examples"] for name, number in train["notes"].items()}
-        self.facts: dict[str, float] = {"padding_share": train["padding_share"], **notes}
+        self.facts = {"padding_share": train["padding_share"], **notes}
+        task.begin(self.train_table)
 
     def _rows(self, table: Dataset, columns: Mapping[str, str]) -> TokenRows:
         return TokenRows(table, pad_id=self.sizes.tokenizer.pad_token_id, lengths=self.lengths, columns=columns)
@@ -109,23 +181,11 @@ class FineTuning(ABC):
         facts = self.tables.facts
         used = {"train": self.train_table.row_lengths}
         used |= {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
-        splits = {
-            name: {
-                **facts["splits"][name],
-                "used_rows": len(lengths),
-                "padding_share": padding_share(lengths, self.lengths),
-            }
-            for name, lengths in used.items()
-        }
+        splits = {}
+        for name, lengths in used.items():
+            padding = {"padding_share": padding_share(lengths, self.lengths)}
+            splits[name] = {**facts["splits"][name], "used_rows": len(lengths), **padding}
         return {"kind": facts["kind"], "labels": facts["labels"], "lengths": list(self.lengths), "splits": splits}
-
-    def cut(self, features: Dataset, most: int) -> int:
-        """The number of rows of a longer table to evaluate."""
-        return most
-
-    def verify_data(self) -> None:
-        """Do nothing: with data.verify, checksums were compared when the tables were opened."""
-        return
 
     def shuffle_block(self) -> ShuffleBlock:
         return ShuffleBlock(1)
@@ -134,7 +194,7 @@ class FineTuning(ABC):
         return Prefetcher()
 
     def build_model(self) -> PaddedEncoder:
-        return build_with_head(self.model_kind, self.sizes.model, labels=self.labels, **self.sizes.fit)
+        return build_with_head(self.task.model_kind, self.sizes.model, labels=self.labels, **self.sizes.fit)
 
     def train_data(self) -> TokenRows:
         return self.train_table
@@ -146,31 +206,29 @@ class FineTuning(ABC):
         assert isinstance(model, PaddedEncoder)
         return model.train_flops(self.cfg.task.head_size(seq_len, len(self.labels)), seq_len)
 
-    @abstractmethod
-    def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:
-        """The metrics of each split, from the statistics of all rows."""
+    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return self.task.loss(logits_of(model, inputs), inputs)
+
+    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        return self.task.statistics(logits_of(model, inputs), inputs)
+
+    def evaluate(self, split: Split, rows: np.ndarray) -> dict[str, float]:
+        """The metrics of a split, from the statistics of all."""
+        return self.task.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        metrics = self.evaluate(rows)
-        return {f"{part.prefix}{name}": value for part in self.splits for name, value in metrics[part.name].items()}
-
-    @abstractmethod
-    def results(
-        self, split: Split, rows: np.ndarray, metrics: dict[str, dict[str, float]]
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """Files for predictions/ and further entries of evaluation.json, from the statistics of a split and the metrics
-        of all splits.
-        """
+        values = ((split, self.evaluate(split, rows).items()) for split in self.splits)
+        return {f"{split.prefix}{name}": value for split, items in values for name, value in items}
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
         """Write predictions/ and, last, evaluation.json."""
-        metrics = self.evaluate(rows)
         splits = {}
         for split in self.splits:
-            files, tables = self.results(split, split.of(rows), metrics)
+            examples = self.tables.examples(split.name)
+            files, tables = self.task.results(split.name, examples, split.features, split.of(rows))
             for name, content in files.items():
                 folder.write(f"predictions/{name}", content)
-            splits[split.name] = {**metrics[split.name], **tables}
+            splits[split.name] = {**self.evaluate(split, rows), **tables}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
@@ -188,11 +246,16 @@ class FineTuning(ABC):
 
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Some validation examples, as `python -m train.predict` answers them."""
-        trained, host = Trained.of(Origin(str(export), (self.cfg, run), self.data), self.seq_len), Host()
-        examples, target = self.tables.examples("validation"), trained.featurizer.kind.target
-        rows = list(candidates(examples, most, target=target, labels=trained.labels))
+        predictor = Predictor(Origin(str(export), (self.cfg, run), self.data), self.seq_len)
+        examples, target = self.tables.examples("validation"), predictor.task.featurizer.kind.target
+        rows = list(candidates(examples, most, target=target, labels=self.labels))
         if not rows:
             return []
-        predictor = trained.predictor(trained, host, dict.fromkeys(trained.prediction.options))
-        results = predictor.predict(rows, host, batch_size=8, on_batch=lambda _: None)
-        return mixed([predictor.sample(*pair) for pair in zip(rows, results, strict=True)], most)
+        predictor.load()  # on the CPU in float32: the run's backend has the devices and their graphs
+        pairs = zip(rows, predictor.predict(rows, batch_size=8), strict=True)
+        return mixed([predictor.task.sample(*pair) for pair in pairs], most)
+
+
+def examples_of(examples: Dataset, features: Dataset) -> Dataset:
+    """The example of each of the features."""
+    return examples.select(column(features, "row"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from train.models.encoder import Network
     from train.run_folder.samples import Sample
     from train.storage.folders import Folder
-    from train.tasks.predictor import Predictor
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Prediction:
 
     does: str  # as in "labels texts": it follows the name of the model in a message
     inputs: Mapping[str, str]  # columns of ColumnsConfig that the model reads, each with the help text of its flag
-    predictor: Callable[[], type[Predictor]]  # imports torch
     optional: tuple[str, ...] = ()  # inputs that a model may lack; a run's settings say whether it learnt with them
     options: Mapping[str, str] = field(default_factory=dict)  # further flags that take a number, with their help
 
@@ -49,7 +47,7 @@ class TaskSpec:
     """A task's entry in `train.tasks.TASKS`."""
 
     settings: type[TaskConfig]  # a class of its own; its `learns_from` says which data the task reads
-    build: Callable[[TrainConfig], Task]  # imports torch; InputError for data that the task cannot learn from
+    module: str  # its TASK is a class: a `Task`, or a `train.tasks.texts.TextTask`. It imports torch
     head: str  # transformers loads an export as AutoModelFor<head>
     card: CardText
     headline: tuple[str, ...] = ("loss",)  # the metric that a report leads with: the first of these that a run has
@@ -72,14 +70,17 @@ class Task(Protocol):
     train_rows: int  # their sum
     eval_rows: int
     seq_len: int  # tokens of the longest batches
-    buckets: Buckets | None  # the lengths of batches, if there are several
+    buckets: Buckets | None = None  # the lengths of batches, if there are several
     metrics: tuple[str, ...]  # the names of eval_metrics; "loss" is among them
     data_id: str  # identifies the training data; a checkpoint resumes only on the same data
     facts: dict[str, float]  # of the data, for metrics and report
-    details: dict[str, Any]  # of the data, for run_dir/data.json; empty: no such file
+    details: dict[str, Any] = {}  # of the data, for run_dir/data.json; empty: no such file
 
     def verify_data(self) -> None:
-        """Compare the data with its checksums. InputError names what is damaged."""
+        """Compare the data with its checksums, unless that was done when it was opened. InputError names what is
+        damaged.
+        """
+        return
 
     def shuffle_block(self) -> ShuffleBlock:
         """The number of shards to shuffle together. InputError if this machine cannot hold them."""
@@ -103,13 +104,15 @@ class Task(Protocol):
         """Metrics by their usual names, from the statistics [eval_rows, n] in the order of the data."""
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Write predictions and tables of an evaluation that is better than all before; rank 0."""
+        """Write predictions and tables of an evaluation that is better than all before, if there are any; rank 0."""
+        return
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         """FLOPs to train on one example of `seq_len` tokens, padding included; None: unknown."""
 
     def describe_model(self, model: nn.Module, folder: Folder) -> None:
         """Write to the run folder what its checkpoints need to be exported without the data; rank 0."""
+        return
 
     def export(self, model: nn.Module, folder: Path) -> None: ...
 

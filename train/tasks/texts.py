@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
 from train.data.shards.cache import cache_dir
@@ -14,7 +14,7 @@ from train.models.source import resolved, task_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+    from transformers import BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,28 @@ class TextFeaturizer:
     "[SEP]" in a text is text. If the vocabulary has such a piece nevertheless, it becomes the unknown token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, **settings: Any) -> None:
         self.tokenizer = tokenizer
+        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len, **settings}
         names = ("cls", "sep", "pad", "mask")
         reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         unknown = tokenizer.unk_token_id
         self.stand_ins: dict[int, int] = {} if unknown is None else dict.fromkeys(reserved, unknown)
         self._notes: dict[str, Counter[str]] = {}
+
+    def encode(self, *texts: list[str] | None, **options: Any) -> BatchEncoding:
+        return self.tokenizer(
+            *texts, max_length=self.settings["seq_len"], split_special_tokens=True, verbose=False, **options
+        )
+
+    def columns(self, encodings: Sequence[Encoding], rows: Sequence[int]) -> dict[str, list]:
+        """TOKENS, of encodings that were made of these rows."""
+        return {
+            "input_ids": [self.ids(encoding) for encoding in encodings],
+            "second_at": [second_at(encoding) for encoding in encodings],
+            "length": [len(encoding.ids) for encoding in encodings],
+            "row": list(rows),
+        }
 
     def ids(self, encoding: Encoding) -> list[int]:
         pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)

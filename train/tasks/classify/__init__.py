@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from train.config import HeadSize, TaskConfig, TrainConfig, check, setting
-from train.tasks.spec import CardText, Prediction, Task, TaskSpec
-
-if TYPE_CHECKING:
-    from train.tasks.predictor import Predictor
+from train.config import HeadSize, TaskConfig, check, setting
+from train.tasks.spec import CardText, Prediction, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -31,21 +27,9 @@ class ClassifyConfig(TaskConfig):
         return HeadSize(labels=labels or 2)  # one more costs 6 x hidden size FLOPs
 
 
-def build(cfg: TrainConfig) -> Task:
-    from train.tasks.classify.task import ClassifyTask
-
-    return ClassifyTask(cfg)
-
-
-def predictor() -> type[Predictor]:
-    from train.tasks.classify.predictor import LabelPredictor
-
-    return LabelPredictor
-
-
 SPEC = TaskSpec(
     settings=ClassifyConfig,
-    build=build,
+    module="train.tasks.classify.task",
     head="SequenceClassification",
     card=CardText(
         pipeline="text-classification",
@@ -62,6 +46,5 @@ SPEC = TaskSpec(
         does="labels texts",
         inputs={"text": "to label", "text_pair": "the second text, for a model of pairs"},
         optional=("text_pair",),
-        predictor=predictor,
     ),
 )

@@ -1,65 +1,34 @@
-"""One label for a text or a pair of texts: features, loss and evaluation.
+"""One label for a text or a pair of texts: features, loss, metrics and predictions.
 
 Shapes: B texts, C labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import Value
-from torch import Tensor, nn
+from datasets import Dataset, Value
+from torch import Tensor
 
-from train.config import TrainConfig, check
+from train.config import check
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
-from train.models.heads import Classifier, logits_of
-from train.tasks.classify import ClassifyConfig, scores
-from train.tasks.finetune import FineTuning, Split, json_lines, mean_loss
-from train.tasks.texts import Sizes, TextFeaturizer, second_at
+from train.data.records.token_rows import TokenRows
+from train.models.heads import Classifier
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
+from train.tasks.classify import ClassifyConfig
+from train.tasks.finetune import TextTask, examples_of, json_lines, mean_loss
+from train.tasks.texts import Sizes, TextFeaturizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-METRICS = ("loss", *scores.NAMES)
-COLUMNS = {"labels": "label"}  # input of a batch: column of the features
-
-
-def probabilities(logits: np.ndarray) -> np.ndarray:
-    """[rows, C] float64 of logits [rows, C]."""
-    return torch.from_numpy(logits).double().softmax(-1).numpy()
-
-
-def statistics(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B, 1 + C] float32: loss and logits, of logits [B, C] and labels [B] int64."""
-    logits = logits.float()
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    return torch.cat([losses[:, None], logits], 1)
-
-
-def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
-    """[C] float32: how much an error counts; None: all the same. `counts` [C]: training rows of each label.
-
-    Balanced weights are those of scikit-learn's "balanced": rows / (labels * rows of the label).
-    """
-    given = cfg.class_weights
-    if given is not None:
-        check(
-            len(given) == len(labels),
-            f"task.class_weights has {len(given)} numbers for {len(labels)} labels ({', '.join(labels)})",
-        )
-        return np.array(given, np.float32)
-    if not cfg.balanced:
-        return None
-    absent = [name for name, count in zip(labels, counts, strict=True) if not count]
-    check(not absent, f"task.balanced=true: no training row has the label {', '.join(absent)}; set task.class_weights")
-    return (counts.sum() / (len(labels) * counts)).astype(np.float32)
+    from numpy.typing import ArrayLike
+    from transformers import PreTrainedConfig
 
 
 def read_texts(row: Row) -> dict[str, str]:
@@ -84,49 +53,35 @@ class ClassifyFeaturizer(TextFeaturizer):
 
     kind = CLASSIFY_ROWS
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int) -> None:
-        super().__init__(tokenizer)
-        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len}
-
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
         """The features of rows of `text`, `text_pair` (for pairs) and `label`, which becomes 0 in rows to predict."""
-        encoded = self.tokenizer(
-            rows["text"],
-            rows.get("text_pair"),
-            truncation="longest_first",
-            max_length=self.settings["seq_len"],
-            split_special_tokens=True,
-            verbose=False,
-        ).encodings
+        encoded = self.encode(rows["text"], rows.get("text_pair"), truncation="longest_first").encodings
         self.count(split, truncated=sum(bool(encoding.overflowing) for encoding in encoded))
-        return {
-            "input_ids": [self.ids(encoding) for encoding in encoded],
-            "second_at": [second_at(encoding) for encoding in encoded],
-            "length": [len(encoding.ids) for encoding in encoded],
-            "row": list(indices),
-            "label": rows.get("label", [0] * len(indices)),
-        }
+        return {**self.columns(encoded, indices), "label": rows.get("label", [0] * len(indices))}
 
 
-class ClassifyTask(FineTuning):
-    """See `train.tasks.Task`."""
+class Classification(TextTask):
+    """See `TextTask`. A prediction is {"id", "label" (if there is one), "prediction", "probabilities": {label: p}}."""
 
-    model_kind = Classifier
+    model_kind, columns = Classifier, {"labels": "label"}
+    metrics = ("loss", "accuracy", "f1_macro", "f1_weighted")
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        assert isinstance(cfg.task, ClassifyConfig)
-        sizes = Sizes.of(cfg)
-        featurizer = ClassifyFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-        super().__init__(cfg, sizes, featurizer, train_columns=COLUMNS, eval_columns=COLUMNS, metrics=METRICS)
-        self.label_smoothing = cfg.task.label_smoothing
-        counts = np.bincount(self.train_table.values["labels"], minlength=len(self.labels))
-        weights = class_weights(cfg.task, self.labels, counts)
-        self.train_table.weights = weights
-        self.weights = None if weights is None else torch.from_numpy(weights)
+    def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:
+        super().__init__(cfg, sizes)
+        self.featurizer = ClassifyFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
+        self.weights: Tensor | None = None
 
-    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    @property
+    def csv_columns(self) -> list[str]:  # type: ignore[override]
+        return ["id", "label", "prediction", *(f"probability_{label}" for label in self.labels)]
+
+    def begin(self, train_table: TokenRows) -> None:
+        counts = np.bincount(train_table.values["labels"], minlength=len(self.labels))
+        train_table.weights = class_weights(self.cfg, self.labels, counts)
+        self.weights = None if train_table.weights is None else torch.from_numpy(train_table.weights)
+
+    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """The loss summed over the texts. Divided by the sum of their weights ("count") it is torch's weighted mean."""
-        logits = logits_of(model, inputs)
         if self.weights is not None:
             self.weights = self.weights.to(logits.device)  # once
         return F.cross_entropy(
@@ -134,43 +89,115 @@ class ClassifyTask(FineTuning):
             inputs["labels"],
             self.weights,
             ignore_index=IGNORE_INDEX,
-            label_smoothing=self.label_smoothing,
+            label_smoothing=self.cfg.label_smoothing,
             reduction="sum",
         )
 
-    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """[B, 1 + C]: loss without weights and smoothing, and logits."""
-        return statistics(logits_of(model, inputs), inputs["labels"])
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """[B, 1 + C]: the loss without weights and smoothing, and logits [B, C]."""
+        logits = logits.float()
+        losses = F.cross_entropy(logits, inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none")
+        return torch.cat([losses[:, None], logits], 1)
 
-    def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        return {"loss": mean_loss(statistics), **self.score(column(features, "label"), statistics[:, 1:].argmax(1))}
+
+    @staticmethod
+    def score(truth: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
+        """As by default in scikit-learn, F1 is averaged over the labels that occur in either; one that is never
+        predicted has 0.
+        """
+        # The import takes a second, with scipy, for which no first step should wait.
+        from sklearn.metrics import accuracy_score, f1_score
+
         return {
-            split.name: {
-                "loss": mean_loss(split.of(rows)),
-                **scores.summary(column(split.features, "label"), predicted(split.of(rows))),
-            }
-            for split in self.splits
+            "accuracy": float(accuracy_score(truth, predicted)),
+            "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0)),
+            "f1_weighted": float(f1_score(truth, predicted, average="weighted", zero_division=0)),
         }
 
     def results(
-        self, split: Split, rows: np.ndarray, metrics: dict[str, dict[str, float]]
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
         """A line for each text, and the tables of each class."""
-        labels, answers = column(split.features, "label"), predicted(rows)
-        ids = self.tables.examples(split.name).select(column(split.features, "row"))["id"]
-        lines = (
-            {
-                "id": name,
-                "label": self.labels[label],
-                "prediction": self.labels[answer],
-                "probabilities": dict(zip(self.labels, shares, strict=True)),
-            }
-            for name, label, answer, shares in zip(
-                ids, labels, answers, probabilities(rows[:, 1:]).tolist(), strict=True
-            )
+        labels = column(features, "label")
+        named = zip(examples_of(examples, features)["id"], labels, strict=True)
+        rows = [{"id": name, "label": self.labels[label]} for name, label in named]
+        lines = json_lines(self.predictions(rows, features, statistics))
+        return {f"{split}.jsonl": lines}, tables(labels, statistics[:, 1:].argmax(1), self.labels)
+
+    # ---- predictions -----------------------------------------------------------------------------------------------
+
+    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
+        labels = [config.id2label[number] for number in range(config.num_labels)]
+        problem = getattr(config, "problem_type", None)
+        check(
+            problem in (None, "single_label_classification") and len(labels) > 1,
+            f"{source} must choose one of several labels; it has {len(labels)} outputs and problem_type {problem}",
         )
-        return {f"{split.name}.jsonl": json_lines(lines)}, scores.tables(labels, answers, self.labels)
+        return labels
+
+    def predictions(
+        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
+        shares = probabilities(statistics[:, 1:]).tolist()
+        for row, answer, share in zip(rows, statistics[:, 1:].argmax(1).tolist(), shares, strict=True):
+            yield {
+                **{key: row[key] for key in ("id", "label") if key in row},
+                "prediction": self.labels[answer],
+                "probabilities": dict(zip(self.labels, share, strict=True)),
+            }
+
+    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[int, int] | None:
+        names = row.get("label"), prediction["prediction"]
+        return None if names[0] is None else (self.labels.index(names[0]), self.labels.index(names[1]))
+
+    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+        shares = sorted(prediction["probabilities"].items(), key=lambda pair: -pair[1])[:MOST_GUESSES]
+        guesses = [Guess(excerpt(label), min(1.0, share)) for label, share in shares]
+        answer = Answer(excerpt(row["label"]), guesses, float(prediction["prediction"] == row["label"]))
+        return Sample(excerpt(row["text"]), [answer], excerpt(row.get("text_pair") or ""))
 
 
-def predicted(rows: np.ndarray) -> np.ndarray:
-    """[rows] int64: the labels with the highest logits, of statistics [rows, 1 + C]."""
-    return rows[:, 1:].argmax(1)
+TASK = Classification
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """[rows, C] float64 of logits [rows, C]."""
+    return torch.from_numpy(logits).double().softmax(-1).numpy()
+
+
+def class_weights(cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray) -> np.ndarray | None:
+    """[C] float32: how much an error counts; None: all the same. `counts` [C]: training rows of each label.
+
+    Balanced weights are those of scikit-learn's "balanced": rows / (labels * rows of the label).
+    """
+    given = cfg.class_weights
+    if given is not None:
+        check(
+            len(given) == len(labels),
+            f"task.class_weights has {len(given)} numbers for {len(labels)} labels ({', '.join(labels)})",
+        )
+        return np.array(given, np.float32)
+    if not cfg.balanced:
+        return None
+    absent = [name for name, count in zip(labels, counts, strict=True) if not count]
+    check(not absent, f"task.balanced=true: no training row has the label {', '.join(absent)}; set task.class_weights")
+    return (counts.sum() / (len(labels) * counts)).astype(np.float32)
+
+
+def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    """Precision, recall, F1 and support for each of `names` (in the order of their numbers), and the confusion matrix
+    with a row for each true label and a column for each prediction.
+    """
+    from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+    numbers = list(range(len(names)))
+    scores = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0)
+    rows = zip(names, *(scores_of_kind.tolist() for scores_of_kind in scores), strict=True)
+    kinds = ("precision", "recall", "f1", "support")
+    return {
+        "labels": list(names),
+        "per_class": {name: dict(zip(kinds, values, strict=True)) for name, *values in rows},
+        "confusion": confusion_matrix(labels, predicted, labels=numbers).tolist(),
+    }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from train.config import HeadSize, ShardsConfig, TaskConfig, TrainConfig, setting
-from train.tasks.spec import CardText, Task, TaskSpec
+from train.config import HeadSize, ShardsConfig, TaskConfig, setting
+from train.tasks.spec import CardText, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -29,15 +29,9 @@ class MLMConfig(TaskConfig):
         return HeadSize(predictions=predictions, labels=2 if self.sop else 0)
 
 
-def build(cfg: TrainConfig) -> Task:
-    from train.tasks.mlm.task import MaskedLMTask
-
-    return MaskedLMTask(cfg)
-
-
 SPEC = TaskSpec(
     settings=MLMConfig,
-    build=build,
+    module="train.tasks.mlm.task",
     head="MaskedLM",
     card=CardText(
         pipeline="fill-mask",

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.config import InputError, ModelConfig, ShardsConfig, TrainConfig, check
-from train.data.batches.buckets import Buckets
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.cache import cache_dir
@@ -34,13 +31,18 @@ from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Sample
 from train.storage.folders import Folder
 from train.tasks.mlm import MLMConfig
+from train.tasks.spec import Task
 from train.tasks.topk import topk
 
 NO_PAIRS = "no validation sequence has two segments of one document; set task.sop=false"
 
 
-class MaskedLMTask:
+class MaskedLMTask(Task):
     """See `train.tasks.Task`."""
+
+    @classmethod
+    def of_run(cls, cfg: TrainConfig) -> MaskedLMTask:
+        return cls(cfg)
 
     def __init__(self, cfg: TrainConfig) -> None:
         assert isinstance(cfg.task, MLMConfig) and isinstance(cfg.data, ShardsConfig)
@@ -87,7 +89,7 @@ class MaskedLMTask:
             not cfg.task.sop or self.manifest.counts.get("validation_pairs") != 0,  # older data has no such count
             f"task.sop=true, but in {cfg.data.path} {NO_PAIRS}",
         )
-        self.shard_rows: Sequence[int] = [shard.rows for shard in self.manifest.splits["train"]]
+        self.shard_rows = [shard.rows for shard in self.manifest.splits["train"]]
         self.train_rows, self.eval_rows = self.manifest.rows("train"), self.manifest.rows("validation")
         entropy = self.manifest.counts.get("unigram_entropy", math.nan)
         check(
@@ -96,10 +98,8 @@ class MaskedLMTask:
         )
         if cfg.eval_examples is not None:
             self.eval_rows = min(self.eval_rows, cfg.eval_examples)
-        self.buckets: Buckets | None = None
-        self.metrics: tuple[str, ...] = ("loss", "perplexity", "masked_accuracy")
-        self.metrics += ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
-        self.details: dict[str, Any] = {}
+        of_order = ("mlm_loss", "sop_loss", "sop_accuracy") if cfg.task.sop else ()
+        self.metrics = ("loss", "perplexity", "masked_accuracy", *of_order)
         self.facts = {"unigram_entropy": entropy}
 
     def verify_data(self) -> None:
@@ -166,15 +166,9 @@ class MaskedLMTask:
             metrics["sop_accuracy"] = order_right / order_count
         return metrics
 
-    def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
-        """Write nothing: this task has metrics only."""
-
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float | None:
         assert isinstance(model, MaskedLM)
         return model.train_flops(self.head, seq_len)
-
-    def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """Write nothing: the tokenizer is in the data."""
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the model and its tokenizer, for AutoModelForMaskedLM.from_pretrained(folder)."""
@@ -199,6 +193,9 @@ class MaskedLMTask:
         spelling = Spelling(self.folder / "tokenizer", mask_id=info.mask_id, special_ids=info.special_ids)
         sequences = zip(inputs["input_ids"].numpy(), map(blanks_of, positions, labels, guesses, shares), strict=True)
         return [spelling.sample(tokens, blanks) for tokens, blanks in sequences if blanks]
+
+
+TASK = MaskedLMTask
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:

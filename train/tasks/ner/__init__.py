@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
-from train.config import HeadSize, TaskConfig, TrainConfig, check
-from train.tasks.spec import CardText, Prediction, Task, TaskSpec
-
-if TYPE_CHECKING:
-    from train.tasks.predictor import Predictor
+from train.config import HeadSize, TaskConfig
+from train.tasks.spec import CardText, Prediction, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -23,28 +18,9 @@ class NERConfig(TaskConfig):
         return HeadSize(token_labels=labels or 9)  # as many as CoNLL-2003 has
 
 
-def check_installed() -> None:
-    """InputError without the library of the metrics, before anything is read."""
-    check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
-
-
-def build(cfg: TrainConfig) -> Task:
-    check_installed()
-    from train.tasks.ner.task import NERTask
-
-    return NERTask(cfg)
-
-
-def predictor() -> type[Predictor]:
-    check_installed()
-    from train.tasks.ner.predictor import TagPredictor
-
-    return TagPredictor
-
-
 SPEC = TaskSpec(
     settings=NERConfig,
-    build=build,
+    module="train.tasks.ner.task",
     head="TokenClassification",
     card=CardText(
         pipeline="token-classification",
@@ -55,6 +31,5 @@ SPEC = TaskSpec(
     prediction=Prediction(
         does="tags words",
         inputs={"tokens": "words to tag, separated by spaces"},
-        predictor=predictor,
     ),
 )

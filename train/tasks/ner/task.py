@@ -1,4 +1,8 @@
-"""A tag for each word of a sentence: features, loss and evaluation.
+"""A tag for each word of a sentence: features, loss, metrics and predictions.
+
+Metrics are of seqeval, which follows CoNLL's script conlleval: an entity is right if its first word, its last word and
+its type are. It is imported by the first evaluation: with scikit-learn it takes a second, for which no first step
+should wait.
 
 Shapes: B sentences, S tokens, M tokens of the longest batches, C tags.
 """
@@ -7,35 +11,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from datasets import List
-from torch import Tensor, nn
+from datasets import Dataset, List
+from torch import Tensor
 
-from train.config import TrainConfig
+from train.config import check
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import PaddedEncoder, logits_of
-from train.tasks.finetune import FineTuning, Split, json_lines
-from train.tasks.ner import scores
-from train.tasks.texts import Sizes, TextFeaturizer, second_at
+from train.models.heads import PaddedEncoder
+from train.run_folder.samples import Answer, Guess, Sample, excerpt
+from train.tasks.finetune import TextTask, examples_of, json_lines
+from train.tasks.ner import NERConfig
+from train.tasks.texts import Sizes, TextFeaturizer
 from train.tasks.topk import topk
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedConfig
 
-METRICS = ("loss", *scores.NAMES)
-COLUMNS = {"labels": "labels"}  # input of a batch: column of the features
-OUTSIDE = "O"  # the tag of words that are in no entity
-TAG = re.compile(r"O|[BIES]-\S+")
+TAG = re.compile(r"O|[BIES]-\S+")  # O is the tag of words that are in no entity
+NAMES = ("precision", "recall", "f1", "accuracy")
+Tags = Sequence[list[str]]  # of the words of each sentence
 
 
 class TokenClassifier(PaddedEncoder):
@@ -78,21 +82,11 @@ class NERFeaturizer(TextFeaturizer):
 
     kind = NER_ROWS
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int) -> None:
-        super().__init__(tokenizer)
-        self.settings: dict[str, Any] = {"version": 1, "seq_len": seq_len}
-
     def features(self, rows: dict[str, list], indices: list[int], *, split: str) -> dict[str, list]:
         """The features of rows of `tokens` and `tags`, which become 0 in rows to predict."""
         sentences = rows["tokens"]
         tags = rows.get("tags", [[0] * len(words) for words in sentences])
-        encoded = self.tokenizer(
-            [" ".join(words) for words in sentences],
-            truncation=True,
-            max_length=self.settings["seq_len"],
-            split_special_tokens=True,
-            verbose=False,
-        ).encodings
+        encoded = self.encode([" ".join(words) for words in sentences], truncation=True).encodings
         labels, numbers = [], []
         for encoding, words, tags_of_words in zip(encoded, sentences, tags, strict=True):
             read, tokens = first_tokens(encoding, words)
@@ -100,14 +94,7 @@ class NERFeaturizer(TextFeaturizer):
             labels[-1][tokens] = np.array(tags_of_words)[read]
             numbers.append(read)
             self.count(split, truncated=bool(encoding.overflowing), words_without_tokens=len(words) - len(read))
-        return {
-            "input_ids": [self.ids(encoding) for encoding in encoded],
-            "second_at": [second_at(encoding) for encoding in encoded],
-            "length": [len(encoding.ids) for encoding in encoded],
-            "row": list(indices),
-            "labels": labels,
-            "words": numbers,
-        }
+        return {**self.columns(encoded, indices), "labels": labels, "words": numbers}
 
 
 def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +114,110 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
     return read[kept], tokens + first
 
 
-# ---- scores to tags ------------------------------------------------------------------------------------------------
+# ---- the task ------------------------------------------------------------------------------------------------------
+
+
+class TokenClassification(TextTask):
+    """See `TextTask`. A prediction is {"id", "tokens", "prediction": [tag of each], "entities": [{"type", "text",
+    "first", "last", "probability"}]}: `first` and `last` are numbers of words, `probability` the mean of theirs.
+    """
+
+    model_kind, columns = TokenClassifier, {"labels": "labels"}
+    metrics = ("loss", *NAMES)
+    csv_columns = ["id", "tokens", "prediction", "entities"]
+
+    def __init__(self, cfg: NERConfig, sizes: Sizes) -> None:
+        """InputError without the library of the metrics, before anything is read."""
+        check(find_spec("seqeval") is not None, "task=ner needs seqeval: pip install 'baretrain[ner]'")
+        super().__init__(cfg, sizes)
+        self.featurizer = NERFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
+
+    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """The loss summed over the words."""
+        flat = logits.flatten(0, 1).float()
+        return F.cross_entropy(flat, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """See `statistics`."""
+        return statistics(logits, inputs["labels"], self.sizes.seq_len)
+
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        _, truth, predicted = self.tags(examples, features, statistics)
+        num_labels = max(1, int((column(features, "labels") != IGNORE_INDEX).sum()))
+        loss = float(statistics[:, 0].sum(dtype=np.float64)) / num_labels
+        return {"loss": loss, **self.score(truth, predicted)}
+
+    def tags(
+        self, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> tuple[Dataset, list[list[str]], list[list[str]]]:
+        """The sentences of the features, the right tags of their words, and the model's."""
+        examples = examples_of(examples, features)
+        truth = [[self.labels[number] for number in numbers] for numbers in examples["tags"]]
+        return examples, truth, [tags for tags, _ in tagged(statistics, features, truth, self.labels)]
+
+    @staticmethod
+    def score(truth: Tags, predicted: Tags) -> dict[str, float]:
+        """Metrics of all entities, whatever their type, and the share of the words whose tag is right. Without an
+        entity precision, recall and F1 are 0.
+        """
+        from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
+
+        scores = precision_recall_fscore_support(truth, predicted, average="micro", zero_division=0)
+        values = (*scores[:3], accuracy_score(truth, predicted))
+        return {name: float(value) for name, value in zip(NAMES, values, strict=True)}
+
+    def results(
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """A line for each sentence, and the table of each type of entity."""
+        examples, truth, predicted = self.tags(examples, features, statistics)
+        values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
+        lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
+        return {f"{split}.jsonl": json_lines(lines)}, tables(truth, predicted)
+
+    # ---- predictions -----------------------------------------------------------------------------------------------
+
+    def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
+        labels = [config.id2label[number] for number in range(config.num_labels)]
+        strange = [label for label in labels if not TAG.fullmatch(label)]
+        check(not strange, f"{source} must give tags as O, B-PER and I-PER; it has {', '.join(strange[:3])}")
+        return labels
+
+    def row_of(self, texts: dict[str, str]) -> dict[str, Any]:
+        return {"tokens": texts["tokens"].split()}
+
+    def predictions(
+        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
+        answers = tagged(statistics, features, [row["tokens"] for row in rows], self.labels)
+        for row, (tags, shares) in zip(rows, answers, strict=True):
+            found = [
+                {
+                    "type": kind,
+                    "text": " ".join(row["tokens"][first : last + 1]),
+                    "first": first,
+                    "last": last,
+                    "probability": float(np.mean(shares[first : last + 1])),
+                }
+                for kind, first, last in entities(tags)
+            ]
+            yield {"id": row["id"], "tokens": row["tokens"], "prediction": tags, "entities": found}
+
+    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[list[str], list[str]] | None:
+        return None if row.get("tags") is None else (row["tags"], prediction["prediction"])
+
+    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+        words, tags = row["tokens"], prediction["prediction"]
+        truth, answer = named_entities(words, row["tags"]), named_entities(words, tags)
+        surest = min([1.0, *(entity["probability"] for entity in prediction["entities"])])
+        score = float(row["tags"] == tags)
+        return Sample(excerpt(" ".join(words)), [Answer(excerpt(truth), [Guess(excerpt(answer), surest)], score)])
+
+
+TASK = TokenClassification
+
+
+# ---- scores to tags, tags to entities ------------------------------------------------------------------------------
 
 
 def statistics(logits: Tensor, labels: Tensor, longest: int) -> Tensor:
@@ -152,55 +242,33 @@ def tagged(
     targets, words = (Lists(arrow.column(name)).take(every) for name in ("labels", "words"))
     tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
     for row, sentence in enumerate(sentences):
-        tags, shares = [OUTSIDE] * len(sentence), [0.0] * len(sentence)
+        tags, shares = ["O"] * len(sentence), [0.0] * len(sentence)
         for word, token in zip(words[row], np.flatnonzero(targets[row] != IGNORE_INDEX), strict=True):
             tags[word], shares[word] = labels[int(tags_of_tokens[row, token])], float(shares_of_tokens[row, token])
         yield tags, shares
 
 
-# ---- the task ------------------------------------------------------------------------------------------------------
+def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
+    """Precision, recall, F1 and support for each type of entity that is in either."""
+    from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+
+    types = sorted({kind for tags in (*truth, *predicted) for kind, _, _ in entities(tags)})
+    if not types:
+        return {"labels": [], "per_class": {}}
+    scores = precision_recall_fscore_support(truth, predicted, average=None, zero_division=0)
+    rows = zip(types, *(scores_of_kind.tolist() for scores_of_kind in scores), strict=True)
+    names = ("precision", "recall", "f1", "support")
+    return {"labels": types, "per_class": {kind: dict(zip(names, values, strict=True)) for kind, *values in rows}}
 
 
-class NERTask(FineTuning):
-    """See `train.tasks.Task`."""
+def entities(tags: list[str]) -> list[tuple[str, int, int]]:
+    """The type, the first and the last word of each entity of a sentence."""
+    from seqeval.metrics.sequence_labeling import get_entities
 
-    model_kind = TokenClassifier
+    found: list[tuple[str, int, int]] = get_entities(tags)
+    return found
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        sizes = Sizes.of(cfg)
-        featurizer = NERFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len)
-        super().__init__(cfg, sizes, featurizer, train_columns=COLUMNS, eval_columns=COLUMNS, metrics=METRICS)
 
-    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """The loss summed over the words."""
-        logits = logits_of(model, inputs).flatten(0, 1).float()
-        return F.cross_entropy(logits, inputs["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See `statistics`."""
-        return statistics(logits_of(model, inputs), inputs["labels"], self.seq_len)
-
-    def tags(self, split: Split, rows: np.ndarray) -> tuple[Dataset, list[list[str]], list[list[str]]]:
-        """The sentences of a split, the right tags of their words, and the model's."""
-        examples = self.tables.examples(split.name).select(column(split.features, "row"))
-        truth = [[self.labels[number] for number in numbers] for numbers in examples["tags"]]
-        return examples, truth, [tags for tags, _ in tagged(rows, split.features, truth, self.labels)]
-
-    def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:
-        metrics = {}
-        for split in self.splits:
-            part = split.of(rows)
-            _, truth, predicted = self.tags(split, part)
-            num_labels = max(1, int((column(split.features, "labels") != IGNORE_INDEX).sum()))
-            loss = float(part[:, 0].sum(dtype=np.float64)) / num_labels
-            metrics[split.name] = {"loss": loss, **scores.summary(truth, predicted)}
-        return metrics
-
-    def results(
-        self, split: Split, rows: np.ndarray, metrics: dict[str, dict[str, float]]
-    ) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """A line for each sentence, and the table of each type of entity."""
-        examples, truth, predicted = self.tags(split, rows)
-        values = zip(examples["id"], examples["tokens"], truth, predicted, strict=True)
-        lines = (dict(zip(("id", "tokens", "tags", "prediction"), each, strict=True)) for each in values)
-        return {f"{split.name}.jsonl": json_lines(lines)}, scores.tables(truth, predicted)
+def named_entities(words: list[str], tags: list[str]) -> str:
+    """The entities of a sentence as text; empty if it has none."""
+    return ", ".join(f"{' '.join(words[first : last + 1])} ({kind})" for kind, first, last in entities(tags))

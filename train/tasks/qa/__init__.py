@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from train.config import HeadSize, TaskConfig, TrainConfig, check, setting
-from train.tasks.spec import CardText, Prediction, Task, TaskSpec
-
-if TYPE_CHECKING:
-    from train.tasks.predictor import Predictor
+from train.config import HeadSize, TaskConfig, check, setting
+from train.tasks.spec import CardText, Prediction, TaskSpec
 
 
 @dataclass(kw_only=True)
@@ -33,21 +29,9 @@ class QAConfig(TaskConfig):
         return HeadSize(token_labels=2)
 
 
-def build(cfg: TrainConfig) -> Task:
-    from train.tasks.qa.task import QATask
-
-    return QATask(cfg)
-
-
-def predictor() -> type[Predictor]:
-    from train.tasks.qa.predictor import AnswerPredictor
-
-    return AnswerPredictor
-
-
 SPEC = TaskSpec(
     settings=QAConfig,
-    build=build,
+    module="train.tasks.qa.task",
     head="QuestionAnswering",
     card=CardText(
         pipeline="question-answering",
@@ -60,6 +44,5 @@ SPEC = TaskSpec(
         does="answers questions",
         inputs={"question": "to answer from --context", "context": "in which the answer is"},
         options={"null_threshold": "odds above which there is no answer"},
-        predictor=predictor,
     ),
 )

@@ -163,10 +163,10 @@ def best_threshold(null_odds: np.ndarray, scores: np.ndarray, has_answer: np.nda
     return float(odds[best]), 100.0 * float((~has_answer).sum() + totals[best]) / len(scores)
 
 
-def evaluate(readings: Sequence[Reading], wanted: Sequence[Sequence[str]]) -> dict[str, float]:
-    """SQuAD v1.1's exact_match and f1 (0 to 100)."""
-    pairs = zip(readings, wanted, strict=True)
-    exact, f1 = 100.0 * np.array([score(reading.best, answers) for reading, answers in pairs]).mean(0)
+def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: bool = False) -> dict[str, float]:
+    """SQuAD's exact_match and f1 (0 to 100) of answers, v1.1's or v2's."""
+    pairs = zip(answers, wanted, strict=True)
+    exact, f1 = 100.0 * np.array([score(answer, right, v2=v2) for answer, right in pairs]).mean(0)
     return {"exact_match": float(exact), "f1": float(f1)}
 
 

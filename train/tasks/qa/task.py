@@ -5,33 +5,30 @@ Contexts that are too long are read in overlapping windows. Shapes: B windows, S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from datasets import Dataset
+from torch import Tensor
 
-from train.config import TrainConfig
+from train.config import InputError
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import SpanReader, logits_of
+from train.models.heads import SpanReader
+from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import canonical_json
-from train.tasks.finetune import FineTuning, Split, json_lines, mean_loss
+from train.tasks.finetune import TextTask, json_lines, mean_loss
 from train.tasks.qa import QAConfig, spans
 from train.tasks.qa.windows import QAFeaturizer
+from train.tasks.spec import Origin
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-TARGETS = {"start": "start", "end": "end"}
-CONTEXT = {"context_first": "context_first", "context_end": "context_end"}
-
 
 # ---- scores to answers ---------------------------------------------------------------------------------------------
 
@@ -83,74 +80,113 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
         yield Answered(example["id"], list(example.get("answers", {"text": []})["text"]), reading)
 
 
-def n_best_lines(questions: Iterable[Answered], *, v2: bool) -> bytes:
-    lines = (
-        {"id": one.id, "null_odds": one.reading.null_odds if one.reading.spans else None}
-        | {"answers": one.reading.n_best(v2=v2)}
-        for one in questions
-    )
-    return json_lines(lines)
-
-
 # ---- the task ------------------------------------------------------------------------------------------------------
 
 
-class QATask(FineTuning):
-    """See `train.tasks.Task`."""
+class QuestionAnswering(TextTask):
+    """See `TextTask`. A prediction is {"id", "answer", "score", "n_best"}."""
 
-    model_kind = SpanReader
+    model_kind, columns = SpanReader, {"start": "start", "end": "end"}
+    eval_columns = {"context_first": "context_first", "context_end": "context_end"}
+    csv_columns = ["id", "answer", "score"]
 
-    def __init__(self, cfg: TrainConfig) -> None:
-        assert isinstance(cfg.task, QAConfig)
-        self.task, sizes = cfg.task, Sizes.of(cfg)
-        self.k = min(self.task.n_best, sizes.lengths[0])
-        # The odds above which there is no answer in evaluations; v1 has none.
-        self.threshold = (self.task.null_threshold or 0.0) if self.task.unanswerable else None
-        super().__init__(
-            cfg,
-            sizes,
-            QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=self.task),
-            train_columns=TARGETS,
-            eval_columns=TARGETS | CONTEXT,
-            metrics=("loss", *(spans.V2_NAMES if self.task.unanswerable else spans.V1_NAMES)),
-        )
+    def __init__(self, cfg: QAConfig, sizes: Sizes) -> None:
+        super().__init__(cfg, sizes)
+        self.featurizer = QAFeaturizer(sizes.tokenizer, seq_len=sizes.seq_len, task=cfg)
+        self.k = min(cfg.n_best, sizes.lengths[0])
+        # The odds above which there is no answer; v1 has none, and its models always answer.
+        self.threshold = (cfg.null_threshold or 0.0) if cfg.unanswerable else None
+        self.metrics = ("loss", *(spans.V2_NAMES if cfg.unanswerable else spans.V1_NAMES))
 
     def cut(self, features: Dataset, most: int) -> int:
         """The number of rows up to the end of a question, at least the first question's."""
         owners = column(features, "row")
         return int(np.searchsorted(owners, owners[most])) or int(np.searchsorted(owners, owners[0], side="right"))
 
-    def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        return losses_of(logits_of(model, inputs), inputs).sum()
+    def loss(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        return losses_of(logits, inputs).sum()
 
-    def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """See `statistics`."""
-        return statistics(logits_of(model, inputs), inputs, self.k)
+        return statistics(logits, inputs, self.k)
 
-    def answered(self, split: Split, rows: np.ndarray) -> list[Answered]:
-        return list(answered(rows, split.features, self.tables.examples(split.name), self.task))
-
-    def evaluate(self, rows: np.ndarray) -> dict[str, dict[str, float]]:
-        """The metrics of each split."""
-        by_split: dict[str, dict[str, float]] = {}
-        for split in self.splits:
-            part = split.of(rows)
-            questions = self.answered(split, part)
-            readings, wanted = [one.reading for one in questions], [one.wanted for one in questions]
-            if self.threshold is None:
-                metrics = spans.evaluate(readings, wanted)
-            else:
-                metrics = spans.evaluate_v2(readings, wanted, self.threshold)
-            by_split[split.name] = {"loss": mean_loss(part), **metrics}
-        return by_split
+    def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
+        questions = list(answered(statistics, features, examples, self.cfg))
+        readings, wanted = [one.reading for one in questions], [one.wanted for one in questions]
+        if self.threshold is None:
+            metrics = spans.evaluate([reading.best for reading in readings], wanted)
+        else:
+            metrics = spans.evaluate_v2(readings, wanted, self.threshold)
+        return {"loss": mean_loss(statistics), **metrics}
 
     def results(
-        self, split: Split, rows: np.ndarray, metrics: dict[str, dict[str, float]]
+        self, split: str, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
         """The answers in the format of the official scripts, and the n best of each question."""
-        questions = self.answered(split, rows)
+        questions = list(answered(statistics, features, examples, self.cfg))
+        lines = (
+            {"id": one.id, "null_odds": one.reading.null_odds if one.reading.spans else None}
+            | {"answers": one.reading.n_best(v2=self.cfg.unanswerable)}
+            for one in questions
+        )
         files = {
-            f"{split.name}.json": canonical_json({one.id: one.reading.answer(self.threshold) for one in questions}),
-            f"{split.name}_nbest.jsonl": n_best_lines(questions, v2=self.task.unanswerable),
+            f"{split}.json": canonical_json({one.id: one.reading.answer(self.threshold) for one in questions}),
+            f"{split}_nbest.jsonl": json_lines(lines),
         }
-        return files, {"questions": len(questions), "windows": len(rows), "threshold": self.threshold}
+        return files, {"questions": len(questions), "windows": len(statistics), "threshold": self.threshold}
+
+    # ---- predictions -----------------------------------------------------------------------------------------------
+
+    def use(self, origin: Origin, options: Mapping[str, Any]) -> None:
+        self.threshold = threshold_of(origin, options["null_threshold"])
+        # As many scores as the run kept of a window; the shortest length is an upper limit.
+        self.k = self.shortest = min([self.k, *origin.data.lengths])
+
+    def predictions(
+        self, rows: list[dict[str, Any]], features: Dataset, statistics: np.ndarray
+    ) -> Iterator[dict[str, Any]]:
+        examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])
+        for one in answered(statistics, features, examples, self.cfg):
+            answer, n_best = one.reading.answer(self.threshold), one.reading.n_best(v2=self.threshold is not None)
+            score = one.reading.spans[0].score if answer else one.reading.null_score
+            yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
+
+    def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[list[str], str] | None:
+        wanted = row.get("answers")
+        has_truth = wanted is not None and (wanted["text"] or self.threshold is not None)
+        return (wanted["text"], prediction["answer"]) if has_truth else None  # type: ignore[index]
+
+    def score(self, truth: Sequence[list[str]], predicted: Sequence[str]) -> dict[str, float]:
+        threshold = {} if self.threshold is None else {"null_threshold": self.threshold}
+        return spans.evaluate(predicted, truth, v2=self.threshold is not None) | threshold
+
+    def sample(self, row: dict[str, Any], prediction: dict[str, Any]) -> Sample:
+        wanted, given = row["answers"], prediction["answer"]
+        first, *others = sorted(prediction["n_best"], key=lambda span: span["text"] != given)
+        others = [span for span in others if span["text"] != given]
+        guesses = [Guess(excerpt(span["text"]), span["probability"]) for span in (first, *others)[:MOST_GUESSES]]
+        truth, at = (wanted["text"][0], wanted["answer_start"][0]) if wanted["text"] else ("", first["begin"])
+        score = spans.score(given, wanted["text"], v2=self.threshold is not None)[1]
+        return Sample(excerpt(row["question"]), [Answer(excerpt(truth), guesses, score)], excerpt(row["context"], at))
+
+
+TASK = QuestionAnswering
+
+
+def threshold_of(origin: Origin, given: float | None) -> float | None:
+    """The odds above which there is no answer: the given ones, those of the settings, or those that were best for F1 on
+    the run's validation data. None: the model always answers. InputError if the run's evaluation has none.
+    """
+    if given is not None or origin.run is None:
+        return given
+    cfg, folder = origin.run
+    assert isinstance(cfg.task, QAConfig)
+    if not cfg.task.unanswerable or cfg.task.null_threshold is not None:
+        return cfg.task.null_threshold
+    try:
+        return float(json.loads(folder.read("evaluation.json"))["splits"]["validation"]["best_f1_threshold"])
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise InputError(
+            f"{folder.location}/evaluation.json has no threshold for no answer ({type(error).__name__}); give one, as "
+            "--null-threshold 0"
+        ) from error

@@ -13,7 +13,7 @@ from train.data.files.errors import BadRow
 from train.data.records.formats import answers_of
 from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
 from train.tasks.qa import QAConfig
-from train.tasks.texts import TextFeaturizer, second_at
+from train.tasks.texts import TextFeaturizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -64,15 +64,9 @@ class QAFeaturizer(TextFeaturizer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
         """InputError for a tokenizer that does not begin with [CLS], and for windows without room to overlap."""
-        super().__init__(tokenizer)
+        names = ("stride", "max_question_tokens", "unanswerable")
+        super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
         self.task, self.kind = task, qa_rows(task)
-        self.settings: dict[str, Any] = {
-            "version": 1,
-            "seq_len": seq_len,
-            "stride": task.stride,
-            "max_question_tokens": task.max_question_tokens,
-            "unanswerable": task.unanswerable,
-        }
         begins = tokenizer("a", "b")["input_ids"][0] == tokenizer.cls_token_id
         check(
             begins and tokenizer.padding_side == tokenizer.truncation_side == "right",
@@ -96,16 +90,13 @@ class QAFeaturizer(TextFeaturizer):
         if "answers" in rows and not self.task.unanswerable:  # rows that were read from files have answers
             bad = next((i for i, answer in zip(indices, answers, strict=True) if not answer["text"]), None)
             check(bad is None, f"row {bad} of {split} has no answer; for SQuAD v2 set task.unanswerable=true")
-        encoded = self.tokenizer(
+        encoded = self.encode(
             self.shortened(rows["question"], split),
             rows["context"],
             truncation="only_second",
-            max_length=self.settings["seq_len"],
             stride=self.task.stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
-            split_special_tokens=True,
-            verbose=False,
         )
         owners = encoded["overflow_to_sample_mapping"]
         windows = [
@@ -114,8 +105,8 @@ class QAFeaturizer(TextFeaturizer):
         in_reach = {owner for owner, window in zip(owners, windows, strict=True) if window["end"]}
         wanted = {number for number, answer in enumerate(answers) if answer["text"]}
         self.count(split, answers_in_no_window=len(wanted - in_reach))
-        columns: dict[str, list] = {name: [window[name] for window in windows] for name in windows[0]}
-        return {**columns, "row": [indices[owner] for owner in owners]}
+        own = {name: [window[name] for window in windows] for name in self.kind.tokens}
+        return {**self.columns(encoded.encodings, [indices[owner] for owner in owners]), **own}
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
         sequences = encoding.sequence_ids  # not the segments: RoBERTa has none
@@ -127,9 +118,6 @@ class QAFeaturizer(TextFeaturizer):
             begin = answer["answer_start"][0]
             start, stop = answer_tokens(begin, begin + len(answer["text"][0]), offsets, first)
         return {
-            "input_ids": self.ids(encoding),
-            "second_at": second_at(encoding),
-            "length": len(encoding.ids),
             "start": start,
             "end": stop,
             "context_first": first,
@@ -147,9 +135,8 @@ class QAFeaturizer(TextFeaturizer):
 
     def cut(self, question: str) -> str:
         most = self.task.max_question_tokens
-        while (
-            len((encoding := self.pieces([question])[0]).ids) > most
-        ):  # the rest may be split into other tokens, and more
+        # What is left may be split into other tokens, and more.
+        while len((encoding := self.pieces([question])[0]).ids) > most:
             question = question[: min(encoding.offsets[most - 1][1], len(question) - 1)]
         return question
 
