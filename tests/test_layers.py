@@ -132,7 +132,8 @@ def test_launch_ami_and_what_reads_a_command_need_no_torch():
     modules = [name for name in map(name_of, TORCH_FREE) if not name.endswith("__main__")]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]; "
     code += "from train.cli import compose as cli; from train.config import TrainConfig; "
-    code += "cli.load_config(TrainConfig, ['run_dir=r', 'data.path=d', 'max_steps=1']); print(*sys.modules)"
+    code += "cli.load_config(TrainConfig, 'run_dir=r data.path=d max_steps=1 global_batch_size=8'.split()); "
+    code += "print(*sys.modules)"
     words = [sys.executable, "-c", code, "train.entry", *modules]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     assert not {"torch", "transformers"} & set(done.stdout.split())
