@@ -44,8 +44,7 @@ from benchmarks import harness
 from benchmarks.harness import machine, ratios, spread, table, turns
 from train.backend.ddp import DDP
 from train.checkpoints import loader
-from train.checkpoints.manifest import Manifest, step_name
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import Manifest, Progress, step_name
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.staging import num_bytes_of
 from train.checkpoints.store import LocalStore

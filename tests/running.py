@@ -15,6 +15,7 @@ from typing import Any
 from forks import ROOT as ROOT
 from forks import TORCHRUN, free_port, launch, run_forked
 
+from train.attempt.preempt import StopRequest
 from train.cli import compose as cli
 from train.config import PrepareConfig, TrainConfig
 
@@ -97,6 +98,18 @@ def command(arguments: list[str], *, ranks: int = 1, module: str = "train") -> l
         return [sys.executable, "-m", module, *arguments]
     launcher = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
     return [*launcher, "-m", module, *arguments]
+
+
+def train_here(run_dir: Path, data: Path, *overrides: str) -> tuple[str, int]:
+    """The same run in the tests' own process."""
+    from train import loop  # late: conftest.py sets what torch and its neighbours read
+
+    return loop.run(train_config(run_dir, data, *overrides), StopRequest())
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "outcome.json").read_text())
+    return content
 
 
 def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:

@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import train_config
+from running import train_here
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.checkpoints.store import LocalStore
 
 
@@ -18,7 +16,7 @@ from train.checkpoints.store import LocalStore
 def finished(tmp_path_factory, prepared) -> Path:
     """The run folder, to be read only; the second step is the better one."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    assert loop.run(train_config(run_dir, prepared, "tensorboard=true"), StopRequest()) == ("done", 6)
+    assert train_here(run_dir, prepared, "tensorboard=true") == ("done", 6)
     return run_dir
 
 

@@ -36,7 +36,7 @@ from train.report import __main__ as report_command
 from train.storage.folders import local_path
 
 MAINS = {
-    "train": entry.main,
+    "train": entry.run_command_line,
     "prepare": prepare.main,
     "records": records.main,
     "report": report_command.main,

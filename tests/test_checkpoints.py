@@ -5,11 +5,9 @@ import shutil
 
 import pytest
 import torch
-from running import lines, train_config
+from running import lines, outcome, train_here
 from saved_steps import copy_step, flip, step_folder, store_of
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.checkpoints import store as stores
 from train.checkpoints.loader import newest_valid
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersion, Untrusted, check_files
@@ -19,10 +17,6 @@ from train.config import InputError
 from train.storage import manifest as manifests
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import sha256_file
-
-
-def train(run_dir, data, *overrides):
-    return loop.run(train_config(run_dir, data, *overrides), StopRequest())
 
 
 def aside(run_dir, word):
@@ -80,7 +74,7 @@ def test_a_manifest_that_was_changed_is_damaged(run_dir):
 
 def test_a_run_reports_the_checkpoint_that_it_passed_over(run_dir, prepared):
     damage(run_dir, 6, "bit")
-    assert train(run_dir, prepared) == ("done", 6)
+    assert train_here(run_dir, prepared) == ("done", 6)
     check_files(step_folder(run_dir, 6), store_of(run_dir).manifest(6))
     assert "checkpoint of step 6 is damaged" in lines(run_dir, "fault")[-1]["reason"]
 
@@ -99,9 +93,9 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
     path = step_folder(run_dir, 6) / "manifest.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 1'))
     with pytest.raises(OtherVersion, match="of step 6 is of format 1, this version reads 2"):
-        train(run_dir, prepared)
+        train_here(run_dir, prepared)
     assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
-    assert json.loads((run_dir / "outcome.json").read_text())["goes_on"] is False
+    assert outcome(run_dir)["goes_on"] is False
 
 
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
@@ -109,9 +103,9 @@ def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir,
     damage(run_dir, 6, "short")
     for _ in range(2):  # a second start does not take the first one's refusal for an empty folder
         with pytest.raises(NoneValid, match="none of the checkpoints.*model.pt has .*model.pt has sha256"):
-            train(run_dir, prepared)
-    outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("failed", "no_valid_checkpoint", False)
+            train_here(run_dir, prepared)
+    ended = outcome(run_dir)
+    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "no_valid_checkpoint", False)
     assert store_of(run_dir).steps() == [3, 6] and not store_of(run_dir).quarantined()
 
 
@@ -124,7 +118,7 @@ def test_checkpoints_that_are_gone_are_no_reason_to_start_over(run_dir, prepared
         shutil.rmtree(run_dir / "checkpoints")
     words = "all are in quarantine" if how == "quarantined" else "metrics.jsonl says that step 6 was saved"
     with pytest.raises(NoneValid, match=words):
-        train(run_dir, prepared)
+        train_here(run_dir, prepared)
 
 
 def plant(run_dir, name, state):
@@ -143,17 +137,12 @@ def plant(run_dir, name, state):
 
 @pytest.mark.parametrize(
     ("name", "state"),
-    [
-        ("model.pt", {}),
-        ("model.pt", None),
-        ("optimizer.pt", {"param_groups": 5}),
-        ("ranks.pt", {"ranks": []}),
-    ],
+    [("model.pt", {}), ("model.pt", None), ("optimizer.pt", {"param_groups": 5}), ("ranks.pt", {"ranks": []})],
 )
 def test_a_planted_state_of_something_else_is_one_line(run_dir, prepared, name, state):
     plant(run_dir, name, state)
     with pytest.raises(Untrusted, match=r"who wrote it\?$") as refused:
-        train(run_dir, prepared)
+        train_here(run_dir, prepared)
     assert "\n" not in str(refused.value)
 
 
@@ -164,7 +153,7 @@ def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
 
     plant(run_dir, "model.pt", {"model": Bomb()})
     with pytest.raises(Untrusted, match="holds more than tensors"):
-        train(run_dir, prepared)
+        train_here(run_dir, prepared)
     assert not (tmp_path / "executed").exists()
 
 
@@ -181,7 +170,9 @@ def test_the_newest_and_the_best_are_kept(run_dir):
 
 
 def test_a_better_evaluation_is_saved_at_once_if_asked(tmp_path, prepared):
-    train(tmp_path / "run", prepared, "checkpoint.every=100", "checkpoint.best=true", "eval_every=2", "export=false")
+    train_here(
+        tmp_path / "run", prepared, "checkpoint.every=100", "checkpoint.best=true", "eval_every=2", "export=false"
+    )
     losses = [line["loss"] for line in lines(tmp_path / "run", "eval")]
     assert losses == sorted(losses, reverse=True)
     assert store_of(tmp_path / "run").steps() == [2, 4, 6]
@@ -199,15 +190,15 @@ def test_a_better_evaluation_is_saved_at_once_if_asked(tmp_path, prepared):
 def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, prepared, shards, override, says):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=rf"is of another run \({says}"):
-        train(run_dir, prepared, override.replace("another", str(shards)))
+        train_here(run_dir, prepared, override.replace("another", str(shards)))
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence(run_dir, prepared):
     more = ["max_steps=8", "log_every=2", "seed=7", "optim.lr=1e-3", "global_batch_size=16", "backend.precision=bf16"]
     with pytest.raises(InputError, match=r"optim.lr: 0.003 -> 0.001, seed: 0 -> 7\); .*resume.force=true"):
-        train(run_dir, prepared, *more)
-    assert train(run_dir, prepared, *more, "resume.force=true") == ("done", 8)
+        train_here(run_dir, prepared, *more)
+    assert train_here(run_dir, prepared, *more, "resume.force=true") == ("done", 8)
     log = (run_dir / "log/rank_0000.txt").read_text()
     assert "resume.force=true" in log
     changed = "backend.precision: fp32 -> bf16, global_batch_size: 8 -> 16, log_every: 1 -> 2, max_steps: 6 -> 8"
@@ -253,11 +244,11 @@ def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for location in ("/proc/baretrain", str(tmp_path / "file" / "run")):
         with pytest.raises(InputError, match="cannot write to"):
-            train(location, prepared)
+            train_here(location, prepared)
 
 
 def test_a_finished_run_is_not_trained_again(run_dir, prepared):
     before = len(lines(run_dir, "train"))
-    assert train(run_dir, prepared) == ("done", 6)
+    assert train_here(run_dir, prepared) == ("done", 6)
     assert len(lines(run_dir, "train")) == before
     assert len(lines(run_dir, "summary")) == 1

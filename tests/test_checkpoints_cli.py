@@ -54,32 +54,24 @@ def test_list_shows_what_the_manifests_say(run_dir, capsys):
     assert code == 0
     assert header.split("  ")[-1] == "state"
     assert re.split(r"\s{2,}", third.strip()) == ["3", megabytes, f"{losses[0]:.4f}", "1", "ddp", "1", "unverified"]
-    assert sixth.endswith("unverified  (newest, best, LATEST)")
+    assert sixth.endswith("unverified  (newest, best)")
     assert called(capsys, run_dir, "list") == (0, output)
 
 
-def test_list_shows_damage_what_is_in_quarantine_and_a_wrong_hint(run_dir, capsys):
+def test_list_shows_damage_and_what_is_in_quarantine(run_dir, capsys):
     copy_step(run_dir, 3, 4, metric=None)
     copy_step(run_dir, 3, 5, metric=9.0)
     name = store_of(run_dir).quarantine(5, "damaged")
     (step_folder(run_dir, 6) / "model.pt").write_bytes(b"short")
     flip(step_folder(run_dir, 4) / "model.pt")  # only reading back shows it
-    (run_dir / "checkpoints/LATEST").write_text("step_00000099\n")
     before = content(run_dir)
     code, output = called(capsys, run_dir, "list")
-    _, third, fourth, sixth, hint, aside = output.out.splitlines()
+    _, third, fourth, sixth, aside = output.out.splitlines()
     assert code == 0
     assert third.endswith("unverified  (best)") and fourth.endswith("unverified  (newest)")
     assert re.search(r" 6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
-    assert "step 99" in hint and aside == f"in quarantine: {name}"
+    assert aside == f"in quarantine: {name}"
     assert content(run_dir) == before
-
-
-def test_a_hint_that_names_no_step_is_left_aside(run_dir, capsys):
-    for hint in ("step_\u00b2", "step_" + "9" * 5000, "../..", "\0", ""):
-        (run_dir / "checkpoints/LATEST").write_text(hint)
-        code, output = called(capsys, run_dir)
-        assert code == 0 and "LATEST" not in output.out and output.err == ""
 
 
 def test_looking_and_tidying_need_no_torch(run_dir):

@@ -211,8 +211,7 @@ def damage(bucket, step, name, how):
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
-    [("model.pt", "bit"), ("ranks.pt", "short"), ("model.pt", "missing"), ("manifest.json", "bit")],
+    ("name", "how"), [("model.pt", "bit"), ("ranks.pt", "short"), ("model.pt", "missing"), ("manifest.json", "bit")]
 )
 def test_what_is_damaged_in_the_bucket_is_quarantined_for_an_older_one(bucket, store, name, how):
     save(store, 3)

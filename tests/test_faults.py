@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import launch, start_forked
 from run_results import assert_same_weights
-from running import ROOT, command, eventually, lines, run, train_config, train_overrides
+from running import ROOT, command, eventually, lines, outcome, run, train_here, train_overrides
 from saved_steps import flip
 from toy import NAN, spoilt
 
@@ -50,10 +50,6 @@ def ranks_of(process, run_dir):
 
 def steps_logged(run_dir):
     return [line["step"] for line in lines(run_dir, "train")] if (run_dir / "metrics.jsonl").is_file() else []
-
-
-def outcome(run_dir):
-    return json.loads((run_dir / "outcome.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +250,7 @@ def test_xla_goes_back_as_well_without_another_graph(tmp_path, prepared, monkeyp
 
     monkeypatch.setattr(loop, "learning_rate", blow_up_once)
     options = ["backend=xla", "model.num_layers=1", "max_steps=8", "max_epochs=9", "eval_every=null", "export=false"]
-    assert loop.run(train_config(tmp_path / "run", prepared, *options), StopRequest()) == ("done", 8)
+    assert train_here(tmp_path / "run", prepared, *options) == ("done", 8)
     assert "back to step 3" in lines(tmp_path / "run", "fault")[-1]["reason"]
     summary = lines(tmp_path / "run", "summary")[0]
     assert summary["rollbacks"] == 1

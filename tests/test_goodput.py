@@ -93,80 +93,69 @@ def test_the_interval_is_bounded_by_what_may_be_lost_and_by_what_a_save_takes():
     assert suggested_interval_s(0.5, None, max_loss_s=1800.0) == 1800.0
 
 
-def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempts():
+def test_a_run_is_as_old_as_the_clock_says_and_no_younger_than_its_attempt():
     now_s = time.monotonic()
-    assert 3600 <= RunClock(now_s - 5, time.time() - 3600, attempts_before_s=100.0).run_s() < 3660
-    assert 105 <= RunClock(now_s - 5, time.time() + 3600, attempts_before_s=100.0).run_s() < 160
+    assert 3600 <= RunClock(now_s - 5, time.time() - 3600).run_s() < 3660
+    assert 5 <= RunClock(now_s - 5, time.time() + 3600).run_s() < 60
 
 
-def alarms(works, **settings):
-    """What each line gave rise to, and the fields of the last one."""
-    watcher = Stragglers(StragglerConfig(**settings), [f"host{rank}" for rank in range(len(works[0]))])
-    return [watcher.see(line) for line in works], watcher.fields
+# ---- stragglers ------------------------------------------------------------------------------------------------------
+
+EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
+TURNS = [[1.0, 1.0, 1.0], *([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]] * 4)]
+# Two ranks on a shared machine: one is up to twice as slow for four lines out of ten, then for six.
+SHARED = [[1.0, 1.0], *([[1.0, 1.0]] * 6 + [[1.0, 2.0]] * 4) * 6]
+PAIR = [[1.0, 1.0, 1.0, 2.0, 2.1], [1.0, 1.0, 1.0, 2.1, 2.0]]
+LENGTHS = [[size * work for work in EVEN] for size in (1, 10, 0.1, 5, 70, 3, 0.5, 200) * 3]
+
+
+def watched(works, hosts=None, stages=None, **settings):
+    """The alarms that each line gave rise to, by its number, and the fields of the last one."""
+    watcher = Stragglers(StragglerConfig(**settings), hosts or [f"host{rank}" for rank in range(len(works[0]))], stages)
+    alarms = {number: texts for number, line in enumerate(works) if (texts := watcher.see(line))}
+    return alarms, watcher.fields
+
+
+@pytest.mark.parametrize(
+    ("works", "settings", "alarms"),
+    [
+        ([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], {"windows": 3}, [6, 16]),  # warm-up
+        ([*[EVEN] * 5, *([*[SLOW] * 20, *[EVEN] * 20] * 2)], {"windows": 3}, [7, 27, 47, 67]),  # again
+        ([SLOW] * 20, {"windows": 3}, [6]),  # from the start: it has no past, and takes twice as many lines
+        (LENGTHS, {"windows": 2}, []),
+        (TURNS, {"windows": 2}, []),
+        ([[1.0, 1.0, 1.4]] * 9, {"windows": 2}, []),  # a little
+        ([*[[1.0] * 5] * 4, *PAIR * 3], {"windows": 3}, [6]),  # whichever is slower
+        ([*SHARED, *[[1.0, 2.0]] * 6, *[[1.0, 1.0]] * 6], {"windows": 5}, []),  # by chance anyway
+        ([*SHARED, *[[1.0, 3.0]] * 6], {"windows": 5}, [len(SHARED) + 4]),  # slower than ever
+    ],
+    ids=["once", "again", "from the start", "lengths", "in turns", "a little", "two", "by chance", "slower than ever"],
+)
+def test_a_rank_that_becomes_slow_is_named_once_and_again_when_that_is_over(works, settings, alarms):
+    assert list(watched(works, factor=1.5, **settings)[0]) == alarms
+
+
+def test_an_alarm_names_the_rank_its_machine_and_how_slow_it_is():
+    alarms, fields = watched([*[EVEN] * 4, *[SLOW] * 6, *[EVEN] * 5], windows=3)
+    ((text,), over) = alarms.values()
+    assert text.startswith("rank 2 on host2 holds the others up: its own work takes 2.0 times the median of the other")
+    assert "3 lines in a row; look at that machine" in text
+    assert over == ["rank 2 on host2 no longer holds the others up, 3 lines in a row"]
+    assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
+    alarms, _ = watched([*[[1.0] * 5] * 4, *PAIR * 3], windows=3)
+    assert [text.split(" on ")[0] for text in alarms[6]] == ["rank 3", "rank 4"]
+
+
+def test_of_two_ranks_the_slow_one_is_measured_by_the_other_and_one_alone_by_none():
+    alarms, fields = watched([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], windows=5)
+    assert list(alarms) == [10] and "rank 1 on host1" in alarms[10][0]
+    assert fields == {"slowest_rank": 1, "slowest_ratio": 1.6}
+    assert watched([[5.0]] * 9, factor=1.5, windows=2) == ({}, {})
 
 
 def test_ranks_are_compared_with_those_of_their_stage_only():
-    watcher = Stragglers(StragglerConfig(windows=2), ["a"] * 4, [0, 1, 0, 1])
     even, slow = [1.0, 3.0, 1.0, 3.0], [1.0, 3.0, 2.0, 3.0]
-    texts = [watcher.see(line) for line in [*[even] * 8, *[slow] * 4]]
-    assert alarmed(texts) == [9] and texts[9][0].startswith("rank 2 on a holds the others up")
-    assert watcher.fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
-    alone = Stragglers(StragglerConfig(windows=2), ["a"] * 2, [0, 1])
-    assert not any(alone.see([1.0, 3.0]) for _ in range(9)) and alone.fields == {}
-
-
-def alarmed(texts):
-    """Numbers of the lines that gave rise to an alarm."""
-    return [number for number, alarms in enumerate(texts) if alarms]
-
-
-EVEN, SLOW = [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 2.0, 1.1]
-
-
-def test_a_rank_that_becomes_slow_is_named_once_with_its_machine_and_again_when_that_is_over():
-    # The first line is warm-up.
-    texts, fields = alarms([[1, 1, 9, 1], *[EVEN] * 3, *[SLOW] * 6, EVEN, *[SLOW] * 3, *[EVEN] * 5], windows=3)
-    assert alarmed(texts) == [6, 16]
-    (text,) = texts[6]
-    assert text.startswith("rank 2 on host2 holds the others up: its own work takes 2.0 times the median of the other")
-    assert "ranks, 3 lines in a row; look at that machine" in text
-    assert texts[16] == ["rank 2 on host2 no longer holds the others up, 3 lines in a row"]
-    assert fields == {"slowest_rank": 3, "slowest_ratio": 1.1}
-
-
-def test_a_rank_that_is_slow_from_the_start_has_no_past_and_needs_twice_as_many_lines():
-    texts, _ = alarms([SLOW] * 20, windows=3)
-    assert alarmed(texts) == [6] and "6 lines in a row" in texts[6][0]
-
-
-def test_of_two_ranks_the_slow_one_is_measured_by_the_other():
-    texts, fields = alarms([*[[1.0, 1.0]] * 6, *[[1.0, 1.6]] * 5], windows=5)
-    assert alarmed(texts) == [10] and "rank 1 on host1" in texts[10][0]
-    assert fields == {"slowest_rank": 1, "slowest_ratio": 1.6}
-
-
-def test_windows_of_all_lengths_are_compared_by_their_ratios():
-    texts, _ = alarms([[size * work for work in EVEN] for size in (1, 10, 0.1, 5, 70, 3, 0.5, 200) * 3], windows=2)
-    assert not any(texts)
-
-
-def test_ranks_that_are_slow_in_turns_or_a_little_are_no_stragglers():
-    turns = [[1.0, 1.0, 1.0], *([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]] * 4)]
-    assert not any(alarms(turns, factor=1.5, windows=2)[0])
-    assert not any(alarms([[1.0, 1.0, 1.4]] * 9, factor=1.5, windows=2)[0])
-    assert alarms([[5.0]] * 9, factor=1.5, windows=2) == ([[]] * 9, {})
-
-
-def test_two_slow_ranks_are_both_named_whichever_is_slower():
-    slow = [[1.0, 1.0, 1.0, 2.0, 2.1], [1.0, 1.0, 1.0, 2.1, 2.0]]
-    texts, _ = alarms([*[[1.0] * 5] * 4, *slow * 3], windows=3)
-    assert alarmed(texts) == [6] and [text.split(" on ")[0] for text in texts[6]] == ["rank 3", "rank 4"]
-
-
-def test_what_a_rank_does_by_chance_anyway_is_not_called_slow():
-    """Two ranks on a shared machine: one is up to twice as slow for four lines out of ten, then for six."""
-    burst, calm = [[1.0, 2.0]], [[1.0, 1.0]]
-    shared = [*calm, *(calm * 6 + burst * 4) * 6]
-    assert not any(alarms([*shared, *burst * 6, *calm * 6], factor=1.5, windows=5)[0])
-    texts, _ = alarms([*shared, *[[1.0, 3.0]] * 6], factor=1.5, windows=5)  # slower than ever
-    assert alarmed(texts) == [len(shared) + 4]
+    alarms, fields = watched([*[even] * 8, *[slow] * 4], ["a"] * 4, [0, 1, 0, 1], windows=2)
+    assert list(alarms) == [9] and alarms[9][0].startswith("rank 2 on a holds the others up")
+    assert fields == {"slowest_rank": 2, "slowest_ratio": 2.0}
+    assert watched([[1.0, 3.0]] * 9, ["a"] * 2, [0, 1], windows=2) == ({}, {})

@@ -25,8 +25,7 @@ from train.attempt import refusal as announcing
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
 from train.backend.graphs import Compilers, GraphBudget
-from train.checkpoints.manifest import Manifest
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import Manifest, Progress
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.cli import compose as cli
@@ -79,7 +78,7 @@ def train(monkeypatch, capfd, tmp_path, prepared):
 
     def call(*overrides):
         monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)])
-        code = entry.main()
+        code = entry.run_command_line()
         return code, capfd.readouterr().err.splitlines()
 
     return call
@@ -473,7 +472,7 @@ def bad_evaluation(*arguments):
 
     MaskedRows.draw = drawn
     sys.argv[1:] = arguments
-    sys.exit(entry.main())
+    sys.exit(entry.run_command_line())
 
 
 PROGRAMS = {"ranks": rank_of_two, "evaluation": bad_evaluation}

@@ -103,7 +103,7 @@ def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str
 def test_a_share_of_the_batch_is_not_trained_alone(monkeypatch, capsys, tmp_path, prepared):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.main() == cli.REFUSED
+    assert entry.run_command_line() == cli.REFUSED
     assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 without RANK: ")
     assert not (tmp_path / "run").exists()
 
@@ -321,7 +321,7 @@ def test_one_signal_ends_the_preparation_of_data(monkeypatch, capsys, tmp_path, 
 
     monkeypatch.setattr(loop, "build_task", prepare)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.main() == cli.STOPPED
+    assert entry.run_command_line() == cli.STOPPED
     said = "stopped on SIGINT before there was anything to save; the same command starts it again\n"
     assert capsys.readouterr().err == said
     assert not (tmp_path / "run").exists()
@@ -512,7 +512,7 @@ def test_a_start_that_takes_long_is_not_silent(monkeypatch, capsys, tmp_path, pr
     monkeypatch.setattr(entry, "QUIET_S", 0.05)
     monkeypatch.setattr(loop, "run", run)
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.main() == cli.DONE
+    assert entry.run_command_line() == cli.DONE
     assert "".join(said) == f"starting {tmp_path / 'run'}: 1 rank\n"
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from forks import launch, start_forked
-from running import ROOT, eventually, lines, train_overrides
+from running import ROOT, eventually, lines, outcome, train_overrides
 from services.fake_imds import EVENTS, REBALANCE, SPOT, TOKEN, FakeIMDS
 
 from train.attempt import notices, preempt
@@ -349,16 +349,6 @@ def test_a_block_that_has_no_time_left_is_refused(stop, wall_clock):
     watching(stop, block_end="2026-11-20T09:00:00Z", notices="off")
 
 
-def test_threads_end_with_the_watch(imds, stop):
-    def watchers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name.startswith("notices")]
-
-    with watching(stop):
-        assert watchers() and all(thread.daemon for thread in watchers())
-        more_rounds(imds)
-    assert watchers() == []
-
-
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_terminal_that_closes_asks_to_stop_unless_nohup_says_otherwise(ignored):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -404,8 +394,8 @@ def test_a_spot_notice_of_one_rank_stops_all_with_a_checkpoint(imds, tmp_path, p
     stderr = err.read_text()
     files = [run_dir / "log" / f"exit_rank_{rank:04d}.json" for rank in range(2)]
     assert [json.loads(file.read_text())["reason"] for file in files] == [notice, notice], stderr
-    outcome = json.loads((run_dir / "outcome.json").read_text())
-    assert (outcome["outcome"], outcome["kind"], outcome["goes_on"]) == ("stopped", "spot_notice", True)
-    assert outcome["reason"] == f"{notice}, at rank 0 on {platform.node()}"
-    assert outcome["checkpoint"] == outcome["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
+    ended = outcome(run_dir)
+    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("stopped", "spot_notice", True)
+    assert ended["reason"] == f"{notice}, at rank 0 on {platform.node()}"
+    assert ended["checkpoint"] == ended["step"] == lines(run_dir, "checkpoint")[-1]["step"], stderr
     assert len(imds.seen(TOKEN, "PUT")) == 1  # one process of a machine asks

@@ -1,4 +1,4 @@
-"""The room in which ranks agree: sums, actions of one rank, failures that all raise."""
+"""What ranks agree on: sums, actions of one rank, failures that all raise."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_a_mirror_that_comes_while_one_is_under_way_waits_for_it(bucket, monkeyp
         if content == b"1\n":
             folder.metrics.write_text("1\n2\n")
             second.start()
-            second.join(0.5)  # time enough to overtake, if it does not wait
+            assert not folder.mirroring.acquire(blocking=False)  # for which the second one waits
         return replace(self, name, content, version)
 
     monkeypatch.setattr(S3Folder, "replace", replace_slowly)
@@ -350,7 +350,7 @@ def test_an_s3_that_cannot_be_used_is_reported_in_one_line(bucket, prepared, mon
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
     monkeypatch.setattr(entry.logger, "handlers", [])
     monkeypatch.setattr(entry.logger, "propagate", False)  # as in a process that has not begun
-    assert entry.main() == code
+    assert entry.run_command_line() == code
     err = capsys.readouterr().err
     assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", err), err
     assert bucket.keys() == []

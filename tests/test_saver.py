@@ -10,16 +10,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from running import lines, run, train_config, train_overrides
+from running import lines, outcome, run, train_config, train_here, train_overrides
 from torch import nn
 
-from train import loop
-from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
 from train.backend.guards import tied_names
 from train.checkpoints.loader import load, newest_valid
-from train.checkpoints.manifest import LATEST, Manifest, step_of
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import LATEST, Manifest, Progress, step_of
 from train.checkpoints.saver import AsyncSaver, SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
@@ -164,7 +161,7 @@ def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
     store, trained = Gate(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
-    save(saver, 6, trained, must=True, beat=store.opened.set)  # without one it would wait for ever
+    save(saver, 6, trained, must=True, on_wait=store.opened.set)  # without one it would wait for ever
     saver.close(waits=True)
     assert [(result.step, result.failure) for result in saver.take()] == [(3, None), (6, None)]
     assert store.steps() == [3, 6]
@@ -310,13 +307,8 @@ def test_a_save_is_not_begun_without_room_for_it(tmp_path, monkeypatch):
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
-def train(run_dir, data, *overrides):
-    options = ["eval_every=null", "export=false", "checkpoint.every=1", "checkpoint.keep=0", *overrides]
-    return loop.run(train_config(run_dir, data, *options), StopRequest())
-
-
-def outcome(run_dir):
-    return json.loads((run_dir / "outcome.json").read_text())
+def train(run_dir, data):
+    return train_here(run_dir, data, "eval_every=null", "export=false", "checkpoint.every=1", "checkpoint.keep=0")
 
 
 @pytest.mark.parametrize("step", [5, 6])
@@ -354,9 +346,7 @@ def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, 
 def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
     run_dir, options = tmp_path / "run", ["checkpoint.max_failures=2", "max_steps=20", "max_epochs=9"]
     options += ["checkpoint.every=1", "eval_every=null", "export=false"]
-    asked = StopRequest()
-    asked.reason = "SIGTERM"
-    loop.run(train_config(run_dir, prepared, *options), asked)
+    train_here(run_dir, prepared, *options, "max_steps=1")
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "metrics.jsonl").unlink()  # which says that there was one
     (run_dir / "checkpoints").write_text("in the way")

@@ -25,8 +25,7 @@ from train.attempt.preempt import StopRequest
 from train.backend.ddp import DDP
 from train.checkpoints.__main__ import main as checkpoints
 from train.checkpoints.loader import fitting, newest_valid, read_optimizer, read_weights
-from train.checkpoints.manifest import FILE, Manifest, Untrusted, check_files
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import FILE, Manifest, Progress, Untrusted, check_files
 from train.checkpoints.saver import AsyncSaver
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store

@@ -98,7 +98,7 @@ def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatc
         bucket.location("data"): "holds no manifest.json",
     }.items():
         monkeypatch.setattr("sys.argv", ["train", *map(str, overrides(bucket, tmp_path / "run", location))])
-        code = entry.main()
+        code = entry.run_command_line()
         *before, last = capsys.readouterr().err.strip().splitlines()
         assert code == 2 and last.startswith("error: ") and words in last
         assert not any("Traceback" in line for line in before)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from running import ROOT, outcome
 
 from train.attempt.watchdog import Watchdog
 from train.config import WatchdogConfig
@@ -18,7 +19,6 @@ from train.host.memory import count_oom_kills, find_oom_counter
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import Outcome
 
-ROOT = Path(__file__).parent.parent
 PATIENCE_S = 300.0  # more than any test needs: a test that fails leaves nothing behind
 RANK = f"""
 import ctypes, json, os, sys, time
@@ -102,10 +102,6 @@ def codes(ranks: list[subprocess.Popen]) -> list[int]:
     return [rank.wait(PATIENCE_S) for rank in ranks]
 
 
-def outcome(run_dir: Path) -> dict:
-    return json.loads((run_dir / "outcome.json").read_text())
-
-
 def exit_record(run_dir: Path, rank: int) -> dict:
     return json.loads((run_dir / f"log/exit_rank_{rank:04d}.json").read_text())
 
@@ -161,7 +157,7 @@ def test_the_rank_that_is_least_advanced_is_named(start: Start, run_dir: Path, b
     "slow",
     [
         "dog.phase('compile', step=7, is_start=True)\ntime.sleep(3)",
-        "dog.phase('step', step=7)\nfor _ in range(30): time.sleep(0.1), dog.beat()",
+        "dog.phase('step', step=7)\nfor _ in range(30): time.sleep(0.1), dog.heartbeat()",
     ],
     ids=["compiles", "makes progress"],
 )
@@ -198,7 +194,9 @@ def test_a_compiler_that_hangs_is_ended_like_a_start(start: Start, run_dir: Path
 # ---- a rank that is gone ---------------------------------------------------------------------------------------------
 
 DIES = "os.kill(os.getpid(), 9)"
-WAITS = "join()\ndog.phase('step', step=7)\nwhile not Path(sys.argv[1], 'log/exit_rank_0001.json').exists(): dog.beat()"
+WAITS = """join()
+dog.phase('step', step=7)
+while not Path(sys.argv[1], 'log/exit_rank_0001.json').exists(): dog.heartbeat()"""
 OOM = "(folder.path / 'memory.events').write_text('oom 1\\noom_kill 4\\n')\nos.kill(os.getpid(), 9)"
 
 
@@ -252,7 +250,7 @@ def test_switched_off_it_watches_nothing(run_dir: Path):
     cfg = WatchdogConfig(enabled=False, step_s=0.01, start_s=0.01)
     with Watchdog(cfg, RunFolder(str(run_dir))) as dog:
         dog.phase("data", step=1)
-        dog.beat()
+        dog.heartbeat()
         assert not dog.is_open
 
 

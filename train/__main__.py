@@ -13,7 +13,7 @@ def main() -> int:
     use_console("stderr")
     from train import entry  # seconds: by now torchrun's end, or a full disk, cannot leave it behind
 
-    return entry.main()
+    return entry.run_command_line()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from train.host.launched import Launched, launched
 from train.host.runtime import search_rarely
 from train.host.torchrun import end_torchrun
 from train.run_folder.folder import RunFolder
-from train.run_folder.outcome import may_go_on, what_is_over
+from train.run_folder.outcome import may_continue, what_is_over
 from train.storage.folders import is_s3
 
 logger = logging.getLogger("train")
@@ -33,7 +33,7 @@ USED += ("checkpoint.keep", "model.pretrained", "model.init_from", "backend.devi
 USED += ("data.num_workers", "export", "s3.endpoint")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run_command_line(arguments: Sequence[str] | None = None) -> int:
     """Run as the command line says. Returns the exit code."""
     parser = cli.settings_parser(
         "train",
@@ -86,7 +86,7 @@ def attempt(cfg: TrainConfig) -> int:
             except BaseException as error:
                 is_agreed = isinstance(error, AGREED)  # by all ranks, which have left in order
                 logger.error("failed: %s", error, exc_info=not is_agreed)
-                if not may_go_on(kind_of(error), ""):
+                if not may_continue(kind_of(error), ""):
                     end_torchrun()
                 if launch.world_size > 1 and not is_agreed:
                     leave_at_once(cli.FAILED)  # waiting for the others could hang; torchrun ends them

@@ -26,8 +26,8 @@ logger = logging.getLogger("train")
 
 
 def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recorder) -> float | None:
-    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig. If a rank is asked
-    to stop meanwhile, the evaluation ends after a batch or two; None is returned, and the run owes it.
+    """Run an evaluation and record it. Returns its score, lower being better: see config.BestConfig. None if a rank is
+    asked to stop meanwhile: then the run owes the evaluation.
     """
     began_s = time.perf_counter()
     votes = Votes(backend.world, attempt.stop)
@@ -48,7 +48,7 @@ def evaluate(attempt: Attempt, backend: Backend, engine: Engine, recorder: Recor
                 return str(error)
             return None
 
-        failure = backend.world.run_on_rank0(write, attempt.watch.beat)
+        failure = backend.world.run_on_rank0(write, attempt.watch.heartbeat)
         if failure is not None:
             recorder.alarm(f"the predictions of this evaluation are not written: {failure}")
     return score
@@ -107,7 +107,7 @@ def measure(
     by_data_rank = {data_rank: part for data_rank, part in gathered if part is not None}
     # On the host, in the order of the data: the same numbers on any number of ranks.
     merged = order.merged([by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]) if gathered else np.empty(0)
-    return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.beat), merged
+    return backend.world.run_on_rank0(lambda: task.eval_metrics(merged), attempt.watch.heartbeat), merged
 
 
 def agreed(batches: Iterator[list[Batch]], votes: Votes) -> Iterator[Batch]:

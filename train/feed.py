@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import Progress
 from train.config import InputError, Plan, ShardsConfig, TrainConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, failure_of
@@ -31,7 +31,7 @@ def check_same_data(ids: list[str]) -> None:
 
 
 class TrainData:
-    """The micro batches of each step of this rank, from the run's position on; a context of what brings the shards."""
+    """The micro batches of each step of this rank, from the run's position on. The `prefetcher` brings the shards."""
 
     def __init__(
         self, cfg: TrainConfig, plan: Plan, task: Task, backend: Backend, engine: Engine, progress: Progress
@@ -57,13 +57,6 @@ class TrainData:
     def draw(self) -> tuple[list[Batch], Exception | None]:
         """The next step's micro batches, on the device; see `draw`."""
         return draw(self.steps)
-
-    def __enter__(self) -> TrainData:
-        self.prefetcher.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.prefetcher.__exit__(*error)
 
 
 def train_order(

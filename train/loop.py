@@ -17,7 +17,7 @@ from train.attempt.attempt import ENDS, Attempt, begin, record_end
 from train.attempt.checkpoint_manager import CheckpointManager
 from train.attempt.preempt import StopRequest
 from train.backend import Backend, open_backend
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import Progress
 from train.config import TrainConfig, check, make_plan
 from train.data.batches.loader import Batch
 from train.evaluation import evaluate, write_samples
@@ -105,7 +105,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         run_tag=os.environ.get("NEURON_PROCESS_TAG"),
     )
     flops = partial(task.flops_per_example, model)
-    with data:  # until the samples of the export have been read
+    with data.prefetcher:  # until the samples of the export have been read
         with (
             monitor,
             Recorder(cfg, plan, folder, backend, engine, flops, progress, monitor, on_line) as metrics,
@@ -119,7 +119,7 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
         watch.phase("export", is_start=True)  # the others wait for rank 0
         if cfg.export and reason in ENDS:
             engine.gather_full_model()
-            world.run_on_rank0(lambda: export(attempt, checkpoints, model), watch.beat)
+            world.run_on_rank0(lambda: export(attempt, checkpoints, model), watch.heartbeat)
     return reason, metrics.progress.step
 
 
@@ -159,7 +159,7 @@ def train(
         lr = learning_rate(progress.step, cfg=cfg.optim, plan=plan)
         engine.begin_step(sum(batch["count"] for batch in batches), lr)
         for number, batch in enumerate(batches, start=1):
-            watch.beat()
+            watch.heartbeat()
             engine.forward_backward(batch, is_last=number == len(batches))
         grad_norm = engine.reduce_and_clip()  # stays on the device, as the losses do
         engine.optimizer_step(grad_norm)  # changes nothing unless the norm is finite

@@ -95,12 +95,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--node-rank", type=int, metavar="R", help="number of this machine from 0 [SLURM_NODEID]")
     parser.add_argument("--master-addr", metavar="HOST", help="machine 0 [the first of Slurm's list]")
     parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="of several machines [29500]")
-    parser.add_argument(
-        "--retries", type=int, default=1, metavar="N", help="rounds over graphs that failed to compile [1]"
-    )
-    parser.add_argument(
-        "--clear-locks", action="store_true", help="clear locks first; only while nothing else uses the cache"
-    )
+    parser.add_argument("--retries", type=int, default=1, metavar="N", help="rounds over graphs that failed [1]")
+    parser.add_argument("--clear-locks", action="store_true", help="clear locks first; nothing else may use the cache")
     parser.add_argument("--dry-run", action="store_true", help="print the command and its variables, and stop")
     return parser.parse_intermixed_args(arguments)
 
@@ -150,18 +146,11 @@ def short_run(run_dir: Path, *, lengths: int = 1) -> list[str]:
     Model, task, optimizer and batches stay, as they make the graphs: `lengths` of them, all in the first steps.
     """
     return [
-        f'run_dir="{run_dir}"',
-        "collect_graphs=true",
-        f"max_steps={STEPS * lengths}",
-        "max_examples=null",
-        "max_epochs=null",
+        *(f'run_dir="{run_dir}"', "collect_graphs=true", f"log_every={LOG_EVERY}", "tensorboard=false"),
+        *(f"max_steps={STEPS * lengths}", "max_examples=null", "max_epochs=null", "data.verify=false"),
         "optim.warmup_steps=null",  # a fixed number could be longer than the run
-        f"log_every={LOG_EVERY}",
-        "eval_every=null",  # but the one at the end stays, for its graph
-        "early_stop.patience=null",
+        *("eval_every=null", "early_stop.patience=null"),  # but the evaluation at the end stays, for its graph
         *("export=false", "best.export=false", "hub.push_to=null"),
-        "tensorboard=false",
-        "data.verify=false",
     ]
 
 
@@ -220,11 +209,7 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
     locked = machine.cached_graphs(job.cache, "*.lock")
     if locked:  # a locked graph is silently not compiled
         print(f"{job.cache} holds {len(locked)} locks: if nothing else compiles into it now, add --clear-locks")
-    print(
-        "compiling takes minutes a graph; Neuron reports 13 minutes for BERT-large on a trn1.32xlarge, 40 without "
-        "this. Losses and figures below mean nothing.",
-        flush=True,
-    )
+    print("compiling takes minutes a graph. Losses and figures below mean nothing.", flush=True)
     began_s = time.monotonic()
     status = run_tool(job.command, environ, folder=job.work / "attempt_0")
     results = read_results(job.work / "attempt_0")
@@ -293,11 +278,10 @@ def advice(job: Job) -> str:
     """Text on where the graphs are, and what makes them useless."""
     versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
     compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
+    flags = shlex.quote(job.added["NEURON_CC_FLAGS"])
     return (
-        f"cache: {job.cache}\nThe cache knows a graph by its operations and shapes (model, task, optimizer, precision, "
-        f"seq_len, micro_batch_size={job.plan.micro_batch_size}, accumulation, world size {job.plan.world_size}), by "
-        f"NEURON_CC_FLAGS={shlex.quote(job.added['NEURON_CC_FLAGS'])} and by {compiler}: if one of these changes, "
-        "it is compiled again. Start the run with the same NEURON_CC_FLAGS and NEURON_COMPILE_CACHE_URL."
+        f"cache: {job.cache}\nStart the run with the same NEURON_CC_FLAGS={flags}, NEURON_COMPILE_CACHE_URL, settings "
+        f"and world size, and {compiler}: a graph for which one of these has changed is compiled again."
     )
 
 

@@ -26,7 +26,7 @@ from train.models.memory import advice
 from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease
-from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_go_on
+from train.run_folder.outcome import OUT_OF_MEMORY, STOP_FILE, Outcome, may_continue
 from train.run_folder.ownership import LeaseLost, check_owner
 from train.storage.folders import make_folder
 from train.tasks import Task
@@ -173,7 +173,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     else:
         name = "" if isinstance(error, OutOfMemory) else f"{type(error).__name__}: "
         outcome, reason = "failed", f"failed: {name}{error}"
-    goes_on = may_go_on(kind, attempt.folder.previous.get("kind", ""))
+    goes_on = may_continue(kind, attempt.folder.previous.get("kind", ""))
     attempt.folder.exit_file(reason, None)
     attempt.folder.outcome(Outcome(outcome, kind, reason, None, attempt.checkpoint, goes_on=goes_on))
 

@@ -14,8 +14,7 @@ import torch
 
 from train.attempt import goodput
 from train.checkpoints.loader import Loaded, fitting, load, read_weights
-from train.checkpoints.manifest import Damaged, Manifest, NoneValid
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress
 from train.checkpoints.retention import best, look_at_all
 from train.checkpoints.saver import AsyncSaver, Saved, SavesFail
 from train.checkpoints.store import open_store
@@ -38,7 +37,7 @@ class CheckpointManager:
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
         self.attempt, self.backend, self.engine = attempt, backend, engine
-        self.cfg, self.world, self.beat = attempt.cfg, backend.world, attempt.watch.beat
+        self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
         self.last_rollback: int | None = None  # the step that the run went back to
         self.lost: goodput.Lost | None = None  # what a fault has cost, until it is reported
@@ -58,7 +57,7 @@ class CheckpointManager:
                     self.store.collect_garbage(ended_below=self.attempt.lease.ended_below)
             return goodput.newest_saved(self.attempt.folder.metrics)
 
-        newest = self.world.run_on_rank0(tidy, self.beat)
+        newest = self.world.run_on_rank0(tidy, self.on_wait)
         self.loaded = self._load()
         if not self.loaded.ranks and newest is not None:
             raise NoneValid(
@@ -69,9 +68,7 @@ class CheckpointManager:
 
     def _load(self) -> Loaded:
         identity, settings, force = self.attempt.identity, flat(self.cfg), self.cfg.resume.force
-        return load(
-            self.store, self.engine, self.backend, identity=identity, settings=settings, force=force, beat=self.beat
-        )
+        return load(self.store, self.engine, self.backend, identity, settings, force=force, on_wait=self.on_wait)
 
     @contextmanager
     def saving(self, recorder: Recorder) -> Iterator[None]:
@@ -95,17 +92,10 @@ class CheckpointManager:
         self._restore_window(self.loaded)
         for fault in self.loaded.faults:
             recorder.fault(fault)
-        progress = recorder.progress
-        attempt.folder.clock.attempts_before_s = max(progress.attempts_s, progress.productive_s)
         if self.world.rank == 0:
             assert recorder.journal is not None
-            self.lost = goodput.lost(
-                attempt.folder.metrics,
-                attempt.folder.previous,
-                lease.previous if lease is not None else None,
-                attempt=recorder.journal.attempt,
-                step=progress.step,
-            )
+            number, step, owner = recorder.journal.attempt, recorder.progress.step, lease.previous if lease else None
+            self.lost = goodput.lost(attempt.folder.metrics, attempt.folder.previous, owner, attempt=number, step=step)
         if attempt.saves:
             self.saver.warm()
         waits = True
@@ -184,7 +174,6 @@ class CheckpointManager:
         if stop.saves_soon is not None:
             logger.info("step %d: saving, as asked by %s", progress.step, stop.saves_soon)
             stop.saved()
-        progress.attempts_s = self.attempt.folder.clock.attempts_s()
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {**dataclasses.asdict(window), "count": count, "tokens": tokens, "wait_s": 0.0, "work_s": 0.0}
         loss_sum = float(self.backend.to_host([self.engine.loss_sum])[0])
@@ -192,7 +181,7 @@ class CheckpointManager:
         must = is_last or (self.cfg.best.export and progress.best_step == progress.step)
         patience_s = last_save_patience_s(self.cfg, self.attempt.began_s) if is_last else 0.0
         if self.attempt.saves:
-            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, beat=self.beat)
+            self.saver.save(progress, own, metric=metric, must=must, patience_s=patience_s, on_wait=self.on_wait)
 
     def roll_back(self) -> Progress:
         """Restore weights, optimizer and step of the newest checkpoint, or of the one before it if the last rollback
@@ -205,13 +194,13 @@ class CheckpointManager:
             text += f" (nonfinite.max_skips={self.cfg.nonfinite.max_skips}; this device counts skips itself and is "
             text += f"read every log_every={self.cfg.log_every} steps)"
         self.attempt.watch.phase("roll back", is_start=True)
-        self.saver.wait(self.beat)
+        self.saver.wait(self.on_wait)
         self.report()
         if now.rollbacks >= limit:
             raise FloatingPointError(
                 f"{text}, after {now.rollbacks} rollbacks (nonfinite.max_rollbacks={limit}); try a lower optim.lr"
             )
-        self.world.run_on_rank0(self._quarantine_what_failed, self.beat)
+        self.world.run_on_rank0(self._quarantine_what_failed, self.on_wait)
         loaded = self._load()
         if not loaded.ranks:
             raise FloatingPointError(f"{text}, and there is no checkpoint to go back to; try a lower optim.lr")
@@ -242,7 +231,7 @@ class CheckpointManager:
         """Wait until the last save is committed. Raises SavesFail on all ranks if it failed, and LeaseLost if the run
         folder was lost since the votes were last counted.
         """
-        self.saver.wait(self.beat)
+        self.saver.wait(self.on_wait)
         lost = self.attempt.failure
         if self.world.sum([lost is not None])[0]:
             self.world.raise_failure(lost)

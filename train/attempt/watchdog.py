@@ -30,7 +30,7 @@ from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter
 from train.host.processes import ENDED_STATES, read_process
 from train.run_folder.folder import RunFolder
-from train.run_folder.outcome import Outcome, may_go_on, write_outcome
+from train.run_folder.outcome import Outcome, may_continue, write_outcome
 from train.storage.folders import canonical_json
 
 STDERR = 2
@@ -129,9 +129,9 @@ class Watchdog:
             self.own.count = 0
         self.is_start, self.is_compiling, self.rearm_s = is_start, False, 0.0
         self.own.limit_s, self.own.step, self.own.phase = self.limit_s, number, name.encode()
-        self.beat()
+        self.heartbeat()
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Record progress: a micro batch, a batch of an evaluation, a file of a checkpoint."""
         self.own.at_s = now_s = time.monotonic()
         self.own.count += 1
@@ -190,11 +190,11 @@ class Watchdog:
         """Return a stopped rank of this machine, else its least advanced one, if no rank at its step has time left in
         two looks: during the first one a rank may be writing its heartbeat, or about to.
         """
-        beats = self.heartbeats()
-        lowest = min(beat.step for beat in beats.values())
-        behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
-        is_late = all(beat.age_s > beat.limit_s for beat in behind.values())
-        before, self.suspects = self.suspects, {rank: beat.at_s for rank, beat in behind.items()} if is_late else {}
+        ranks = self.heartbeats()
+        lowest = min(each.step for each in ranks.values())
+        behind = {rank: each for rank, each in ranks.items() if each.step == lowest}
+        is_late = all(each.age_s > each.limit_s for each in behind.values())
+        before, self.suspects = self.suspects, {rank: each.at_s for rank, each in behind.items()} if is_late else {}
         if not is_late or before != self.suspects:
             return None
         return min(behind, key=lambda rank: (not self.is_stopped(rank), behind[rank].count, behind[rank].at_s))
@@ -210,10 +210,10 @@ class Watchdog:
         self.is_open = False  # a heartbeat may no longer arm the timer
         # The timer is needed here too: the file system of the run folder may hang as well.
         faulthandler.dump_traceback_later(MARGIN_PERIODS * self.period_s, exit=True, file=STDERR)
-        beats = self.heartbeats()
-        beat, is_alike = beats[stuck], len({(each.step, each.phase, each.count) for each in beats.values()}) == 1
-        limit = f"watchdog.{'step_s' if beat.limit_s == self.cfg.step_s else 'start_s'}={beat.limit_s:g}"
-        reason = f"stuck: rank {stuck} has been in {beat.where} for {beat.age_s:.0f} s ({limit})"
+        ranks = self.heartbeats()
+        last, is_alike = ranks[stuck], len({(each.step, each.phase, each.count) for each in ranks.values()}) == 1
+        limit = f"watchdog.{'step_s' if last.limit_s == self.cfg.step_s else 'start_s'}={last.limit_s:g}"
+        reason = f"stuck: rank {stuck} has been in {last.where} for {last.age_s:.0f} s ({limit})"
         if is_alike and not launched().is_one_machine:
             reason += "; all ranks of this machine are waiting, perhaps for a rank of another machine"
         for rank, peer in self.peers.items():
@@ -221,7 +221,7 @@ class Watchdog:
                 reason += f"; rank {rank} is stopped (SIGSTOP) and was killed"
                 os.kill(peer.pid, signal.SIGKILL)
         reason += f"; stacks in {self.folder.log.name}/stacks_rank_*.txt"
-        self.report("stuck", reason, {stuck, self.rank}, beat, writes_stacks=True)
+        self.report("stuck", reason, {stuck, self.rank}, last, writes_stacks=True)
         time.sleep(OTHERS_PERIODS * self.period_s)
         os._exit(1)
 
@@ -244,12 +244,12 @@ class Watchdog:
             self.report(kind, reason, {rank}, self.own)
 
     def report(
-        self, kind: str, reason: str, ranks: Collection[int], beat: Heartbeat, *, writes_stacks: bool = False
+        self, kind: str, reason: str, ranks: Collection[int], last: Heartbeat, *, writes_stacks: bool = False
     ) -> None:
         """Write how the run failed, at which heartbeat, the exit records of `ranks`, and the stacks of this process.
         The first rank that records the failure prints it. Nothing is written to a folder of another job.
         """
-        is_first, step = True, beat.step if beat.step >= 0 else None
+        is_first, step = True, last.step if last.step >= 0 else None
         with self.folder.logging_failures():
             self.folder.check_owner()
             if writes_stacks:
@@ -258,7 +258,7 @@ class Watchdog:
                     file.flush()
                     faulthandler.dump_traceback(file, all_threads=True)
             if self.is_ours:
-                goes_on = may_go_on(kind, self.folder.previous.get("kind", ""))
+                goes_on = may_continue(kind, self.folder.previous.get("kind", ""))
                 outcome = Outcome("failed", kind, reason, step, None, goes_on=goes_on)
                 is_first = write_outcome(self.folder.folder, outcome, replaces=LOST_PEER)
             content = {"reason": reason, "step": step, "time_unix_s": round(time.time(), 1)}

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.checkpoints.manifest import LATEST, Damaged, Manifest, step_name, step_of
+from train.checkpoints.manifest import Damaged, Manifest, step_name
 from train.checkpoints.retention import ALWAYS_VALID, Retention, best, look_at_all
 from train.checkpoints.store import Store, open_store
-from train.cli import compose as cli
 from train.cli.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check
@@ -56,13 +55,12 @@ def fetch(store: Store, step: int) -> Path:
 # ---- list ----------------------------------------------------------------------------------------------------------
 
 
-def table(folder: Folder, store: Store) -> Iterator[str]:
+def table(store: Store) -> Iterator[str]:
     """A line for each step: what the manifest says, and whether the files have their lengths. No file is read."""
     whole, damaged = look_at_all(store)
     rows = {step: [*row(manifest), "unverified"] for step, manifest in whole.items()}
     rows |= {step: [str(step), *"-----", f"damaged: {error}"] for step, error in damaged.items()}
-    hint = latest(folder)
-    names = {"newest": max(whole, default=None), "best": best(whole), LATEST: hint}
+    names = {"newest": max(whole, default=None), "best": best(whole)}
     for step, cells in rows.items():
         marks = [name for name, marked in names.items() if marked == step]
         cells[-1] += f"  ({', '.join(marks)})" if marks else ""
@@ -73,8 +71,6 @@ def table(folder: Folder, store: Store) -> Iterator[str]:
         yield "  ".join([*padded, line[-1]])
     if not rows:
         yield f"{store.location}: no checkpoint"
-    if hint is not None and hint not in rows:
-        yield f"{LATEST} says step {hint}, which is not there; it is only a hint"
     for name in store.quarantined():
         yield f"in quarantine: {name}"
 
@@ -87,14 +83,6 @@ def row(manifest: Manifest) -> list[str]:
 
 def size(manifest: Manifest) -> str:
     return f"{manifest.num_bytes / 1e6:,.1f} MB"
-
-
-def latest(folder: Folder) -> int | None:
-    try:
-        name = folder.read(f"checkpoints/{LATEST}").decode(errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    return step_of(name)
 
 
 # ---- verify and prune ----------------------------------------------------------------------------------------------
@@ -115,7 +103,7 @@ def verify(store: Store, step: int | None) -> int:
     if step is None:
         start = f"resumes from step {valid[-1]}" if valid else "begins anew: there is no checkpoint"
         print(f"the next start {'fails: there are checkpoints, and none is valid' if is_lost else start}")
-    return cli.FAILED if is_lost or len(valid) < len(steps) else cli.DONE
+    return FAILED if is_lost or len(valid) < len(steps) else DONE
 
 
 def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
@@ -125,7 +113,7 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
     if not removes:
         show(Retention(store, keep).reasons(), store.remove_uncommitted(range(sys.maxsize), dry=True), "would go")
         print("nothing was removed: --yes does it, once no job holds the run")
-        return cli.DONE
+        return DONE
     with Lease(folder, LeaseConfig().ttl_s, on_wait=lambda text: print(text, file=sys.stderr)) as lease:
         reasons = Retention(store, keep).reasons()
         for step in [step for step, reason in reasons.items() if reason is None]:
@@ -134,7 +122,7 @@ def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
         lease.check()
         uncommitted = store.remove_uncommitted(range(lease.ended_below))
     show(reasons, uncommitted, "removed")
-    return cli.DONE
+    return DONE
 
 
 def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
@@ -164,7 +152,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
         raise InputError(f"{error}{hint if is_s3(cfg.data.path) and s3 == S3Config() else ''}") from error
     store.release(path)
     print(f"{target}: step {step}, {why}; from_pretrained of transformers reads it")
-    return cli.DONE
+    return DONE
 
 
 def chosen(store: Store, step: int | None) -> tuple[int, str]:
@@ -190,7 +178,7 @@ def diff(folder: Folder, options: argparse.Namespace) -> int:
         manifests = [first.manifest(step) for step in options.steps]
         for line in compare(manifests, paths, limit=None if options.all else options.limit):
             print(line)
-    return cli.DONE
+    return DONE
 
 
 # ---- command line --------------------------------------------------------------------------------------------------
@@ -246,12 +234,12 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
                 return prune(folder, store, options.keep, removes=options.yes)
             if options.command == "export":
                 return export(folder, store, options, s3)
-            for line in table(folder, store):
+            for line in table(store):
                 print(line)
     except (Damaged, LeaseLost) as error:
         print(f"error: {error}", file=sys.stderr)
-        return cli.FAILED
-    return cli.DONE
+        return FAILED
+    return DONE
 
 
 if __name__ == "__main__":

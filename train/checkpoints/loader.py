@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.backend.base import load as load_file
-from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Untrusted
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, Untrusted
 from train.checkpoints.store import Store
 from train.config import Failure
 from train.parallel.pieces import Tensors
@@ -67,25 +66,25 @@ def load(
     store: Store,
     engine: Checkpointed,
     backend: Backend,
-    *,
     identity: dict[str, Any],
     settings: dict[str, Any],
+    *,
     force: bool,
-    beat: Callable[[], None] = no_wait,
+    on_wait: Callable[[], None] = no_wait,
 ) -> Loaded:
     """Restore weights, optimizer and random numbers of the newest valid checkpoint; all ranks call it.
 
     Raises InputError if it is of another run (unless `force`), NoneValid on all ranks if there are only damaged ones.
     """
     world = backend.world
-    manifest, faults = world.run_on_rank0(lambda: newest_valid(store), beat)
+    manifest, faults = world.run_on_rank0(lambda: newest_valid(store), on_wait)
     if manifest is None:
         return Loaded(faults=faults)
     check_same_run(manifest.identity, identity, source=f"{store.location} at step {manifest.step}", force=force)
     changed = differences(manifest.settings, {key: settings[key] for key in settings if key in manifest.settings})
     if changed:
         logger.info("changed since step %d: %s", manifest.step, ", ".join(changed))
-    world.run_on_local_rank0(lambda: bring(store, manifest.step, world), beat)
+    world.run_on_local_rank0(lambda: bring(store, manifest.step, world), on_wait)
     path = store.path_of(manifest)
 
     def restore() -> list[State]:

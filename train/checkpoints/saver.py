@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from train.checkpoints.manifest import FILE, Manifest, file_name
-from train.checkpoints.progress import Progress
+from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
 from train.checkpoints.retention import Retention
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
@@ -102,7 +101,7 @@ class AsyncSaver:
         metric: float | None,
         must: bool = False,
         patience_s: float = 0.0,
-        beat: Callable[[], None] = no_wait,
+        on_wait: Callable[[], None] = no_wait,
     ) -> None:
         """Begin to save this step, with this rank's `own` small state. While the last save is pending, this waits for
         checkpoint.max_wait_s and then leaves the step out; with `must` it waits as long as it takes. A request to S3
@@ -110,7 +109,7 @@ class AsyncSaver:
         """
         began_s = time.monotonic()
         if must:
-            self.wait(beat)
+            self.wait(on_wait)
         if not self.world.broadcast(self.world.rank == 0 and self.is_free(progress.step, began_s)):
             return
         self.engine.check_replicas()
@@ -143,9 +142,9 @@ class AsyncSaver:
         if part:
             self.warming = self.pool.submit(self.staging.warm, part, self.backend)
 
-    def wait(self, beat: Callable[[], None] = no_wait) -> None:
+    def wait(self, on_wait: Callable[[], None] = no_wait) -> None:
         """Wait until the last save is committed or has failed."""
-        self.world.wait_until(lambda: self.pending is None or self.pending.done(), beat)
+        self.world.wait_until(lambda: self.pending is None or self.pending.done(), on_wait)
 
     def is_free(self, step: int, began_s: float) -> bool:
         """Whether the last save has ended, on rank 0; waits for it a while."""

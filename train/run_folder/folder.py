@@ -43,15 +43,7 @@ from train.host.launched import launched
 from train.run_folder.outcome import NAME, Outcome, read_outcome, write_outcome
 from train.run_folder.ownership import LeaseLost, Owned, check_is_run_folder, check_no_links
 from train.storage.atomic_io import sync, write_atomic
-from train.storage.folders import (
-    Folder,
-    LocalFolder,
-    canonical_json,
-    is_s3,
-    local_path,
-    open_folder,
-    sha256_bytes,
-)
+from train.storage.folders import Folder, LocalFolder, canonical_json, is_s3, local_path, open_folder, sha256_bytes
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -261,18 +253,13 @@ class RunClock:
 
     began_s: float  # of this attempt, by time.monotonic()
     first_started_unix_s: float  # of the first attempt
-    attempts_before_s: float = 0.0  # how long earlier attempts took, without the pauses between them
 
     def attempt_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    def attempts_s(self) -> float:
-        """How long all attempts took, without the pauses between them and without what no checkpoint has."""
-        return self.attempts_before_s + self.attempt_s()
-
     def run_s(self) -> float:
-        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempts_s`."""
-        return max(time.time() - self.first_started_unix_s, self.attempts_s())
+        """The time since the first attempt began, pauses included. Clocks of machines differ: at least `attempt_s`."""
+        return max(time.time() - self.first_started_unix_s, self.attempt_s())
 
 
 def identity_of(cfg: TrainConfig, plan: Plan, data_id: str) -> dict[str, Any]:

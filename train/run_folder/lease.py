@@ -31,7 +31,7 @@ from train.storage.folders import Folder, canonical_json
 
 logger = logging.getLogger("train")
 
-BEATS, LOOKS = 6, 12  # of the owner, and of a job that watches it, in `ttl_s`
+HEARTBEATS, LOOKS = 6, 12  # of the owner, and of a job that watches it, in `ttl_s`
 
 
 class Lease:
@@ -49,7 +49,7 @@ class Lease:
         self.previous: dict[str, Any] | None = None  # the last owner's lease, see KINDS; None: absent or damaged
         self.ended_below = 1  # owners of lower numbers have certainly ended; the last owner may only be silent
         self.claim: dict[str, Any] = {}
-        self.beats = 0
+        self.heartbeats = 0
         self.stop, self.thread = threading.Event(), threading.Thread(target=self.renew)
 
     def __enter__(self) -> Lease:
@@ -72,7 +72,7 @@ class Lease:
             if lease is not None and lease["owner"] == self.claim["owner"]:
                 break
             if number == 0 or self.is_over(number, content):
-                self.number, self.beats, self.previous = number + 1, 0, parse(content)
+                self.number, self.heartbeats, self.previous = number + 1, 0, parse(content)
                 self.folder.create(name_of(self.number), self.content())
         self.check_creates_once()
         with suppress(NotPermitted):
@@ -110,7 +110,7 @@ class Lease:
             if self.thread.is_alive():
                 raise TimeoutError("a heartbeat is still on its way")
             with suppress(LeaseLost):  # there is nothing to release
-                self.beat(released=True)
+                self.heartbeat(released=True)
         except Exception as error:
             logger.warning(f"{self.folder.location} is not released: {type(error).__name__}: {error}")
 
@@ -118,9 +118,10 @@ class Lease:
 
     def renew(self) -> None:
         failing = False
-        while not self.stop.wait(self.ttl_s / BEATS):
+        while not self.stop.wait(self.ttl_s / HEARTBEATS):
             try:
-                self.beat()
+                self.heartbeat()
+                failing = False
             except LeaseLost as lost:
                 logger.error(str(lost))
                 return
@@ -129,18 +130,14 @@ class Lease:
                     risk = f"without a heartbeat for {self.ttl_s:g} s another job may take the folder"
                     logger.warning(f"the lease is not renewed: {type(error).__name__}: {error}; {risk}")
                 failing = True
-            else:
-                if failing:
-                    logger.info("the lease is renewed again")
-                failing = False
 
-    def beat(self, *, released: bool = False) -> None:
+    def heartbeat(self, *, released: bool = False) -> None:
         self.check()
-        self.beats += 1
+        self.heartbeats += 1
         self.folder.write(name_of(self.number), self.content(released=released))
 
     def content(self, *, released: bool = False) -> bytes:
-        changing = {"number": self.number, "beats": self.beats, "step": self.step, "released": released}
+        changing = {"number": self.number, "beats": self.heartbeats, "step": self.step, "released": released}
         return canonical_json({**self.claim, **changing})
 
     # ---- is the owner gone? -----------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ class Lease:
                 self.ended_below = number + 1
                 return True
         self.ended_below = number
-        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # the owner beats at its own pace
+        ttl_s = max(self.ttl_s, lease["ttl_s"] if lease else 0)  # of the owner's heartbeats
         until = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() + ttl_s))
         self.on_wait(
             f"{self.folder.location} was last used by {describe(content)}, whose state is not known here: watching for "

@@ -32,7 +32,7 @@ class Outcome:
 KEYS = {each.name for each in fields(Outcome)}
 
 
-def may_go_on(kind: str, previous: str) -> bool:
+def may_continue(kind: str, previous: str) -> bool:
     """Whether the same command may succeed after a failure of this kind that followed one of the kind `previous`. It is
     tried once more after memory ran out, as another program may have taken it.
     """

@@ -66,10 +66,7 @@ def check_no_links(location: str) -> None:
     path = local_path(location)
     for file in (file for folder in (path, path / "log") if folder.is_dir() for file in folder.iterdir()):
         is_link = file.is_symlink() and not file.is_dir()
-        check(
-            not is_link,
-            f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it",
-        )
+        check(not is_link, f"run_dir={location} holds a link, {file.name}: a run would write through it; remove it")
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
@@ -92,12 +89,8 @@ def check_is_run_folder(folder: Folder, names: set[str]) -> dict[str, Any]:
     identity = find_identity(folder) if ENVIRONMENT in names else None
     if identity is not None:
         return identity
-    if LEASES.rstrip("/") in names and any(parse(folder.read(name_of(number))) for number in numbers(folder)):
-        check(
-            ENVIRONMENT not in names,
-            f"{folder.location}/{ENVIRONMENT} is damaged: it does not describe a run; restore it or choose another "
-            "run_dir",
-        )
+    has_leases = LEASES.rstrip("/") in names and ENVIRONMENT not in names  # which is damaged, or another program's
+    if has_leases and any(parse(folder.read(name_of(number))) for number in numbers(folder)):
         return {}
     inner = [name for top in ("lease/", "log/") if top.rstrip("/") in names for name in folder.names(top)]
     strange = [name for name in sorted({*names, *inner} - {"lease", "log"}) if not NEUTRAL.fullmatch(name)]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from train.backend import Backend
-    from train.checkpoints.progress import Progress
+    from train.checkpoints.manifest import Progress
     from train.checkpoints.saver import Saved
     from train.data.batches.loader import Batch
     from train.parallel import Engine
