@@ -14,7 +14,7 @@ from ami.images import TAG, Image, differences, faults, find_by_name, own_images
 from ami.manifest import check_installed, installed
 from launch.ec2.account import KIND_TAG, OWN_IMAGE
 from launch.ec2.api import Api
-from launch.show import columns
+from launch.values import columns
 from train.cli.command import DONE, FAILED, command_parser, guarded, printable
 from train.config import InputError, S3Config, check
 from train.host.versions import read_versions

@@ -9,38 +9,43 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from launch import code, commands, estimate, show, submit
+from launch import code, commands, submit
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
 from launch.engines import INSTANCE, Engine
+from launch.estimate import HEADER, Estimate, cells, estimate
+from launch.job import Job
 from launch.plan import make_job, run_overrides
 from launch.record import Record
 from launch.schedulers import SETTINGS, engine, scheduler
+from launch.values import columns, line, paragraph
 from train.cli import compose as cli
 from train.cli.command import guarded
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check
 from train.data.shards.format import read_manifest
 from train.storage.folders import open_folder
 
-USED: tuple[str, ...] = (
-    "nodes",
-    "spares",
-    "processes_per_node",
-    "submit",
-    "check",
-    "detach",
-    "mfu",
-    "calibrate",
-    "prepare",
+WIDTH = 110  # columns
+USED = "nodes spares processes_per_node submit check detach mfu calibrate prepare parts"
+USED += " cluster.gate cluster.attempts cluster.rendezvous"
+EXAMPLES = (
+    "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
+    "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
+    (
+        "cluster=ec2 cluster.instance_profile=baretrain-machine instance=trn1.32xlarge nodes=4 -- "
+        "experiment=albert_pretrain data.path=s3://bucket/albert run_dir=s3://bucket/runs/a s3.region=us-east-1"
+    ),
+    "status runs/mine",
 )
-USED += ("parts", "cluster.gate", "cluster.attempts", "cluster.rendezvous")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,25 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
         return guarded(lambda: reject_subcommand(arguments[0]))
     cli.add_schema(LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()])
-    parser = cli.settings_parser(
-        "launch",
-        LaunchConfig,
-        "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
-        f"{' | '.join(commands.COMMANDS)} RUN.",
-        examples=(
-            "cluster=local -- experiment=demo data.path=data/mine run_dir=runs/mine",
-            "cluster=slurm instance=trn1.32xlarge nodes=16 submit=true -- experiment=albert_pretrain run_dir=runs/a",
-            (
-                "cluster=ec2 cluster.instance_profile=baretrain-machine instance=trn1.32xlarge nodes=4 -- "
-                "experiment=albert_pretrain data.path=s3://bucket/albert run_dir=s3://bucket/runs/a s3.region=us-east-1"
-            ),
-            "status runs/mine",
-        ),
-        keys=USED,
-    )
+    purpose = "Plan a run on N machines, and start it with submit=true; settings of the run stand after --. Then: "
+    purpose += f"{' | '.join(commands.COMMANDS)} RUN."
+    parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED.split())
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     own, of_run = with_unknown_type(arguments[:split]), arguments[split + 1 :]
-    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object; nothing starts")
     settings = [each for each in own if not each.startswith("-")]
     return cli.run(
         LaunchConfig, lambda cfg: launch(cfg, settings, of_run, as_json="--json" in own), parser, arguments=own
@@ -111,10 +103,11 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         shown = {**plan, "job": dataclasses.asdict(job), **starts.details(job, record, cfg)}
         print(json.dumps(shown, sort_keys=True))
         return cli.DONE
-    print("\n".join(show.plan_lines(job, run, command, len(bundle.content))))
+    print(*plan_lines(job, command, len(bundle.content)), "", sep="\n")
     if expected is not None:
-        print("", *show.columns(estimate.table(expected)), "", *show.notes(expected.assumptions), sep="\n")
-    print("", *show.paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
+        notes = [textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
+        print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
+    print(*paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
     if isinstance(starts, Engine):
         print("\n".join(starts.write(job) if cfg.submit else ["nothing was written; submit=true does it"]))
         return cli.DONE
@@ -128,7 +121,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
     return starts.attend(job, record, handle, detach=cfg.detach)
 
 
-def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
+def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
     """The estimate, with the length of the sequences and their number where the data can be read from here."""
     rows, seq_len, vocab_size = None, run.seq_len, None
     if isinstance(run.data, ShardsConfig):
@@ -138,17 +131,35 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> estimate.Estimate:
             vocab_size = manifest.tokenizer.vocab_size
         except InputError:
             print(f"note: {run.data.path} is not seen from here: the estimate does without it", file=sys.stderr)
-    calibration = None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3)
-    return estimate.estimate(
+    return estimate(
         run,
         nodes=cfg.nodes,
         processes_per_node=cfg.ranks_per_node,
         seq_len=seq_len or 512,
         rows=rows,
         mfu=cfg.mfu,
-        calibration=calibration,
+        calibration=None if cfg.calibrate is None else read_calibration(cfg.calibrate, run.s3),
         vocab_size=vocab_size,
     )
+
+
+def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]:
+    """What would be started, where, and with which command."""
+    ranks, spares = job.nodes * job.processes_per_node, f" and {job.spares} more as spares" if job.spares else ""
+    machines = f"{job.nodes} x {job.instance}{spares}, {job.processes_per_node} ranks each, {ranks} in all"
+    if job.kind == "prepare":
+        machines = f"{job.parts} part{'s' if job.parts > 1 else ''} of the corpus, each on one {job.instance}"
+    chosen = {key: value for key, value in job.cluster.items() if value not in (None, [], "")}
+    shown = {key: str(value).lower() if isinstance(value, bool) else value for key, value in chosen.items()}
+    return [
+        line("run", f"{job.run_dir} ({job.module})"),
+        line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
+        line("machines", machines),
+        line("cluster", ", ".join(f"{key}={value}" for key, value in shown.items())),
+        line("code", f"{job.code.file}, {bundle_bytes / 1e3:.0f} kB, git {job.code.revision or 'none'}"),
+        *paragraph("variables", "\n".join(f"{name}={value}" for name, value in sorted(job.environment.items()))),
+        *([line("command", shlex.join(request))] if request else []),
+    ]
 
 
 if __name__ == "__main__":

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launch.arithmetic import flops_per_sequence
+from launch.estimate import flops_per_sequence
 from train.cli.saved import read_config
-from train.config import InputError, S3Config, TrainConfig, check
+from train.config import InputError, S3Config, TrainConfig
 from train.models.model_sizes import find_shape, knows_vocabulary, read_shape
 from train.storage.folders import Folder, open_folder
 from train.storage.schema import BadContent, of_type, shown
 from train.telemetry.lines import parse_lines
 
-MAX_RANKS, MAX_TOKENS = 2**20, 2**20
-MAX_METRICS_BYTES = 2**30
-MAX_VALUE = 1e18  # of any number in a line
+MAX_RANKS, MAX_TOKENS, MAX_VALUE = 2**20, 2**20, 1e18  # MAX_VALUE: of any number in a line
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,6 @@ def read_calibration(location: str, s3: S3Config) -> Calibration:
     """Read the speed of a finished run from its folder, local or in S3. InputError for a folder without one."""
     folder = open_folder(location, s3)
     try:
-        size = folder.size("metrics.jsonl") or 0
-        check(size <= MAX_METRICS_BYTES, f"calibrate={location}: metrics.jsonl is of {size} bytes, too many to read")
         content = folder.read("metrics.jsonl")
     except FileNotFoundError as error:
         raise InputError(f"calibrate={location} is no run folder: it holds no metrics.jsonl") from error
@@ -61,11 +57,10 @@ def measured(cfg: TrainConfig, folder: Folder, metrics: bytes) -> Calibration:
         raise BadContent(f"its last attempt has {len(trained)} train lines, and a speed needs 2: set log_every lower")
     sequences, seconds, tokens = (increase(trained, name) for name in ("examples", "train_s", "tokens"))
     world = of_type(int, end.get("world_size"), "world_size")
-    if not 1 <= world <= MAX_RANKS:
-        raise BadContent(f"world_size={world} is no number of ranks")
+    precision = of_type(str, end.get("precision"), "precision")
     seq_len = cfg.seq_len or round(tokens / sequences)
-    if not 1 <= seq_len <= MAX_TOKENS:
-        raise BadContent(f"{tokens:g} tokens in {sequences:g} sequences are not those of a run")
+    if not (1 <= world <= MAX_RANKS and 1 <= seq_len <= MAX_TOKENS):
+        raise BadContent(f"{tokens:g} tokens in {sequences:g} sequences on {world} ranks are not those of a run")
     shape = read_shape(folder) or (find_shape(cfg.model) if knows_vocabulary(cfg.model) else None)
     flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
     if not flops:
@@ -73,7 +68,6 @@ def measured(cfg: TrainConfig, folder: Folder, metrics: bytes) -> Calibration:
             f"calibrate={folder.location}: the size of its model is unknown, so its speed says nothing of others; take "
             "a run with an export, or of a model that is published"
         )
-    precision = of_type(str, end.get("precision"), "precision")
     peak = cfg.instance.peak_flops_per_s(precision)
     flops_per_s = sequences / seconds * flops / world
     return Calibration(

@@ -11,12 +11,13 @@ import io
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import ami
 import conf
 import launch
 import train
-from train.config import InputError
+from train.config import check
 from train.host.environment import commit
 from train.storage.atomic_io import made_once
 from train.storage.folders import sha256_bytes
@@ -29,7 +30,6 @@ START_CODE = b"""import runpy, sys
 if __name__ == "__main__":  # not in the processes that a data loader spawns
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-LEFT_OUT = {"__pycache__"}
 MOST_BYTES = 64 * 2**20  # of an unpacked bundle
 
 
@@ -55,7 +55,7 @@ def pack() -> Bundle:
         for package in PACKAGES:
             top = Path(package.__file__ or "").parent
             for path in sorted(top.rglob("*")):
-                if path.is_file() and not LEFT_OUT & set(path.parts):
+                if path.is_file() and "__pycache__" not in path.parts:
                     add(archive, f"{top.name}/{path.relative_to(top).as_posix()}", path.read_bytes())
     content = packed.getvalue()
     return Bundle(content, sha256_bytes(content), commit() or "")
@@ -69,8 +69,8 @@ def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def unpack(content: bytes, sha256: str, folder: Path) -> Path:
     """The folder below `folder` that holds an unpacked bundle, made if it is absent. InputError for another content."""
-    if sha256_bytes(content) != sha256:
-        raise InputError(f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
+    matches = sha256_bytes(content) == sha256
+    check(matches, f"the code bundle does not match its checksum {sha256[:16]}...; launch the run again")
     folder.mkdir(parents=True, exist_ok=True)
     return made_once(folder / sha256[:32], lambda path: extract(content, path))
 
@@ -80,10 +80,8 @@ def extract(content: bytes, folder: Path) -> None:
     total = 0
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for entry in archive:
-            path = folder / RelativePath(entry.name)
-            total += entry.size
-            file = archive.extractfile(entry) if entry.isreg() else None
-            if file is None or total > MOST_BYTES:
-                raise InputError(f"the code bundle holds {entry.name!r}, which is no plain file of a sensible size")
+            path, total = folder / RelativePath(entry.name), total + entry.size
+            is_plain = entry.isreg() and total <= MOST_BYTES
+            check(is_plain, f"the code bundle holds {entry.name!r}, which is no plain file of a sensible size")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.read())
+            path.write_bytes(cast("IO[bytes]", archive.extractfile(entry)).read())

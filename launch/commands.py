@@ -12,9 +12,8 @@ from launch import logs, submit
 from launch.ec2 import commands as ec2
 from launch.record import SUFFIX, Record
 from launch.schedulers import scheduler
-from launch.show import columns
 from launch.status import Status, clean, lines_of, shown_step, status, watch
-from launch.values import shown_moment
+from launch.values import columns, shown_moment
 from train.cli.command import DONE, Parser, add_s3_flags, command_parser, printable, run_flags
 from train.config import Failure, InputError, S3Config, check
 from train.run_folder.outcome import STOP_FILE
@@ -45,7 +44,7 @@ def of_run(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN", help="run_dir of a run that was launched: a folder or s3://bucket/prefix")
 
 
-# ---- list ------------------------------------------------------------------------------------------------------------
+# ---- list, status, logs ----------------------------------------------------------------------------------------------
 
 
 def list_flags(parser: Parser) -> None:
@@ -82,19 +81,10 @@ def row(seen: Status) -> tuple[str, ...]:
     return clean(seen.run_dir), seen.state, shown_step(seen) or "-", str(nodes), when
 
 
-# ---- status and logs -------------------------------------------------------------------------------------------------
-
-
 def status_flags(parser: Parser) -> None:
     of_run(parser)
-    parser.add_argument(
-        "--watch",
-        metavar="SECONDS",
-        type=seconds,
-        nargs="?",
-        const=EVERY_S,
-        help=f"a line for each change until the job has ended (asked every {EVERY_S:g} s)",
-    )
+    watched = f"a line for each change until the job has ended (asked every {EVERY_S:g} s)"
+    parser.add_argument("--watch", metavar="SECONDS", type=seconds, nargs="?", const=EVERY_S, help=watched)
     parser.add_argument("--json", action="store_true", help="for programs: one object a line")
 
 
@@ -103,9 +93,9 @@ def show_status(options: argparse.Namespace, s3: S3Config) -> int:
     if options.watch is None:
         seen = status(record)
         print(seen.to_json() if options.json else "\n".join(lines_of(seen)))
-        return DONE
-    with suppress(KeyboardInterrupt):  # how one leaves it
-        watch(lambda: status(record), options.watch, as_json=options.json)
+    else:
+        with suppress(KeyboardInterrupt):  # how one leaves it
+            watch(record, options.watch, as_json=options.json)
     return DONE
 
 
@@ -116,9 +106,8 @@ def logs_flags(parser: Parser) -> None:
     which.add_argument("--rank", type=count, metavar="N", help="of one rank")
     which.add_argument("--node", metavar="HOST", help="of one machine")
     parser.add_argument("--attempt", type=count, metavar="K", help="default: the last one, and those that follow")
-    parser.add_argument(
-        "--lines", type=count, metavar="N", default=logs.LINES, help=f"last ones of each file ({logs.LINES})"
-    )
+    last = f"last ones of each file ({logs.LINES})"
+    parser.add_argument("--lines", type=count, metavar="N", default=logs.LINES, help=last)
 
 
 def show_logs(options: argparse.Namespace, s3: S3Config) -> int:
@@ -139,7 +128,7 @@ def count(text: str) -> int:
     return value
 
 
-# ---- stop and cancel -------------------------------------------------------------------------------------------------
+# ---- stop, resume, cancel --------------------------------------------------------------------------------------------
 
 
 def stop(options: argparse.Namespace, s3: S3Config) -> int:
@@ -148,7 +137,7 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
     if seen is None:
         return DONE
     check(seen.kind == "train", f"a preparation keeps what is done: python -m launch cancel {record.run_dir} --yes")
-    if seen.is_waiting or not seen.progress.exists:  # a file STOP alone would be taken for another program's folder
+    if not (seen.answer.nodes and seen.progress.exists):  # a folder with STOP alone is taken for another program's
         end(record, seen)
         print(printable(f"{record.run_dir}: the job was cancelled: it had not begun to train ({seen.answer.text})"))
         return DONE
@@ -163,9 +152,8 @@ def stop(options: argparse.Namespace, s3: S3Config) -> int:
 
 def resume(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
-    handle = submit.resume(record)
+    handle, job = submit.resume(record), record.job()
     print(printable(f"{record.run_dir} was submitted again: python -m launch status {record.run_dir} --watch"))
-    job = record.job()
     return scheduler(job.scheduler).attend(job, record, handle, detach=True)
 
 
@@ -177,14 +165,12 @@ def cancel_flags(parser: Parser) -> None:
 def cancel(options: argparse.Namespace, s3: S3Config) -> int:
     record = Record(options.run, s3)
     seen = active(record, "cancel")
-    if seen is None:
-        return DONE
-    if not options.yes:
+    if seen is not None and options.yes:
+        end(record, seen)
+        print(printable(f"{record.run_dir}: the job was cancelled; {lost(seen)}"))
+    elif seen is not None:
         print(printable(f"{record.run_dir}: the job would end at once ({seen.answer.text}); {lost(seen)}"))
         print("nothing was cancelled: --yes does it; stop instead ends the run with a checkpoint")
-        return DONE
-    end(record, seen)
-    print(printable(f"{record.run_dir}: the job was cancelled; {lost(seen)}"))
     return DONE
 
 
@@ -217,7 +203,7 @@ def lost(seen: Status) -> str:
         return "no step is lost"
     if checkpoint is None:
         return f"all {step:,} steps may be lost: there is no checkpoint yet"
-    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: what lies between may be lost"
+    return f"step {step:,} was reached, the newest checkpoint is of step {checkpoint:,}: the steps between may be lost"
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------

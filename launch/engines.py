@@ -19,7 +19,7 @@ from launch.config import ClusterConfig, LaunchConfig
 from launch.job import Job
 from launch.plan import safe_name
 from launch.record import Record
-from launch.show import line
+from launch.values import line
 from train.config import InputError, check, setting
 from train.storage.folders import LocalFolder, is_s3, local_path
 
@@ -65,14 +65,11 @@ class Engine(ABC):
         kind, instance = cfg.cluster.kind, cfg.instance.name
         if not isinstance(cfg.cluster, self.settings):
             raise InputError(f"cluster.kind={kind} does not fit the settings chosen; choose cluster={kind}")
-        self.cluster = cfg.cluster
+        self.cluster, self.folder = cfg.cluster, LocalFolder(local_path(cfg.cluster.folder))
+        self.uses_efa = cfg.nodes > 1 and bool(cfg.instance.efa_interfaces)
         check(not cfg.prepare, f"prepare=true is not for cluster={kind}; prepare with cluster=local or cluster=slurm")
         ok = re.fullmatch(INSTANCE, instance) is not None
         check(ok, f"cluster={kind} needs the type of its machines: instance=trn1.32xlarge, not {instance!r}")
-
-    @property
-    def uses_efa(self) -> bool:
-        return self.cfg.nodes > 1 and bool(self.cfg.instance.efa_interfaces)
 
     @abstractmethod
     def content(self, job: Job) -> dict[str, Any]:
@@ -97,10 +94,7 @@ class Engine(ABC):
 
     def path(self, name: str) -> str:
         """The whole path of a file that is written."""
-        return str(self.folder().path.absolute() / name)
-
-    def folder(self) -> LocalFolder:
-        return LocalFolder(local_path(self.cluster.folder))
+        return str(self.folder.path.absolute() / name)
 
     def request(self, job: Job, record: Record) -> list[str]:
         return self.steps(job)[0][1]
@@ -114,9 +108,9 @@ class Engine(ABC):
 
     def write(self, job: Job) -> list[str]:
         """Write the files, and say what comes next. InputError for a file that is there and differs."""
-        files, folder = self.files(job), self.folder()
+        files = self.files(job)
         for name, content in files.items():
-            same = folder.create(name, content) or folder.read(name) == content
+            same = self.folder.create(name, content) or self.folder.read(name) == content
             check(same, f"{self.path(name)} is there and differs; remove it, or choose another cluster.folder")
         written = [line("written", self.path(name)) for name in files]
         return [*written, "nothing was started; next:", *(line(what, shlex.join(how)) for what, how in self.steps(job))]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from launch.arithmetic import (
-    DEVICE_HOP_S,
-    NETWORK_HOP_S,
-    all_reduce_s,
-    flops_per_sequence,
-    gradient_bytes,
-    precision_of,
-)
-from launch.calibration import Calibration
-from train.config import InputError, InstanceConfig, TrainConfig, check, make_plan
+from train.config import InputError, InstanceConfig, RecordsConfig, TrainConfig, check, make_plan
 from train.config.parallel import Held
 from train.host.launched import Launched, check_launch
 from train.models.memory import GIB, advice, memory_of
-from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
+from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary, train_flops_per_sequence
+
+if TYPE_CHECKING:
+    from launch.calibration import Calibration
 
 MANY_ROWS = 2**50  # more than any run reads: with them the data is no limit
 COUNTS = (1, 2, 4, 8, 16)
+WITHOUT_BF16 = ("V100", "T4")
+NETWORK_HOP_S = 50e-6  # assumed, of a message between two machines, software included
+DEVICE_HOP_S = 10e-6  # assumed, the same between two devices of a machine
 # Shares of the peak that somebody measured on BERT-large with 128 tokens: 236.8 GFLOP a sequence, by AWS's own formula,
 # in which the head is not counted.
 IN_16_BITS = {
@@ -60,15 +58,6 @@ class Estimate:
     assumptions: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a run computes and sends, and how fast its ranks compute. Unknown figures are None."""
-
-    flops: float | None  # of a sequence
-    gradient_bytes: int
-    flops_per_s: float | None  # of a rank
-
-
 def estimate(
     cfg: TrainConfig,
     *,
@@ -86,60 +75,113 @@ def estimate(
     of these machines.
     """
     flops_per_s, speed_note = speed(cfg, mfu, calibration)
-    shape = find_shape(cfg.model, vocab_size=vocab_size)
-    flops = None if shape is None else flops_per_sequence(cfg, shape, seq_len)
-    work = Work(flops, 0 if shape is None else gradient_bytes(cfg, shape), flops_per_s)
-    table = tuple(
-        row(cfg, each, processes_per_node, seq_len=seq_len, rows=rows, work=work) for each in sorted({*counts, nodes})
-    )
+    shape, processes = find_shape(cfg.model, vocab_size=vocab_size), processes_per_node
+    flops, sent = (None, 0) if shape is None else (flops_per_sequence(cfg, shape, seq_len), gradient_bytes(cfg, shape))
+    table = [planned(cfg, each, processes, rows=rows, seq_len=seq_len) for each in sorted({*counts, nodes})]
+    at = next(each for each in table if each.nodes == nodes)
     if flops is None:
         name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
         notes = [f"no formula for {name} and task={cfg.task.kind}: no estimate of time", speed_note]
     else:
         notes = [f"{flops / 1e9:,.4g} GFLOP to train on a sequence, each of {seq_len} tokens", speed_note]
-        notes += [] if flops_per_s is None else notes_of_network(cfg, work.gradient_bytes, processes_per_node)
+        if flops_per_s is not None:
+            notes += notes_of_network(cfg, sent, processes)
+            table = [timed(each, cfg.instance, flops / flops_per_s, sent, seq_len) for each in table]
     if shape is not None:
-        notes += notes_of_memory(cfg, shape, next(each for each in table if each.nodes == nodes), seq_len)
+        notes += notes_of_memory(cfg, shape, at, seq_len)
         if not knows_vocabulary(cfg.model, vocab_size=vocab_size):
             notes.append(f"a vocabulary of {shape.vocab_size:,}, the default of {shape.model_type}")
     if rows is None and cfg.max_epochs is not None:
         notes.append(f"max_epochs={cfg.max_epochs:g} is left out: the size of the data is unknown")
     notes += [*notes_of_price(cfg.instance), "hours of steps alone, without starts, compiling, evaluations and saves"]
-    return Estimate(table, tuple(notes))
+    return Estimate(tuple(table), tuple(notes))
 
 
-def row(cfg: TrainConfig, nodes: int, processes: int, *, seq_len: int, rows: int | None, work: Work) -> Row:
-    """Return the estimate for one number of machines."""
-    instance, world = cfg.instance, nodes * processes
+def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, seq_len: int) -> Row:
+    """Return the batches and steps on one number of machines."""
+    world = nodes * processes
     try:
-        check_launch(instance, Launched(world_size=world, local_world_size=processes, is_distributed=True))
+        check_launch(cfg.instance, Launched(world_size=world, local_world_size=processes, is_distributed=True))
         cfg.parallel.check_goes_with(replace(cfg.backend, precision=precision_of(cfg)))
         check_layers(cfg)
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
         return Row(nodes, world, reason=str(error))
     is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # its length is in passes over unknown data
-    steps = None if is_open else plan.total_steps
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
-    planned = Row(nodes, world, plan.replicas, *sizes, steps)
-    if work.flops is None or work.flops_per_s is None:
-        return planned
-    compute_s = work.flops * plan.global_batch_size / (work.flops_per_s * world)
-    allreduce_s = all_reduce_s(work.gradient_bytes, instance, nodes=nodes, processes_per_node=processes)
+    return Row(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
+
+
+def timed(row: Row, instance: InstanceConfig, sequence_s: float, gradient_bytes: int, seq_len: int) -> Row:
+    """Return the row with times and prices. `sequence_s`: of a sequence on one rank."""
+    if row.global_batch_size is None:
+        return row
+    compute_s = sequence_s * row.global_batch_size / row.world_size
+    allreduce_s = all_reduce_s(
+        gradient_bytes, instance, nodes=row.nodes, processes_per_node=row.world_size // row.nodes
+    )
     step_s = compute_s + (allreduce_s or 0.0)
-    hours = None if steps is None else steps * step_s / 3600
-    on_demand, spot = instance.usd_per_hour, instance.usd_per_hour_spot
+    hours = None if row.steps is None else row.steps * step_s / 3600
+    prices = instance.usd_per_hour, instance.usd_per_hour_spot
+    on_demand, spot = (None if hours is None or usd is None else hours * row.nodes * usd for usd in prices)
     return replace(
-        planned,
+        row,
         compute_s=compute_s,
         allreduce_s=allreduce_s,
         step_s=step_s,
-        sequences_per_s=plan.global_batch_size / step_s,
-        tokens_per_s=plan.global_batch_size * seq_len / step_s,
+        sequences_per_s=row.global_batch_size / step_s,
+        tokens_per_s=row.global_batch_size * seq_len / step_s,
         hours=hours,
-        usd_on_demand=None if hours is None or on_demand is None else hours * nodes * on_demand,
-        usd_spot=None if hours is None or spot is None else hours * nodes * spot,
+        usd_on_demand=on_demand,
+        usd_spot=spot,
     )
+
+
+# ---- what a step computes and sends ----------------------------------------------------------------------------------
+
+
+def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float | None:
+    """FLOPs to train on one sequence, as the run's own MFU counts them; None for a model without a formula."""
+    labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
+    head = cfg.task.head_size(seq_len, labels)
+    return train_flops_per_sequence(shape, head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
+
+
+def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:
+    """Bytes that a rank adds up with the others, once a step. Gradients are fp32 whatever the products are computed in,
+    but bf16 with that compression, and where the weights themselves are (bf16_stochastic). PowerSGD's are counted in
+    full, which is more than it sends.
+    """
+    trained = shape.trained_parameters(
+        cfg.task.head_size(1), freeze_embeddings=cfg.model.freeze_embeddings, freeze_layers=cfg.model.freeze_layers
+    )
+    is_half = cfg.backend.grad_compression == "bf16" or cfg.backend.precision == "bf16_stochastic"
+    return trained * (2 if is_half else 4)
+
+
+def all_reduce_s(num_bytes: float, instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> float | None:
+    """Seconds of an all-reduce by rings, one among the devices of each machine and one among the machines.
+
+    A ring of n takes 2 (n - 1) messages in turn and sends 2 (n - 1) / n of the bytes over each link. Between machines
+    all network cards work together. What has no known bandwidth is left out; None if something is sent and nothing is
+    known of it.
+    """
+    inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
+    rings = [(processes_per_node, inside and inside * 1e9, DEVICE_HOP_S)]
+    rings += [(nodes, between and between * 1e9 / 8, NETWORK_HOP_S)]
+    known = [(members, rate, hop_s) for members, rate, hop_s in rings if members > 1 and rate is not None]
+    if not known and nodes * processes_per_node > 1:
+        return None
+    return sum(2 * (n - 1) * (num_bytes / n / rate + hop_s) for n, rate, hop_s in known)
+
+
+def precision_of(cfg: TrainConfig) -> str:
+    """The precision that a run would choose: fp32 on CPUs, which is where nothing is known of the machine."""
+    if cfg.backend.precision != "auto":
+        return cfg.backend.precision
+    if cfg.instance.device is None:
+        return "fp32"
+    return "fp16" if cfg.instance.accelerator in WITHOUT_BF16 else "bf16"
 
 
 def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple[float | None, str]:
@@ -149,7 +191,6 @@ def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple
     instance, precision = cfg.instance, precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)
     if mfu is not None:
-        check(0 < mfu <= 1, f"mfu={mfu:g} must be a share of the peak, above 0 and at most 1")
         wants = f"mfu={mfu:g}: the peak of instance={instance.name} is unknown; give calibrate=RUN instead"
         check(peak is not None, wants)
         return (peak or 0.0) * mfu, f"{mfu:.1%} of the peak of {precision}, as given"
@@ -177,31 +218,27 @@ def speed(cfg: TrainConfig, mfu: float | None, run: Calibration | None) -> tuple
     return peak * share, note
 
 
-# ---- what is assumed -----------------------------------------------------------------------------------------------
+# ---- what is assumed -------------------------------------------------------------------------------------------------
 
 
 def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[str]:
-    instance = cfg.instance
-    inside, between = instance.device_link_gbyte_per_s, instance.network_gbit_per_s
+    inside, between = cfg.instance.device_link_gbyte_per_s, cfg.instance.network_gbit_per_s
     known = [f"{inside:g} GB/s and {DEVICE_HOP_S * 1e6:g} µs a message inside a machine"] if inside else []
     known += [f"{between:g} Gbit/s and {NETWORK_HOP_S * 1e6:g} µs between machines"] if between else []
-    notes = [
-        f"an all-reduce of {num_bytes / 1e6:,.4g} MB a step by rings, none of it behind the backward pass"
-        + (f"; {', '.join(known)}" if known else "")
-    ]
+    unknown = ["inside a machine"] if inside is None and processes > 1 else []
+    unknown += ["between machines"] if between is None else []
+    what = f"an all-reduce of {num_bytes / 1e6:,.4g} MB a step by rings, none of it behind the backward pass"
+    notes = ["; ".join([what, *known])]
     if cfg.parallel.held(2) != Held():
         notes.append("weights that ranks send each other, because each has its part of a state, are not counted")
-    if inside is None and processes > 1:
-        notes.append(f"the all-reduce inside a {instance.name} is not counted: its bandwidth is unknown")
     if known:
         # The estimate of that run is 53,000 sequences/s, AWS's figure 25,853 (aws-neuron-sdk, Neuron 2.20).
         notes.append(
             "bandwidths are data sheets', and the update of the weights is not counted: with few micro batches a step, "
             "many machines take longer (twice as long in AWS's BERT-large with batches of 16,384 on 16 trn1.32xlarge)"
         )
-    if between is None:
-        notes.append(f"the all-reduce between machines is not counted: the network of {instance.name} is unknown")
-    return notes
+    name = cfg.instance.name
+    return [*notes, *(f"the all-reduce {each} is not counted: no bandwidth of {name} is known" for each in unknown)]
 
 
 def notes_of_memory(cfg: TrainConfig, shape: Shape, at: Row, seq_len: int) -> list[str]:
@@ -234,21 +271,15 @@ def notes_of_price(instance: InstanceConfig) -> list[str]:
     return [*notes, *([f"the price {' and '.join(unknown)} is unknown"] if unknown else [])]
 
 
-# ---- as text -------------------------------------------------------------------------------------------------------
+# ---- as text ---------------------------------------------------------------------------------------------------------
 
 HEADER = ["machines", "ranks", "batch", "steps", "step", "all-reduce", "tokens/s", "hours", "on demand", "spot"]
 FORMATS = {"steps": "{:,d}", "step_s": "{:.3g} s", "allreduce_s": "{:.2g} s", "tokens_per_s": "{:,.0f}"}
 FORMATS |= {"hours": "{:,.3g}", "usd_on_demand": "${:,.2f}", "usd_spot": "${:,.2f}"}
 
 
-def table(result: Estimate) -> list[list[str]]:
-    """Return the rows as text, with a header. A row of an impossible number of machines has the reason in its third
-    cell.
-    """
-    return [HEADER, *(cells(each) for each in result.rows)]
-
-
 def cells(each: Row) -> list[str]:
+    """Return a row as text. That of an impossible number of machines has the reason in its third cell."""
     ranks = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:
         return [*ranks, each.reason]

@@ -59,19 +59,14 @@ class History:
     cancelled_unix_s: float | None = None
     excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
     ended: Ended | None = None
-    tries: list[bool] = field(default_factory=list)  # whether each attempt, or a requeue without one, got on
-    faults: int = 0  # tries but those that stopped in order and had saved something new
+    faults: int = 0  # attempts, and requeues without one, but those that stopped in order and had saved something new
+    idle: int = 0  # of them those in a row, up to now, that saved nothing new
     is_tried: bool = False  # an attempt was made since the last requeue
     damaged: list[str] = field(default_factory=list)  # events that cannot be read
 
     @property
     def has_end(self) -> bool:
         return self.ended is not None or self.cancelled_unix_s is not None
-
-    @property
-    def idle(self) -> int:
-        """Tries in a row, up to now, that saved nothing new."""
-        return next((number for number, got_on in enumerate(reversed(self.tries)) if got_on), len(self.tries))
 
     @property
     def is_stop_asked(self) -> bool:
@@ -100,16 +95,18 @@ class History:
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
                 if last is not None and not last.is_over:  # its machine was lost; what it saved shows now
-                    self.add_try(got_on=begun_at > last.begun_at, in_order=False)
+                    self.add_try(progressed=begun_at > last.begun_at)
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
                 self.ended, self.is_tried = None, True
+            case "refused" if last is not None:  # before it took the run folder
+                last.reason = last.reason or text(details, "reason")
             case "attempt_ended" if last is not None:
                 last.ended_unix_s, last.exit_code, last.is_over = at_unix_s, count(details, "exit_code"), True
                 last.step, last.checkpoint = count(details, "step"), count(details, "checkpoint")
                 last.outcome, last.reason = text(details, "outcome"), text(details, "reason")
                 last.next = text(details, "next")
-                self.add_try(got_on=details.get("made_progress") is True, in_order=last.outcome == "stopped")
+                self.add_try(progressed=details.get("made_progress") is True, in_order=last.outcome == "stopped")
             case "gate":
                 failed = table(details, "failed").items()
                 self.failed_gate = {node: str(reason)[:MAX_CHARS] for node, reason in failed}
@@ -119,7 +116,7 @@ class History:
                 self.cancelled_unix_s = at_unix_s or 0.0
             case "requeued":
                 if not self.is_tried:
-                    self.add_try(got_on=False, in_order=False)
+                    self.add_try(progressed=False)
                 self.excluded = sorted({*self.excluded, *texts(details, "excluded")})
                 self.is_tried = False
             case "ended":
@@ -128,30 +125,23 @@ class History:
             case kind if kind == DAMAGED:
                 self.damaged.append(text(details, "name"))
 
-    def add_try(self, *, got_on: bool, in_order: bool) -> None:
-        self.tries.append(got_on)
-        self.faults += not (got_on and in_order)
+    def add_try(self, *, progressed: bool, in_order: bool = False) -> None:
+        self.idle = 0 if progressed else self.idle + 1
+        self.faults += not (progressed and in_order)
 
 
 def read_history(events: Sequence[Event]) -> History:
     """Return what the events say. Details of a wrong type count as missing, and unknown events are passed over."""
     history = History()
     for event in events:
-        asked = history.submission
-        is_answer = event.kind == "submitted" and asked is not None and not asked.handle and not asked.refusal
-        if event.kind in ("submitting", "submitted") and not is_answer:
-            attempts, damaged = history.attempts, history.damaged
-            history = History(history.submissions + 1, submission_of(event), attempts, len(attempts), damaged=damaged)
+        if event.kind == "submitting":
+            before, damaged = history.attempts, history.damaged
+            history = History(history.submissions + 1, submission_of(event), before, len(before), damaged=damaged)
         else:
             history.add(event)
     return history
 
 
 def submission_of(event: Event) -> Submission:
-    details = event.details
-    return Submission(
-        scheduler=text(details, "scheduler"),
-        time_unix_s=moment(vars(event), "time_unix_s"),
-        nodes=count(details, "nodes"),
-        handle=table(details, "handle"),
-    )
+    scheduler, at_unix_s = text(event.details, "scheduler"), moment(vars(event), "time_unix_s")
+    return Submission(scheduler, at_unix_s, count(event.details, "nodes"), table(event.details, "handle"))

@@ -17,19 +17,10 @@ from launch.preflight import run_preflight
 from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import (
-    CODES,
-    Decision,
-    StopRequest,
-    attempt_name,
-    prepared,
-    recording_failure,
-    retry,
-    run_of_job,
-    supervise,
-)
-from train.cli.command import DONE, FAILED
-from train.config import InputError, Unreachable
+from launch.supervise import CODES, Decision, StopRequest, attempt_name, prepared, recording_failure, retry, supervise
+from launch.values import count
+from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
+from train.config import Unreachable, check
 from train.host import processes
 from train.host.processes import is_alive, read_process
 
@@ -70,26 +61,22 @@ class Scheduler(spec.Scheduler):
                 break
             except KeyboardInterrupt:
                 commands.main([*command, record.run_dir, *record.s3.flags()])
-        ended, more = read_history(record.events()).ended, f"python -m launch status {record.run_dir}"
-        if ended is None:
-            print(f"the job ended and recorded no reason; {more} says more", file=sys.stderr)
-            return FAILED
-        print(f"{record.run_dir}: {ended.outcome}, {ended.reason}; {more} shows it")
-        return CODES.get(ended.outcome, FAILED)
+        ended = read_history(record.events()).ended
+        said = f"{ended.outcome}, {ended.reason}" if ended else "the job ended and recorded no reason"
+        print(f"{record.run_dir}: {said}; python -m launch status {record.run_dir} shows more")
+        return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def state(self, record: Record, handle: Handle) -> State:
-        host, pid = handle.get("host"), handle.get("pid")
-        if not isinstance(pid, int) or pid <= 1:
-            raise InputError(f"the record names no process: {pid!r}")
+        host, pid, started = handle.get("host"), count(handle, "pid") or 0, count(handle, "started")
+        check(pid > 1, f"the record names no process: {handle.get('pid')!r}")
         if host != platform.node():
             raise Unreachable(
                 f"the job runs on {host}, this is {platform.node()}: ask there; if that machine is gone, remove "
                 "the record (the folder RUN.launch) and launch the run again"
             )
-        started = handle.get("started")
-        if not is_alive(pid, started if isinstance(started, int) else None):
-            return State(False, "the supervisor has ended")
-        return State(True, f"process {pid} on {host}", [str(host)])
+        if is_alive(pid, started):
+            return State(True, f"process {pid} on {host}", [str(host)])
+        return State(False, "the supervisor has ended")
 
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
@@ -107,7 +94,10 @@ def supervisor(job: Job, record: Record) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Supervise a job of this machine. python -m launch cluster=local starts this."
-    return run_of_job("launch.local", purpose, arguments, lambda record, _: run_job(record))
+    parser = command_parser("launch.local", purpose, examples=("runs/mine",))
+    parser.add_argument("run", help="run folder")
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments, lambda options, s3: run_job(Record(options.run, s3)))
 
 
 def run_job(record: Record) -> int:
@@ -128,8 +118,8 @@ def prepare(record: Record, job: Job) -> Decision:
 
 
 def train(record: Record, job: Job) -> Decision:
-    stop, node = StopRequest(record), platform.node()
     cluster: ClusterConfig = cluster_of(job)
+    stop, node = StopRequest(record), platform.node()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
 

@@ -14,13 +14,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from launch.history import History, read_history
 from launch.record import Record
-from launch.spec import Handle, State
 from launch.status import ask
 from train.cli.command import printable
 from train.config import Unreachable, check
@@ -31,8 +28,6 @@ LINES = 100  # last ones of each file that are shown
 MAX_BYTES = 2**20  # read from the end of a file at first; and the longest line
 POLL_S, POLL_S3_S, ASK_S = 1.0, 5.0, 10.0  # between two looks at the files, and two questions to the scheduler
 LOGS = "logs/"
-OF_JOB = re.compile(r"[^/]+\.txt")
-OF_ATTEMPT = re.compile(r"attempt_(\d{4,9})/")
 OF_NODE = re.compile(r"attempt_(\d{4,9})/([^/]+)\.txt")
 OF_RANK = re.compile(r"attempt_(\d{4,9})/([^/]+)/(?:.+/)?attempt_\d+/(\d{1,5})/(?:stdout|stderr)\.log")
 
@@ -44,21 +39,18 @@ class Wanted:
     node: str | None = None
     lines: int = LINES
 
-    @property
-    def is_part(self) -> bool:
-        return not self.attempt is self.rank is self.node is None
-
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Log:
     """A file that grows, and how far its lines have been taken."""
 
-    def __init__(self, title: str, folder: Folder, name: str) -> None:
-        self.title, self.folder, self.name = title, folder, name
-        self.position = 0
-        self.rest = b""  # of a line that is not complete yet
+    title: str
+    folder: Folder
+    name: str
+    position: int = 0
 
     def size(self) -> int:
         return self.folder.size(self.name) or 0
@@ -68,23 +60,16 @@ class Log:
         `is_last`: also a line without an end.
         """
         size = self.size()
-        if size < self.position:  # another file has its name now
-            self.position, self.rest = 0, b""
+        self.position = 0 if size < self.position else self.position  # another file has its name now
         begin = self.position if lines is None else max(self.position, size - MAX_BYTES)
-        *whole, self.rest = (self.rest + self.read(begin, size)).split(b"\n")
-        self.position = size
-        if lines is not None:
-            self.rest = self.rest if lines else b""
-            num_whole = max(0, lines - bool(self.rest))
-            whole = whole[max(0, len(whole) - num_whole) :]
-        if self.rest and (is_last or len(self.rest) > MAX_BYTES):
-            whole.append(self.rest)
-            self.rest = b""
-        return list(map(safe, whole))
+        content = self.read(begin, size) if begin < size else b""
+        end = content.rfind(b"\n") + 1
+        end = len(content) if is_last or len(content) - end > MAX_BYTES else end  # or the line is taken once it ends
+        self.position = begin + end
+        taken = content[:end].removesuffix(b"\n").split(b"\n") if end else []
+        return list(map(safe, taken if lines is None else taken[max(0, len(taken) - lines) :]))
 
     def read(self, begin: int, end: int) -> bytes:
-        if begin == end:
-            return b""
         if not isinstance(self.folder, LocalFolder):
             return self.folder.read(self.name)[begin:end]
         with self.folder.at(self.name).open("rb") as file:
@@ -95,10 +80,8 @@ class Log:
 def safe(line: bytes) -> str:
     """Return a line as text on which no terminal acts."""
     text = line.removesuffix(b"\r").decode(errors="backslashreplace")
-    if text.isprintable():
-        return text
     shown = (char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text)
-    return "".join(shown)
+    return text if text.isprintable() else "".join(shown)
 
 
 # ---- which -----------------------------------------------------------------------------------------------------------
@@ -117,39 +100,38 @@ def all_logs(record: Record) -> dict[str, Log]:
 
 def select(record: Record, wanted: Wanted, history: History) -> list[Log]:
     """Return the logs to show now. InputError for an attempt, a machine or a rank that the job does not have."""
-    logs = all_logs(record)
-    begun = {each.number: each.nodes for each in history.attempts}
-    known = sorted({*begun, *(int(match[1]) for name in logs if (match := OF_ATTEMPT.match(name)))})
+    logs, begun = all_logs(record), {each.number: each.nodes for each in history.attempts}
+    known = sorted({*begun, *(int(match[1]) for name in logs if (match := OF_NODE.fullmatch(name)))})
     check(
         wanted.attempt in (None, *known),
         f"there is no attempt {wanted.attempt}; there are: {', '.join(map(str, known)) or 'none yet'}",
     )
-    attempt = next(iter([*[*begun][-1:], *known[-1:]]), 0) if wanted.attempt is None else wanted.attempt
+    attempt = wanted.attempt if wanted.attempt is not None else [0, *known[-1:], *[*begun][-1:]][-1]
     hosts = begun.get(attempt, [])
     if wanted.rank is not None:
-        return of_rank(record, logs, attempt, hosts, wanted)
+        return of_rank(record, logs, attempt, hosts, wanted.rank, is_last=wanted.attempt is None)
     nodes = {match[2]: name for name in logs if (match := OF_NODE.fullmatch(name)) and int(match[1]) == attempt}
     if wanted.node is not None:
         there = sorted({*nodes, *hosts})
-        check(
-            wanted.node in there,
-            f"there is no machine {wanted.node} in attempt {attempt}; there are: {', '.join(there) or 'none yet'}",
-        )
+        given = f"there is no machine {wanted.node} in attempt {attempt}; there are: {', '.join(there) or 'none yet'}"
+        check(wanted.node in there, given)
         return [logs[nodes[wanted.node]]] if wanted.node in nodes else []
-    of_job = [log for name, log in logs.items() if OF_JOB.fullmatch(name) and wanted.attempt is None]
+    of_job = [log for name, log in logs.items() if "/" not in name and name.endswith(".txt") and wanted.attempt is None]
     return [*of_job, *([logs[name] for name in nodes.values()] or of_trainer(record, 0))]
 
 
-def of_rank(record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], wanted: Wanted) -> list[Log]:
+def of_rank(
+    record: Record, logs: dict[str, Log], attempt: int, hosts: list[str], rank: int, *, is_last: bool
+) -> list[Log]:
     """Return what torchrun kept of a rank, and its trainer's own log, which is of all attempts."""
-    rank, per_node = wanted.rank or 0, record.job().processes_per_node
     check(bool(hosts), f"the record names no machines of attempt {attempt}: give --node instead of --rank")
-    num_ranks = len(hosts) * per_node
-    check(rank < num_ranks, f"there is no rank {rank} in attempt {attempt}: it has ranks 0 to {num_ranks - 1}")
+    per_node = record.job().processes_per_node
+    most = len(hosts) * per_node - 1
+    check(rank <= most, f"there is no rank {rank} in attempt {attempt}: it has ranks 0 to {most}")
     place = (attempt, hosts[rank // per_node], rank % per_node)
     matches = {name: OF_RANK.fullmatch(name) for name in logs}
     of_torchrun = [logs[name] for name, at in matches.items() if at and (int(at[1]), at[2], int(at[3])) == place]
-    return [*of_torchrun, *(of_trainer(record, rank) if wanted.attempt is None else [])]
+    return [*of_torchrun, *(of_trainer(record, rank) if is_last else [])]
 
 
 def of_trainer(record: Record, rank: int) -> list[Log]:
@@ -170,7 +152,8 @@ class Printer:
 
     def show_new(self, history: History, *, is_over: bool) -> None:
         """Print what is new. A file that is not selected any more is shown to its end."""
-        may_come = self.wanted.is_part and not history.attempts and not is_over
+        is_part = not self.wanted.attempt is self.wanted.rank is self.wanted.node is None
+        may_come = is_part and not history.attempts and not is_over
         selected = {} if may_come else {log.title: log for log in select(self.record, self.wanted, history)}
         for title, log in {**selected, **self.logs}.items():
             is_last, lines = is_over or title not in selected, None if title in self.logs else self.lines
@@ -189,40 +172,27 @@ def show(record: Record, wanted: Wanted) -> None:
     printer = Printer(record, wanted)
     printer.show_new(read_history(record.events()), is_over=True)
     if not printer.logs:
-        say(f"there are no logs yet; python -m launch status {record.run_dir} shows what the job waits for")
+        no_logs = f"there are no logs yet; python -m launch status {record.run_dir} shows what the job waits for"
+        print(no_logs, file=sys.stderr)
 
 
-def follow(
-    record: Record,
-    wanted: Wanted,
-    *,
-    asks: Callable[[str, Handle], State] | None = None,
-    poll_s: float | None = None,
-    ask_s: float = ASK_S,
-) -> None:
+def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s: float = ASK_S) -> None:
     """Print the logs as they come, over all attempts, until the job has ended."""
-    asks = asks or partial(ask, record)
     pause_s = poll_s if poll_s is not None else POLL_S3_S if record.is_remote else POLL_S
     printer, is_over, asked_s, problem = Printer(record, wanted), False, -math.inf, ""
     while not is_over:
+        before = problem
         try:
             history = read_history(record.events())
             # The scheduler is asked before the files are read: an ended job has written all of them.
             if history.has_end or time.monotonic() - asked_s >= ask_s:
-                asked_s, submission = time.monotonic(), history.submission
-                is_over = not (
-                    submission and submission.handle and asks(submission.scheduler, submission.handle).is_active
-                )
-                history = read_history(record.events()) if is_over else history
+                answer, asked_s = ask(record, history.submission), time.monotonic()
+                is_over, problem = answer.is_active is False, answer.failure
+                history = read_history(record.events())
             printer.show_new(history, is_over=is_over)
-            problem = ""
         except Unreachable as error:
-            is_over, before, problem = False, problem, printable(str(error))
-            if problem != before:
-                say(f"{problem}; asked again")
+            is_over, problem = False, str(error)
+        if problem and problem != before:
+            print(f"{printable(problem)}; asked again", file=sys.stderr, flush=True)
         if not is_over:
             time.sleep(pause_s)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -75,12 +75,10 @@ class Node:
             group = slice(first, first + options.group)
             self.hosts, self.addresses = self.hosts[group], self.addresses[group]
         self.rank = self.hosts.index(self.name)
+        self.environment = {**job.environment, **os.environ}  # what the user has set overrides the job's
         self.logs = record.local_folder() / "logs"
         if options.attempt:
             self.logs /= FileName(options.attempt)
-
-    def environment(self) -> dict[str, str]:
-        return {**self.job.environment, **os.environ}  # what the user has set goes before
 
     def start_py(self) -> str:
         """The job's code, unpacked; its entry point."""
@@ -98,7 +96,7 @@ class Node:
         """Run a command with its output in a file of the node's logs, which are uploaded if the record is in S3."""
         self.logs.mkdir(parents=True, exist_ok=True)
         with (self.logs / log).open("ab") as output:
-            process = processes.start(command, env=self.environment(), output=output)
+            process = processes.start(command, env=self.environment, output=output)
             for number in processes.FORWARDED:  # schedulers signal every process; a user's kill reaches this one only
                 signal.signal(number, lambda number, _: process.send_signal(number))
             code = processes.exit_code(process)
@@ -117,16 +115,15 @@ def rendezvous(node: Node, cluster: ClusterConfig, *, is_train: bool) -> list[st
     """Return the options by which the machines' torchruns join. Their id is new for every attempt: stale agents stay
     out.
     """
-    ident = f"--rdzv-id={node.job.id}.{node.options.attempt}"
+    ident, limit = f"--rdzv-id={node.job.id}.{node.options.attempt}", [] if is_train else [f"timeout={JOIN_S}"]
     if len(node.hosts) == 1:
         return [ident, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     address, port = node.addresses[0], node.options.port
     if cluster.rendezvous == "static":
-        limit = [] if is_train else [f"--rdzv-conf=timeout={JOIN_S}"]
-        return [ident, f"--node-rank={node.rank}", f"--master-addr={address}", f"--master-port={port}", *limit]
-    limit_text = "" if is_train else f",join_timeout={JOIN_S}"
-    conf = f"--rdzv-conf=is_host={int(node.rank == 0)}{limit_text}"
-    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", conf]
+        first = [f"--node-rank={node.rank}", f"--master-addr={address}", f"--master-port={port}"]
+        return [ident, *first, *(f"--rdzv-conf={each}" for each in limit)]
+    conf = ",".join([f"is_host={int(node.rank == 0)}", *(f"join_{each}" for each in limit)])
+    return [ident, "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={conf}"]
 
 
 def train(node: Node) -> int:
@@ -143,13 +140,12 @@ def preflight(node: Node) -> int:
     command = [job.python, node.start_py(), "train.doctor", "--json", f"--ranks-per-machine={job.processes_per_node}"]
     command += [f"--machines={job.nodes}", *([f"--instance={instance}"] if instance != "local" else [])]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, env=node.environment(), stdout=output)
-        code = processes.exit_code(process, limit_s=DOCTOR_S)
+        code = processes.exit_code(subprocess.Popen(command, env=node.environment, stdout=output), limit_s=DOCTOR_S)
         output.seek(0)
         answer = output.read()
-    if code == processes.TIMED_OUT:  # a driver, or a file system, that never answers
-        answer = canonical_json({"ok": False, "fault": f"train.doctor did not end in {DOCTOR_S:g} s"})
-    node.answer(answer or canonical_json({"ok": False, "fault": f"train.doctor ended with {code}"}))
+    if code == processes.TIMED_OUT or not answer:  # a driver, or a file system, that never answers
+        answer = canonical_json({"ok": False, "fault": f"train.doctor ended with {code}, {DOCTOR_S:g} s at most"})
+    node.answer(answer)
     return DONE
 
 
@@ -163,13 +159,11 @@ def collectives(node: Node) -> int:
 
 
 def prepare(node: Node) -> int:
-    job, part = node.job, node.options.part
+    job, which, log = node.job, list[str](), "prepare"
     if node.options.merge:
         which, log = ["merge=true"], "merge"
     elif job.parts > 1:
-        which, log = [f"part={part}/{job.parts}"], f"part_{part:05d}"
-    else:
-        which, log = [], "prepare"
+        which, log = [f"part={node.options.part}/{job.parts}"], f"part_{node.options.part:05d}"
     return node.run([job.python, node.start_py(), job.module, *job.overrides, *which], f"{log}.{node.name}.txt")
 
 

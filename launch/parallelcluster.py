@@ -53,14 +53,11 @@ class ParallelCluster(Engine):
     def __init__(self, cfg: LaunchConfig, bundle: Bundle) -> None:
         super().__init__(cfg, bundle)
         cluster = self.cluster
-        root = {"Size": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True}
-        self.storage = {"LocalStorage": {"RootVolume": root}}
         check(cluster.subnet is not None, "cluster.subnet is missing: the id of a private subnet with a way out (NAT)")
         if cfg.instance.device == "neuron":
             # The PyTorch of Neuron's current SDK needs glibc 2.35: Amazon Linux 2023 has 2.34.
-            check(
-                cluster.os != "alinux2023", f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2204"
-            )
+            too_old = f"cluster.os={cluster.os} is too old for torch-neuronx; choose ubuntu2204"
+            check(cluster.os != "alinux2023", too_old)
             check(
                 bool(cluster.image or cluster.setup_script),
                 "ParallelCluster's own image has no Neuron driver: give cluster.image (pcluster build-image makes one "
@@ -68,50 +65,48 @@ class ParallelCluster(Engine):
             )
 
     def content(self, job: Job) -> dict[str, Any]:
-        cluster = self.cluster
+        cluster, instance, count = self.cluster, self.cfg.instance, self.cfg.nodes + self.cfg.spares
+        is_block = cluster.market == "capacity-block"  # its machines are close to one another, and always there
         buckets = [*([job.run_dir.split("/")[2]] if is_s3(job.run_dir) else []), *cluster.buckets]
-        access = {"S3Access": [{"BucketName": name, "EnableWriteAccess": True} for name in dict.fromkeys(buckets)]}
-        access = access if buckets else {}
-        image = {"CustomAmi": cluster.image} if cluster.image is not None else {}
-        sessions = {"AdditionalIamPolicies": [{"Policy": SESSIONS}]}
+        access = [{"BucketName": name, "EnableWriteAccess": True} for name in dict.fromkeys(buckets)]
+        storage = {"RootVolume": {"Size": cluster.disk_gib, "VolumeType": "gp3", "Encrypted": True}}
         head = {
             "InstanceType": cluster.head_instance,
             "Networking": {"SubnetId": cluster.head_subnet or cluster.subnet},
-            **({"Ssh": {"KeyName": cluster.key}} if cluster.key is not None else {}),
-            **self.storage,
-            "Iam": {**sessions, **access},
+            "Ssh": {"KeyName": cluster.key} if cluster.key else None,
+            "LocalStorage": storage,
+            "Iam": {"AdditionalIamPolicies": [{"Policy": SESSIONS}], "S3Access": access or None},
         }
-        idle = {"ScaledownIdletime": cluster.idle_minutes}
-        return {
-            "Region": cluster.region,
-            "Image": {"Os": cluster.os, **image},
-            "Imds": {"ImdsSupport": "v2.0"},
-            "HeadNode": head,
-            "Scheduling": {"Scheduler": "slurm", "SlurmSettings": idle, "SlurmQueues": [self.queue(access)]},
-        }
-
-    def queue(self, access: dict[str, Any]) -> dict[str, Any]:
-        cluster, instance, count = self.cluster, self.cfg.instance, self.cfg.nodes + self.cfg.spares
-        is_block = cluster.market == "capacity-block"  # its machines are close to one another, and always there
-        script, reservation = cluster.setup_script, cluster.capacity_reservation
-        near = {"PlacementGroup": {"Enabled": True}} if self.uses_efa and not is_block else {}
+        near = {"Enabled": True} if self.uses_efa and not is_block else None
         machines = {
             "Name": re.sub("[^a-z0-9]+", "-", instance.name)[:25].strip("-"),
             "InstanceType": instance.name,
             "MinCount": count if is_block else 0,
             "MaxCount": count,
-            **({"Efa": {"Enabled": True}} if self.uses_efa else {}),
+            "Efa": {"Enabled": True} if self.uses_efa else None,
         }
-        return {
+        reservation, script = cluster.capacity_reservation, cluster.setup_script
+        queue = {
             "Name": QUEUE,
             "CapacityType": MARKETS[cluster.market],
-            **({"CapacityReservationTarget": {"CapacityReservationId": reservation}} if reservation else {}),
-            "Networking": {"SubnetIds": [cluster.subnet], "AssignPublicIp": False, **near},
-            "ComputeSettings": self.storage,
-            **({"CustomActions": {"OnNodeConfigured": {"Script": script}}} if script else {}),
-            **({"Iam": access} if access else {}),
+            "CapacityReservationTarget": {"CapacityReservationId": reservation} if reservation else None,
+            "Networking": {"SubnetIds": [cluster.subnet], "AssignPublicIp": False, "PlacementGroup": near},
+            "ComputeSettings": {"LocalStorage": storage},
+            "CustomActions": {"OnNodeConfigured": {"Script": script}} if script else None,
+            "Iam": {"S3Access": access} if access else None,
             "ComputeResources": [machines],
         }
+        idle = {"ScaledownIdletime": cluster.idle_minutes}
+        whole: dict[str, Any] = given(
+            {
+                "Region": cluster.region,
+                "Image": {"Os": cluster.os, "CustomAmi": cluster.image},
+                "Imds": {"ImdsSupport": "v2.0"},
+                "HeadNode": head,
+                "Scheduling": {"Scheduler": "slurm", "SlurmSettings": idle, "SlurmQueues": [queue]},
+            }
+        )
+        return whole
 
     def steps(self, job: Job) -> list[tuple[str, list[str]]]:
         at = [f"--cluster-name={self.name(job)}", f"--region={self.cluster.region}"]
@@ -131,3 +126,10 @@ class ParallelCluster(Engine):
         words += [f"processes_per_node={cfg.processes_per_node}"] if cfg.processes_per_node is not None else []
         words += ["cluster.gate=false"] if not cfg.cluster.gate else []
         return [*words, "submit=true", "--", *job.overrides]
+
+
+def given(value: Any) -> Any:
+    """Return the value without the keys whose value is None."""
+    if isinstance(value, dict):
+        return {key: given(item) for key, item in value.items() if item is not None}
+    return [given(item) for item in value] if isinstance(value, list) else value

@@ -12,7 +12,7 @@ from launch.code import Bundle
 from launch.config import LaunchConfig
 from launch.job import Code, Job
 from train.cli.compose import quoted
-from train.config import InputError, InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
+from train.config import InstanceConfig, PrepareConfig, TrainConfig, check, flatten, to_dict
 from train.config.backend import check_backend
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.schema import FileName, Sha256
@@ -84,20 +84,17 @@ def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     a number that the instance cannot run, see train.host.launched.check_launch.
     """
     instance, ranks = cfg.instance, cfg.ranks_per_node
-    given = f"processes_per_node={ranks}"
     if instance.rank_counts is not None:
         valid = instance.rank_counts if cfg.nodes == 1 else [max(instance.rank_counts)]
         name = instance.name if cfg.nodes == 1 else f"each of several {instance.name}"
-        check(ranks in valid, f"{given}: {name} runs {' or '.join(map(str, valid))}")
+        check(ranks in valid, f"processes_per_node={ranks}: {name} runs {' or '.join(map(str, valid))}")
         return
-    most, has = instance.devices, "device"
+    most, share = instance.devices, "one a device"
     if not uses_devices or instance.device is None or most is None:
         cpus = os.cpu_count() if instance.vcpus is None and cfg.cluster.is_here else instance.vcpus
-        most, has = None if cpus is None else RANKS_PER_CPU * cpus, "CPU"
-    if most is not None:
-        number = most if has == "device" else most // RANKS_PER_CPU
-        has = f"{number} {has}{'s' * (number > 1)}"
-        check(ranks <= most, f"{given}: {instance.name} has {has}, {most} ranks are the most")
+        most, share = None if cpus is None else RANKS_PER_CPU * cpus, f"{RANKS_PER_CPU} a CPU"
+    too_many = f"processes_per_node={ranks}: {most} ranks are the most on {instance.name}, {share}"
+    check(most is None or ranks <= most, too_many)
 
 
 def environment(instance: InstanceConfig, *, nodes: int, processes_per_node: int) -> dict[str, str]:
@@ -145,8 +142,8 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], *, run_di
     old, new = dict(flatten(before)), dict(flatten(now))
     keys = sorted(key for key in {*old, *new} if key.startswith(FIXED) or key in FIXED_KEYS)
     changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
-    if changed:
-        raise InputError(
-            f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the same, choose "
-            f"another folder, or resume what was launched: python -m launch resume {run_dir}"
-        )
+    check(
+        not changed,
+        f"the settings of {run_dir} changed since it began ({', '.join(changed)}); launch it with the same, choose "
+        f"another folder, or resume what was launched: python -m launch resume {run_dir}",
+    )

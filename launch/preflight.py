@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from launch.job import Job
 from launch.node import PREFLIGHT
@@ -16,9 +15,9 @@ NO_ANSWER, COLLECTIVES = "no answer", "collectives"  # how reasons begin
 MAX_CHARS = 300  # of a reason
 
 
-class Run(Protocol):
-    def __call__(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
-        """Run a command of launch.node on machines, all of them or groups of neighbours; 0 if all ended well."""
+# Runs a command of launch.node on machines: (command, nodes, *, name, group=0), all of them or groups of neighbours of
+# that number; 0 if all ended well.
+Run = Callable[..., int]
 
 
 def run_preflight(

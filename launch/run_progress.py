@@ -17,7 +17,6 @@ METRICS = "metrics.jsonl"
 COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
 NOT_SCORES = re.compile("attempt|step|examples|epoch|cost_usd|.*_s")  # the other numbers of an eval line
 MAX_SCORES = 6
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,18 @@ def read_progress(run: Folder) -> Progress:
     names = run.names_here()
     lines = list(parse_lines(content_of(run, METRICS)))
     trained, evaluated, ended = ([line for line in lines if line["kind"] == k] for k in ("train", "eval", "summary"))
-    last = trained[-1] if trained else {}
-    scores = (
-        {key: number(evaluated[-1], key) for key in evaluated[-1] if not NOT_SCORES.fullmatch(key)} if evaluated else {}
-    )
-    planned = count(table(read_environment(run), "plan"), "total_steps") or None
+    last, score = (trained or [{}])[-1], (evaluated or [{}])[-1]
+    scores = [(key, number(score, key)) for key in score if not NOT_SCORES.fullmatch(key)]
+    try:
+        planned = count(table(read_object(content_of(run, ENVIRONMENT)), "plan"), "total_steps") or None
+    except BadContent:
+        planned = None
     # The step of the last attempt is that of its last line (a fault may come before any step) or, for a run in S3,
     # that of its lease, which is newer.
     lease = parse(newest(run)[1]) if "lease" in names else None
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
+    figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]
+    newest_of = {key: figure for key, figure in figures if figure is not None}
     return Progress(
         exists=ENVIRONMENT in names,
         attempt=lines[-1]["attempt"] if lines else None,
@@ -63,10 +65,10 @@ def read_progress(run: Folder) -> Progress:
         loss=number(last, "loss"),
         tokens_per_s=number(last, "tokens_per_s"),
         mfu=number(last, "mfu"),
-        goodput=newest_of(lines, "goodput"),
-        cost_usd=newest_of(lines, "cost_usd"),
-        evaluated_step=evaluated[-1]["step"] if evaluated else None,
-        scores=dict([(key, score) for key, score in scores.items() if score is not None][:MAX_SCORES]),
+        goodput=newest_of.get("goodput"),
+        cost_usd=newest_of.get("cost_usd"),
+        evaluated_step=score.get("step"),
+        scores=dict([(key, found) for key, found in scores if found is not None][:MAX_SCORES]),
         step_s=mean_step_s([line for line in trained if line["attempt"] == last["attempt"]]),
         line_unix_s=moment(lines[-1], "time_unix_s") if lines else None,
         checkpoint=newest_checkpoint(run),
@@ -81,24 +83,13 @@ def content_of(run: Folder, name: str) -> bytes:
         return b""
 
 
-def read_environment(run: Folder) -> dict[str, Any]:
-    try:
-        return read_object(content_of(run, ENVIRONMENT))
-    except BadContent:
-        return {}
-
-
 def newest_checkpoint(run: Folder) -> int | None:
     """Return the newest step that is committed, by name: nothing is verified."""
     matches = (COMMITTED.fullmatch(name) for name in run.names("checkpoints/step_"))
     return max((int(match[1]) for match in matches if match), default=None)
 
 
-def newest_of(lines: list[Line], key: str) -> float | None:
-    return next((value for line in reversed(lines) if (value := number(line, key)) is not None), None)
-
-
-def mean_step_s(trained: list[Line]) -> float | None:
+def mean_step_s(trained: list[dict[str, Any]]) -> float | None:
     """Return the seconds between two steps of an attempt, evaluations and saves included."""
     if not trained:
         return None

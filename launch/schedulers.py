@@ -11,7 +11,6 @@ from launch.ec2.config import Ec2Config
 from launch.engines import Engine
 from launch.job import Job
 from launch.parallelcluster import ParallelCluster
-from launch.record import Event, Record
 from launch.skypilot import SkyPilot
 from launch.slurm.config import SlurmConfig
 from launch.spec import Scheduler
@@ -55,8 +54,3 @@ def cluster_of(job: Job, kind: type[Settings] = ClusterConfig) -> Settings:  # t
     if not isinstance(settings, kind):
         raise InputError(f"the job is of cluster={job.scheduler}")
     return settings
-
-
-def last_submission(run: Record) -> Event | None:
-    """The last event "submitted", whose details hold `scheduler` and `handle`; None if there is none."""
-    return next((event for event in reversed(run.events()) if event.kind == "submitted"), None)

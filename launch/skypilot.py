@@ -107,17 +107,12 @@ class SkyPilot(Engine):
         name, path = self.name(job), self.path(self.file_name(job))
         # With a public address a machine gets one EFA interface of all it could have.
         private = ["--config=aws.use_internal_ips=true"] if self.uses_efa else []
-        ask = ("check", ["sky", "launch", "--dryrun", *private, path])
+        start, logs, end = ["launch", f"--cluster={name}", "--down"], ["logs", name], ["down", name]
         if self.cluster.use_spot:
-            return [
-                ask,
-                ("start", ["sky", "jobs", "launch", f"--name={name}", *private, path]),
-                ("logs", ["sky", "jobs", "logs", f"--name={name}"]),
-                ("end", ["sky", "jobs", "cancel", f"--name={name}"]),
-            ]
+            start, logs, end = (["jobs", each, f"--name={name}"] for each in ("launch", "logs", "cancel"))
         return [
-            ask,
-            ("start", ["sky", "launch", f"--cluster={name}", "--down", *private, path]),
-            ("logs", ["sky", "logs", name]),
-            ("end", ["sky", "down", name]),
+            ("check", ["sky", "launch", "--dryrun", *private, path]),
+            ("start", ["sky", *start, *private, path]),
+            ("logs", ["sky", *logs]),
+            ("end", ["sky", *end]),
         ]

@@ -7,10 +7,11 @@ from typing import Any
 
 import yaml
 
+from launch.history import read_history
 from launch.job import Job
 from launch.plan import check_unchanged
 from launch.record import CONFIG, Record
-from launch.schedulers import cluster_of, last_submission, scheduler
+from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
 from train.config import InputError, PrepareConfig, ShardsConfig, TrainConfig, check, to_dict
 from train.data.shards.format import read_manifest
@@ -20,7 +21,6 @@ from train.storage.folders import is_s3, open_folder
 from train.storage.schema import read_yaml
 
 SUBMITTING_S = 120.0  # that a scheduler may take to answer: nobody else submits meanwhile
-SUBMISSION = ("submitting", "submitted", "not_submitted", "cancelled", "ended")  # events that begin or settle one
 
 
 def submit(
@@ -31,19 +31,13 @@ def submit(
     number = check_idle(record)
     if record.exists() and record.run.size(ENVIRONMENT) is not None:
         check_unchanged(read_yaml(record.folder.read(CONFIG)) or {}, settings, run_dir=record.run_dir)
-    if isinstance(run, TrainConfig):
-        check_startable(record, run, is_here=cluster_of(job).is_here)
+    if isinstance(run, TrainConfig):  # what the trainer would reject on the machines, as far as this one sees it
+        check_is_run_folder(record.run, record.run.names_here())
+        if isinstance(run.data, ShardsConfig) and (cluster_of(job).is_here or is_s3(str(run.data.path))):
+            read_manifest(open_folder(str(run.data.path), run.s3))
     claim(record, job, number)
     record.write(job, plan=plan, config=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), bundle=bundle)
     return start(record, job)
-
-
-def check_startable(record: Record, run: TrainConfig, *, is_here: bool) -> None:
-    """InputError for what the trainer would reject on the machines, as far as this one sees what they see."""
-    data_path = str(run.data.path)
-    check_is_run_folder(record.run, record.run.names_here())
-    if isinstance(run.data, ShardsConfig) and (is_here or is_s3(data_path)):
-        read_manifest(open_folder(data_path, run.s3))
 
 
 def resume(record: Record) -> Handle:
@@ -51,8 +45,8 @@ def resume(record: Record) -> Handle:
     job = record.job()
     number = check_idle(record)
     outcome = read_outcome(record.run)
-    if outcome.get("outcome") == "done":
-        raise InputError(f"{record.run_dir} is done ({outcome['reason']}); there is nothing to resume")
+    is_done = outcome.get("outcome") == "done"
+    check(not is_done, f"{record.run_dir} is done ({outcome.get('reason')}); there is nothing to resume")
     claim(record, job, number)
     return start(record, job)
 
@@ -60,8 +54,8 @@ def resume(record: Record) -> Handle:
 def claim(record: Record, job: Job, number: int) -> None:
     """Note the submission as the event of this number. InputError if another one came first."""
     details = {"scheduler": job.scheduler, "nodes": job.nodes, "config_sha256": job.config_sha256, "id": job.id}
-    if not record.append_event_as(number, "submitting", **details):
-        raise InputError(f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
+    is_first = record.append_event_as(number, "submitting", **details)
+    check(is_first, f"another launch of {record.run_dir} came first: python -m launch status {record.run_dir}")
 
 
 def start(record: Record, job: Job) -> Handle:
@@ -78,21 +72,21 @@ def start(record: Record, job: Job) -> Handle:
 
 def check_idle(record: Record) -> int:
     """The number of the next event of a run without a job. InputError if its last job waits or runs."""
-    number = record.next_number()
-    asked = next((each for each in reversed(record.events()) if each.kind in SUBMISSION), None)
-    if asked is not None and asked.kind == "submitting":  # if its answer was lost, the scheduler knows of the job
-        age_s = max(0.0, time.time() - asked.time_unix_s)
-        check(
-            age_s >= SUBMITTING_S,
-            f"{record.run_dir} is being launched by {asked.host} for {age_s:.0f} s: try again in {SUBMITTING_S:.0f} s",
-        )
-    event = last_submission(record)
-    if event is None:
+    number, history = record.next_number(), read_history(record.events())
+    asked = history.submission
+    if asked is None or asked.refusal:
         return number
-    state = scheduler(str(event.details.get("scheduler"))).state(record, event.details.get("handle", {}))
-    if state.is_active:
-        raise InputError(
-            f"{record.run_dir} has a job: {state.text}; watch it (python -m launch status {record.run_dir}) or stop "
-            f"it first (python -m launch stop {record.run_dir})"
+    if not asked.handle:  # if the answer was lost, the scheduler knows of the job
+        age_s = max(0.0, time.time() - (asked.time_unix_s or 0.0))
+        check(
+            history.has_end or age_s >= SUBMITTING_S,
+            f"{record.run_dir} is being launched for {age_s:.0f} s: try again in {SUBMITTING_S:.0f} s",
         )
+        return number
+    state = scheduler(asked.scheduler).state(record, asked.handle)
+    check(
+        not state.is_active,
+        f"{record.run_dir} has a job: {state.text}; watch it (python -m launch status {record.run_dir}) or stop it "
+        f"first (python -m launch stop {record.run_dir})",
+    )
     return number

@@ -6,9 +6,8 @@ of whichever task ended first.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,18 +18,16 @@ from launch.config import ClusterConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
 from launch.run_progress import newest_checkpoint
-from launch.values import text
-from train.cli.command import DONE, FAILED, REFUSED, STOPPED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, FAILED, REFUSED, STOPPED
 from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import ENVIRONMENT
 
 Answer = TypeVar("Answer")
 CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
-# Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away. A job
-# that began with an earlier version continues with its code, which writes sentences.
+# Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away.
 KILLED = "SIGTERM"
-TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block", "EC2 ", "the capacity block ")
+TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block")
 RETRIES_S, ASKS_S = 900.0, 5.0  # for S3 and Slurm to answer again: what ended an attempt may last
 PAUSE_S = 5.0  # between two attempts: a service that failed both may need a moment
 
@@ -75,24 +72,17 @@ def decide(
     ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
     if not outcome:
         ended, reason = "failed", f"ended with exit code {exit_code} and left no outcome"
-    if ended in ("done", "refused"):
+    if ended in ("done", "refused") or (ended == "failed" and outcome and not outcome["goes_on"]):
         return Decision("end", ended, reason)
-    if ended == "failed" and outcome and not outcome["goes_on"]:
-        return Decision("end", "failed", reason)
     if history.is_stop_asked:
         return Decision("end", "stopped", "stopped as asked")
-    limit = exhausted(history, cluster)
-    if ended == "stopped":
-        if asked is None and not kind.startswith(TAKEN_BACK):
-            return Decision("end", "stopped", reason)
-        # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
-        if limit:
-            return Decision("end", "failed", limit)
-        is_here = not cluster.signals_ranks and asked is None and kind == KILLED
-        return Decision("again" if is_here else "requeue", "stopped", asked or reason)
-    if limit:
-        return Decision("end", "failed", f"{limit}; the last one {reason}")
-    return Decision("requeue" if asked else "again", "failed", reason)
+    if ended == "stopped" and asked is None and kind not in TAKEN_BACK:
+        return Decision("end", "stopped", reason)
+    # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
+    if limit := exhausted(history, cluster):
+        return Decision("end", "failed", f"{limit}; the last one {ended}: {reason}")
+    is_here = asked is None and (ended == "failed" or (kind == KILLED and not cluster.signals_ranks))
+    return Decision("again" if is_here else "requeue", ended, reason if ended == "failed" else asked or reason)
 
 
 def prepared(code: int, what: str) -> Decision:
@@ -147,10 +137,8 @@ class StopRequest:
         """Write the file once it has been asked for, and once the trainer has made its folder: it takes a folder with
         nothing but STOP for another program's. What cannot be written now is tried again at the next call.
         """
-        if self.reason is None or self.is_written:
-            return
         try:
-            if self.record.run.size(ENVIRONMENT) is not None:
+            if self.reason and not self.is_written and self.record.run.size(ENVIRONMENT) is not None:
                 self.record.run.write(STOP_FILE, b"")
                 self.is_written = True
         except (InputError, Unreachable, OSError) as error:
@@ -179,31 +167,28 @@ def supervise(
     run = record.run
     while True:
         has_stop_file = retry(run.size, STOP_FILE) is not None  # before the events: a stop is recorded first
-        events = retry(record.events)
-        if read_history(events).is_stop_asked:
+        history = read_history(retry(record.events))
+        if history.is_stop_asked:
             return Decision("end", "stopped", "stopped as asked")
         if stop.reason is not None:  # it came between two attempts, or before the first
             return Decision("requeue", "stopped", stop.reason)
         if has_stop_file:
             retry(run.remove, STOP_FILE)  # of an attempt that died before it could obey
-        number = 1 + sum(event.kind == "attempt_began" for event in events)
-        before, saved = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
-        begins = {"number": number, "checkpoint": saved}
-        with_it = read_history([*events, Event("attempt_began", 0.0, "", begins)])
-        if limit := exhausted(with_it, cluster):  # by attempts whose machines were lost
+        number, before, saved = len(history.attempts) + 1, retry(read_outcome, run), retry(newest_checkpoint, run) or 0
+        began = {"number": number, "nodes": nodes, "checkpoint": saved}
+        history.add(Event("attempt_began", 0.0, "", began))
+        if limit := exhausted(history, cluster):  # by attempts whose machines were lost
             return Decision("end", "failed", limit)
-        retry(record.append_event, "attempt_began", nodes=nodes, **begins)
+        retry(record.append_event, "attempt_began", **began)
 
         code = start(number)
-        outcome, checkpoint, events = retry(read_outcome, run), retry(newest_checkpoint, run) or 0, retry(record.events)
+        outcome, checkpoint = retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         outcome = {} if outcome == before else outcome  # an older one
         ended: dict[str, Any] = {"number": number, "exit_code": code, "made_progress": checkpoint > saved}
-        ended |= {"checkpoint": checkpoint, "step": outcome.get("step")}
-        ended |= {"outcome": outcome.get("outcome", "failed")}
-        rejected = [each.details for each in events if each.kind == "refused"]  # as a machine has recorded it
-        reasons = [text(each, "reason") for each in rejected if each.get("attempt") == attempt_name(number)]
-        history = read_history([*events, Event("attempt_ended", time.time(), "", ended)])
-        rejection = reasons[0] if reasons else ""
+        ended |= {"checkpoint": checkpoint, "step": outcome.get("step"), "outcome": outcome.get("outcome", "failed")}
+        history = read_history(retry(record.events))
+        rejection = history.last_attempt.reason if history.last_attempt else ""  # as a machine has recorded it
+        history.add(Event("attempt_ended", time.time(), "", ended))
         decision = decide(outcome, history, cluster, exit_code=code, asked=stop.reason, rejection=rejection)
         ended |= {"next": decision.next, "outcome": decision.outcome, "reason": decision.reason}
         retry(record.append_event, "attempt_ended", **ended)
@@ -211,22 +196,3 @@ def supervise(
         if decision.next != "again":
             return decision
         time.sleep(pause_s)
-
-
-def run_of_job(
-    name: str,
-    purpose: str,
-    arguments: Sequence[str] | None,
-    act: Callable[[Record, argparse.Namespace], int],
-    *,
-    switches: Mapping[str, str] | None = None,
-) -> int:
-    """Read the command line of a program that a scheduler starts for a run, and act; returns the exit code. `switches`:
-    flags without a value, with their help.
-    """
-    parser = command_parser(name, purpose, examples=("runs/mine",))
-    parser.add_argument("run", help="run folder")
-    for flag, what in (switches or {}).items():
-        parser.add_argument(flag, action="store_true", help=what)
-    add_s3_flags(parser, caches=False)
-    return run_flags(parser, arguments, lambda options, s3: act(Record(options.run, s3), options))

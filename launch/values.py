@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from train.config.checks import LARGEST_FLOAT
@@ -11,6 +12,8 @@ from train.storage.schema import BadContent, of_type
 
 MAX_CHARS, MAX_ITEMS = 2000, 4096  # of a text and of a list that are kept
 LAST_UNIX_S = 253402300800.0  # the year 10000, from which on time.gmtime gives years that nothing prints
+LONGEST_S = 1e12  # that is printed as a duration
+INDENT = 13  # columns
 Object = Mapping[str, Any]
 
 
@@ -54,20 +57,34 @@ def table(values: Object, key: str) -> dict[str, Any]:
     return dict(value(dict[str, Any], values, key, {}))
 
 
+# ---- how they print -------------------------------------------------------------------------------------------------
+
+
 def shown_moment(unix_s: float | None) -> str:
     return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_s))
 
 
 def shown_duration(seconds: float) -> str:
-    """Return a duration in its one or two largest units."""
-    if seconds < 1:
-        return f"{seconds:.1g} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 100:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = round(seconds / 3600)
-    return f"{hours // 24:,} days {hours % 24} h"
+    """Return a duration as 1 day, 2:03:04."""
+    return str(timedelta(seconds=round(min(seconds, LONGEST_S))))
+
+
+def line(head: str, text: str) -> str:
+    return f"{head:{INDENT}}{text}"
+
+
+def paragraph(head: str, text: str) -> list[str]:
+    """Lines of text, the head before the first."""
+    return [line("" if index else head, each) for index, each in enumerate(text.splitlines())]
+
+
+def columns(rows: Sequence[Sequence[str]], align: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """Return rows as lines with aligned columns. A row with fewer cells ends in a remark of any length."""
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(map(len, cells)) for cells in zip(*whole, strict=True)]
+    lines = []
+    for row in rows:
+        num_aligned = len(row) if len(row) == len(widths) else len(row) - 1
+        cells = [align(cell, width) for cell, width in zip(row[:num_aligned], widths, strict=False)]
+        lines.append("  ".join([*cells, *row[num_aligned:]]).rstrip())
+    return lines

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,6 @@ from train.config import S3Config
 
 HANDLE = {"job_id": 7}
 NODES = ["n1", "n2"]
-OUTCOME = {"kind": "last_step", "reason": "the last step", "step": 100, "checkpoint": 100, "goes_on": False}
-OUTCOME |= {"launch": [], "time_unix_s": 0.0, "outcome": "done"}
 LEASE = {"number": 1, "owner": "x", "host": "n1", "pid": 5, "process_start": 1, "boot_id": None, "pid_namespace": None}
 LEASE |= {"job": "mine-1.1", "started": "", "ttl_s": 30, "beats": 1, "step": 0}
 LEASE |= {"released": False}
@@ -30,9 +29,9 @@ LEASE |= {"released": False}
 
 @dataclass
 class FakeScheduler:
-    """Says `states` one after another, the last one again and again."""
+    """Says `states` one after another, or what they return, the last one again and again."""
 
-    states: list[State | Exception] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
+    states: list[Any] = field(default_factory=lambda: [State(True, "RUNNING", list(NODES))])
     cancelled: list[Mapping[str, Any]] = field(default_factory=list)
 
     def attend(self, job: Job, record: Record, handle: Mapping[str, Any], *, detach: bool) -> int:
@@ -40,21 +39,29 @@ class FakeScheduler:
 
     def state(self, record: Record, handle: Mapping[str, Any]) -> State:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        if isinstance(state, Exception):
-            raise state
-        return state
+        answer = state() if callable(state) else state
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, State)
+        return answer
 
     def cancel(self, record: Record, handle: Mapping[str, Any]) -> None:
         self.cancelled.append(handle)
 
 
-@pytest.fixture
-def fake_scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+@contextmanager
+def in_table(scheduler: FakeScheduler) -> Iterator[FakeScheduler]:
     """The scheduler "fake" of the table."""
-    made = FakeScheduler()
-    monkeypatch.setitem(sys.modules, "fake_scheduler", SimpleNamespace(Scheduler=lambda: made))
-    monkeypatch.setitem(SCHEDULERS, "fake", (ClusterConfig, "fake_scheduler"))
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "fake_scheduler", SimpleNamespace(Scheduler=lambda: scheduler))
+        patch.setitem(SCHEDULERS, "fake", (ClusterConfig, "fake_scheduler"))
+        yield scheduler
+
+
+@pytest.fixture
+def fake_scheduler() -> Iterator[FakeScheduler]:
+    with in_table(FakeScheduler()) as made:
+        yield made
 
 
 @dataclass
@@ -79,7 +86,8 @@ class Launched:
         return self
 
     def submit(self, **details: Any) -> Launched:
-        return self.note("submitted", **{"scheduler": "fake", "handle": HANDLE, "nodes": 2, **details})
+        given = {"scheduler": "fake", "nodes": 2, **details}
+        return self.note("submitting", **given).note("submitted", **{"handle": HANDLE, **given})
 
     def note(self, kind: str, **details: Any) -> Launched:
         self.record.append_event(kind, **details)
@@ -111,11 +119,6 @@ class Launched:
         )
         self.record.run.write(f"checkpoints/step_{step - 10:08d}/manifest.json", b"{}")
         self.record.run.write(f"checkpoints/step_{step:08d}/model.pt", b"not committed")
-        return self
-
-    def ended(self, outcome: str = "done", **changes: Any) -> Launched:
-        content = {**OUTCOME, "outcome": outcome, "time_unix_s": time.time(), **changes}
-        self.record.run.write("outcome.json", json.dumps(content).encode())
         return self
 
     def lease(self, **changes: Any) -> Launched:

@@ -11,7 +11,7 @@ from running import eventually, run, train_overrides
 
 from launch.record import Event, Record
 from launch.run_progress import newest_checkpoint
-from launch.schedulers import last_submission, scheduler
+from launch.schedulers import scheduler
 from launch.spec import State
 from train.cli.command import DONE
 
@@ -48,9 +48,7 @@ class LaunchedRun(Record):
 
     @property
     def handle(self) -> dict[str, Any]:
-        event = last_submission(self)
-        assert event is not None
-        return dict(event.details["handle"])
+        return dict(self.of_kind("submitted")[-1].details["handle"])
 
     @property
     def state(self) -> State:

@@ -58,13 +58,13 @@ def script(path: Path, body: str) -> str:
 
 
 def two_nodes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """The inside of a job on n1 and n2: a scontrol that knows them, and an srun that writes its arguments to the file
+    """The inside of a job on n1 and n2: commands that know them, and an srun that writes its arguments to the file
     that is returned, each with a zero byte after it.
     """
     folder.mkdir()
     script(folder / "srun", f"printf '%s\\0' \"$@\" > '{folder}/arguments'")
-    node = "NodeName=n1 NodeAddr=10.0.0.1 NodeHostName=n1"
-    script(folder / "scontrol", f"case \"$*\" in *hostnames*) echo n1 n2;; *) echo '{node}';; esac")
+    script(folder / "scontrol", "echo n1 n2")
+    script(folder / "sinfo", "echo 10.0.0.1")
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

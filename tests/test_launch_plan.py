@@ -72,20 +72,15 @@ KEPT = {"task": {"kind": "mlm"}, "model": {"name": "a"}, "optim": {"lr": 0.1}, "
 KEPT |= {"seq_len": 32, "data": {"path": "a", "num_workers": 1}, "max_steps": 6, "backend": {"name": "ddp"}}
 
 
-@pytest.mark.parametrize(
-    "now",
-    [{"optim": {"lr": 0.2}}, {"model": {}}, {"seed": 2}, {"data": {"path": "b"}}, {"seq_len": None}, {"task": {}}],
-    ids=str,
-)
-def test_what_a_run_learns_may_not_change(now: dict):
-    with pytest.raises(InputError, match="^the settings of runs/mine changed since it began .* -> ") as refused:
+CHANGED = [{"optim": {"lr": 0.2}}, {"model": {}}, {"seed": 2}, {"data": {"path": "b"}}, {"seq_len": None}, {"task": {}}]
+
+
+def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
+    for now in CHANGED:
+        with pytest.raises(InputError, match=f"^the settings of runs/mine changed .*{next(iter(now))}.* -> "):
+            check_unchanged(KEPT, {**KEPT, **now}, run_dir="runs/mine")
+    for now in ({"max_steps": 9}, {"backend": {}}, {"data": {"path": "a", "num_workers": 4}}):
         check_unchanged(KEPT, {**KEPT, **now}, run_dir="runs/mine")
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("now", [{"max_steps": 9}, {"backend": {}}, {"data": {"path": "a", "num_workers": 4}}], ids=str)
-def test_where_and_how_long_it_runs_may_change(now: dict):
-    check_unchanged(KEPT, {**KEPT, **now}, run_dir="runs/mine")
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -100,7 +95,7 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
     assert "Not checked: partition" in capsys.readouterr().out
     assert main([*SLURM, "submit=true", "--", *OF_RUN]) == REFUSED
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
-    assert len(said) == 1 and "scontrol is not on the PATH" in said[0]
+    assert len(said) == 1 and "is not on the PATH" in said[0]
     assert not list(tmp_path.iterdir())
 
 
@@ -132,8 +127,8 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         ([*SLURM, "instance=trn1.32xlarge", "processes_per_node=8"], OF_RUN, "each of several trn1.32xlarge runs 32"),
         ([f"processes_per_node={TOO_MANY}"], OF_RUN, f"processes_per_node={TOO_MANY}"),
         (["processes_per_node=999999"], OF_RUN, "processes_per_node=999999 must be at most 1,024"),
-        (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "p5.48xlarge has 8 devices, 8 ranks are the most"),
-        ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "8 ranks are the most"),
+        (["instance=p5.48xlarge", "processes_per_node=9"], OF_RUN, "8 ranks are the most on p5.48xlarge, one a device"),
+        ([*SLURM, "instance.vcpus=2", "processes_per_node=9"], OF_RUN, "8 ranks are the most on local, 4 a CPU"),
         (["zzz"], OF_RUN, "no subcommand zzz; there are: list, status"),
         (["instance=p5.48xlarge"], [*OF_RUN, "backend=xla"], "backend=xla does not run on p5.48xlarge; leave it out"),
         (["instance=trn1.2xlarge"], [*OF_RUN, "backend=ddp"], "backend=ddp does not run on trn1.2xlarge"),

@@ -21,7 +21,7 @@ import launch.local
 from launch.__main__ import main as launch_main
 from launch.record import Record
 from launch.schedulers import cluster_of
-from launch.spec import State
+from launch.slurm.client import Slurm
 from launch.status import status
 from train import loop, predict, prepare, records, shards
 from train.attempt.preempt import StopRequest
@@ -173,11 +173,11 @@ def test_a_launch_is_shown(on_its_host, capsys):
     assert "stopping: max_run_s=0.01 is over" in capsys.readouterr().out
 
 
-def test_a_launch_on_slurm_is_shown(capsys):
+def test_a_launch_on_slurm_is_shown(monkeypatch):
     record = Record("scheduled", S3Config())
-    asked = []
-    seen = status(record, asks=lambda name, handle: asked.append((name, handle)) or State(False, "not known any more"))
-    assert asked == [("slurm", {"job_id": 2})]
+    monkeypatch.setattr(Slurm, "tasks", lambda _, job_id: [])
+    seen = status(record)
+    assert "job 2 is not known to Slurm any more" in seen.answer.text
     (attempt,) = seen.history.attempts
     assert (seen.state, seen.progress.step, attempt.nodes) == ("stopped", 1, ["n1", "n2"])
     assert (attempt.outcome, attempt.exit_code, attempt.checkpoint) == ("stopped", 143, 1)

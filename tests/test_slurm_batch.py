@@ -78,18 +78,12 @@ def test_a_node_that_may_not_be_drained_is_left_out_all_the_same(batch, tmp_path
     assert "preflight: n1 was not drained: " in capsys.readouterr().out
 
 
-def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch):
-    seen: dict[str, float] = {}
-
-    def on_nodes(command, nodes, *, name, limit_s, **_):
-        seen[command] = limit_s
-        batch.record.folder.write(f"gate/{name}/n1.json", b'{"ok": true}')
-        return processes.TIMED_OUT
-
-    monkeypatch.setattr(batch, "on_nodes", on_nodes)
+def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, tmp_path):
+    script(tmp_path / "bin" / "srun", "exec sleep 600")
+    monkeypatch.setitem(module.LIMITS_S, "preflight", 0.0)
+    batch.record.folder.write("gate/gate_7_0/n1.json", b'{"ok": true}')
     chosen, failed = run_preflight(batch.record, batch.job, ["n1", "n2"], batch.examine, name="gate_7_0")
     assert (chosen, list(failed)) == (["n1"], ["n2"]) and failed["n2"].startswith("no answer")
-    assert seen == {"preflight": 360.0}
     assert read_history(batch.record.events()).failed_gate == failed
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import script
 from running import eventually
-from services.slurm_jobs import output, submit, wait_for_state, write_script
+from services.slurm_cluster import SlurmCluster
 
-from launch.slurm.client import Partition, Slurm, check_request, job_name, read_jobs, read_partitions
+from launch.slurm.client import Slurm, job_name, read_jobs
 from launch.slurm.config import time_limit_s
 from train.config import Failure, InputError, Unreachable
 from train.storage.schema import BadContent
@@ -72,14 +72,10 @@ def test_damaged_output_is_refused_or_read_never_a_traceback(text: str):
     def expand(hosts: str) -> tuple[str, ...]:
         return tuple(hosts.split(","))
 
-    for read in (
-        lambda: read_jobs(text, 3, expand),
-        lambda: read_partitions(text),
-    ):
-        try:
-            read()
-        except BadContent as error:
-            assert "\n" not in str(error)
+    try:
+        read_jobs(text, 3, expand)
+    except BadContent as error:
+        assert "\n" not in str(error)
 
 
 def test_durations_are_read():
@@ -89,24 +85,10 @@ def test_durations_are_read():
 
 @quick
 @given(st.text(max_size=100))
-def test_any_run_folder_has_a_job_name(run_dir: str):
+def test_job_names_say_which_run(run_dir: str):
     assert re.fullmatch("[A-Za-z0-9._-]{1,64}", job_name(run_dir))
-
-
-def test_job_names_say_which_run():
     assert re.fullmatch("albert_v1-[0-9a-f]{8}", job_name("s3://bucket/runs/albert v1/"))
     assert job_name("a/run/") == job_name("a/run") != job_name("b/run")
-
-
-def test_a_request_that_would_wait_for_ever_is_rejected():
-    small = Partition("small", max_nodes=2, max_time="01:00:00", is_default=True)
-    check_request(small, nodes=2, time_limit="60")
-    check_request(small, nodes=2, time_limit=None)  # the partition's
-    check_request(Partition("large", 9, "UNLIMITED", is_default=False), nodes=9, time_limit="9-00:00:00")
-    with pytest.raises(InputError, match="nodes=3 is more .* small can have; ask for at most 2"):
-        check_request(small, nodes=3, time_limit="1")
-    with pytest.raises(InputError, match="limit of 1:00:01 is more than the 01:00:00 of partition small"):
-        check_request(small, nodes=1, time_limit="1:00:01")
 
 
 # ---- a machine without Slurm ---------------------------------------------------------------------------------------
@@ -122,7 +104,7 @@ def test_a_command_that_hangs_is_ended(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     script(tmp_path / "sbatch", "echo 'sbatch: error: please wait' >&2; exec sleep 600")
     with pytest.raises(
-        Unreachable, match=r"did not answer in 0.5 s; it said: please wait; .*whether the job was submitted"
+        Unreachable, match=r"does not answer sbatch; it said: please wait; .*whether the job was submitted"
     ):
         Slurm(timeout_s=0.5).submit([], tmp_path / "x")
 
@@ -137,7 +119,34 @@ def test_accounting_that_does_not_answer_is_not_taken_for_a_job_that_is_gone(mon
     assert (job_of(5).state, job_of(5).nodes) == ("COMPLETED", ("n1",))
 
 
-# ---- a real cluster ------------------------------------------------------------------------------------------------
+# ---- a real cluster: jobs are submitted and looked at with Slurm's commands, not with tested code --------------------
+
+STATE_S = 300.0  # a node that is lost counts as down after half a minute
+
+
+def write_script(path: Path, body: str) -> Path:
+    return Path(script(path, body))
+
+
+def submit(cluster: SlurmCluster, folder: Path, body: str, *options: str) -> int:
+    """Submit a script; what it prints goes to job-ID.out in the folder, one attempt after the other."""
+    files = (f"--output={folder}/job-%j.out", "--open-mode=append")
+    return int(cluster.run("sbatch", "--parsable", *files, *options, script(folder / "job.sh", body)))
+
+
+def output(folder: Path, job_id: int) -> str:
+    path = folder / f"job-{job_id}.out"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def wait_for_state(cluster: SlurmCluster, job_id: int, state: str, *, restarts: int = 0) -> None:
+    """Until a job is in the state, and was started again at least so often."""
+
+    def is_there() -> bool:
+        shown = cluster.run("scontrol", "show", "job", str(job_id))
+        return f"JobState={state} " in shown and int(re.findall(r"Restarts=(\d+)", shown)[0]) >= restarts
+
+    eventually(is_there, STATE_S)
 
 
 def job_of(job_id):
@@ -189,6 +198,7 @@ def test_an_estimate_submits_nothing(slurm, tmp_path):
         (["--partition=nosuch"], "invalid partition specified: nosuch; .*`sinfo --summarize` shows"),
         (["--constraint=fast"], "Invalid feature specification; `sinfo --format='%N %f'`"),
         (["--reservation=x"], "Requested reservation is invalid; `scontrol show reservations`"),
+        (["--nodes=9"], "node configuration is not available; `sinfo --Node --long` shows the nodes; ask for fewer"),
         (["--nodelist=n9"], "Invalid node name specified; `sinfo --Node"),
         (["--gres=gpu:1"], "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`"),
         (["--bogus"], "unrecognized option '--bogus'"),
@@ -201,12 +211,12 @@ def test_a_refused_job_says_why_and_what_to_do(slurm, tmp_path, options: list[st
     assert "\n" not in str(refused.value)
 
 
-def test_partitions_and_their_limits(slurm):
-    main, urgent = Slurm().partition(), Slurm().partition("urgent")
-    assert main == Partition("main", max_nodes=2, max_time="1-00:00:00", is_default=True)
-    assert urgent.max_time == "UNLIMITED"
-    with pytest.raises(InputError, match="there is no partition 'nosuch'; choose one of: main, urgent"):
-        Slurm().partition("nosuch")
+def test_a_time_limit_with_which_a_job_would_wait_for_ever_is_rejected(slurm):
+    Slurm().check_time_limit("1-00:00:00", None)
+    Slurm().check_time_limit("9-00:00:00", "urgent")
+    for partition in (None, "main"):
+        with pytest.raises(InputError, match="time_limit=24:00:01 is more than the 1-00:00:00 of partition main"):
+            Slurm().check_time_limit("24:00:01", partition)
 
 
 def test_a_requeued_job_starts_again_on_other_nodes(slurm, tmp_path):
@@ -238,7 +248,7 @@ def test_a_drained_node_takes_no_jobs(slurm, tmp_path):
 def test_a_configuration_that_is_not_there_is_named(slurm, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/nowhere/slurm.conf")
     with pytest.raises(InputError, match="no configuration of Slurm .SLURM_CONF=/nowhere/slurm.conf.; start this on"):
-        Slurm(timeout_s=0.5).partition()
+        Slurm(timeout_s=0.5).job_ids("x")
 
 
 def test_while_slurmctld_is_away_commands_say_so_and_jobs_go_on(slurm, tmp_path):

@@ -23,7 +23,7 @@ def test_of_two_launches_at_once_one_is_refused(run):
     submit.claim(run.record, job, first)
     with pytest.raises(InputError, match="another launch of runs/mine came first"):
         submit.claim(run.record, job, second)
-    with pytest.raises(InputError, match="is being launched by .*try again in 120 s"):
+    with pytest.raises(InputError, match="is being launched for .*try again in 120 s"):
         submit.check_idle(run.record)
 
 

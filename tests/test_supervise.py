@@ -15,7 +15,7 @@ from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
 CLUSTER = SlurmConfig(attempts=5, idle_attempts=2)
-FIRST, ASKED = History(faults=1, tries=[True]), History(faults=1, stop_asked_unix_s=0.0)
+FIRST, ASKED = History(faults=1), History(faults=1, stop_asked_unix_s=0.0)
 
 
 LIMIT = "the time limit is near"
@@ -41,7 +41,6 @@ def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER,
         (["stopped", "stop_file"], {"asked": LIMIT}, ("requeue", "stopped")),
         (["stopped", "max_run_s"], {}, ("end", "stopped")),
         (["stopped", "spot_notice"], {}, ("requeue", "stopped")),
-        (["stopped", "EC2 spot notice: terminate at 12:00"], {}, ("requeue", "stopped")),  # of an earlier version
         (["stopped", "SIGTERM"], {}, ("requeue", "stopped")),  # preempted: Slurm signals the tasks alone
         # A torchrun that is killed: no scheduler is there to requeue the job.
         (["stopped", "SIGTERM"], {"cluster": LocalConfig()}, ("again", "stopped")),
@@ -63,8 +62,8 @@ def test_what_follows_an_attempt(attempt, options, expected):
 @pytest.mark.parametrize(
     ("history", "limit"),
     [
-        (History(faults=5, tries=[True] * 5), "cluster.attempts"),
-        (History(faults=3, tries=[True, False, False]), "cluster.idle_attempts"),
+        (History(faults=5), "cluster.attempts"),
+        (History(faults=3, idle=2), "cluster.idle_attempts"),
     ],
 )
 def test_a_job_gives_up(kind, history, limit):

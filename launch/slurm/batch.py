@@ -34,15 +34,14 @@ from launch.supervise import (
     prepared,
     recording_failure,
     retry,
-    run_of_job,
     settled,
     supervise,
 )
-from train.cli.command import STOPPED
-from train.config import Failure, check
+from train.cli.command import STOPPED, add_s3_flags, command_parser, run_flags
+from train.config import Failure, S3Config, check
 from train.host import processes
 
-FIRST_PORT, PORTS = 20_000, 10_000  # below the range from which Linux gives ports to clients
+FIRST_PORT, PORTS = 20_000, 10_000  # below the range of ports that Linux hands out to clients
 REQUEUED_S = 600.0  # Slurm ends this process much sooner
 PAUSE_S = 0.2
 # Limits of the parts of the preflight: one node must not hold all others.
@@ -52,12 +51,16 @@ SIGNALLED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)  # exit codes of srun
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Run a job within Slurm. python -m launch cluster=slurm submits it."
-    merge = {"--merge": "of a preparation: write the manifest of all parts"}
-    return run_of_job("launch.slurm.batch", purpose, arguments, run_job, switches=merge)
+    parser = command_parser("launch.slurm.batch", purpose, examples=("runs/mine",))
+    parser.add_argument("run", help="run folder")
+    parser.add_argument("--merge", action="store_true", help="of a preparation: write the manifest of all parts")
+    add_s3_flags(parser, caches=False)
+    return run_flags(parser, arguments, run_job)
 
 
-def run_job(record: Record, options: argparse.Namespace) -> int:
+def run_job(options: argparse.Namespace, s3: S3Config) -> int:
     check("SLURM_JOB_ID" in os.environ, "this is no job of Slurm; submit one with python -m launch cluster=slurm")
+    record = Record(options.run, s3)
     with recording_failure(record):
         batch = Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"]))
         return batch.prepare(merge=options.merge) if batch.job.kind == "prepare" else batch.train()
@@ -70,15 +73,13 @@ class Interrupted(Exception):
 class Batch:
     def __init__(self, record: Record, job: Job, job_id: int) -> None:
         self.record, self.job, self.job_id = record, job, job_id
-        self.cluster = cluster_of(job, SlurmConfig)
-        self.slurm = Slurm()
+        self.cluster, self.slurm, self.stop = cluster_of(job, SlurmConfig), Slurm(), StopRequest(record)
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
-        self.stop = StopRequest(record)
         self.is_ending = False  # Slurm ends the job
         self.limit_s = math.inf  # of time.monotonic(): the time limit, once it is near
         self.is_overdue = False  # the limit has come, and the run has not stopped
-        self.rendezvous = 0  # of the nodes' torchruns
+        self.steps = 0  # that srun has started: each has a port of its own
         self.excluded: list[str] = []  # nodes that a requeued job shall not get
 
     def train(self) -> int:
@@ -87,14 +88,14 @@ class Batch:
         decision = self.preflight() if self.cluster.gate else None
         if decision is None:
             decision = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        if decision.next == "requeue" and self.is_ending:  # Slurm may start the job again, so that this is no end
+        is_end = decision.next != "requeue" or not self.is_ending  # else Slurm may start the job again by itself
+        if is_end:
+            decision = self.requeue(decision)
+            self.end(decision)
+        else:
             retry(self.record.append_event, "interrupted", reason=decision.reason)
-            self.upload()
-            return STOPPED
-        decision = self.requeue(decision)
-        self.end(decision)
         self.upload()
-        return CODES[decision.outcome]
+        return CODES[decision.outcome] if is_end else STOPPED
 
     def end(self, decision: Decision) -> None:
         retry(self.record.append_event, "ended", outcome=decision.outcome, reason=decision.reason)
@@ -125,29 +126,20 @@ class Batch:
         self.stop.write()
 
     def attempt(self, number: int) -> int:
-        return self.on_nodes("train", self.nodes, name=attempt_name(number), ends_together=True)
+        return self.on_nodes("train", self.nodes, name=attempt_name(number))
 
-    def on_nodes(
-        self,
-        command: str,
-        nodes: Sequence[str],
-        *,
-        name: str,
-        ends_together: bool,
-        group: int = 0,
-        limit_s: float = math.inf,
-    ) -> int:
+    def on_nodes(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """Run a command of launch.node on nodes, at the same time; srun's exit code."""
         addresses = [retry(self.slurm.address, node) for node in (nodes if group else nodes[:1])]
-        self.rendezvous += 1
-        port = FIRST_PORT + (self.job_id * 101 + self.rendezvous) % PORTS  # two jobs may share a node
+        self.steps += 1
+        port = FIRST_PORT + (self.job_id * 101 + self.steps) % PORTS  # two jobs may share a node
         node = [self.job.python, "-m", "launch.node", command, self.record.run_dir, f"--hosts={','.join(nodes)}"]
         node += [f"--addresses={','.join(addresses)}", f"--port={port}", f"--attempt={name}", f"--group={group}"]
-        node += self.record.s3.flags()
-        size = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
-        srun = ["srun", *size, f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
-        process = processes.start([*srun, *self.container(), *node], env=os.environ)
-        return processes.exit_code(process, meanwhile=self.meanwhile, limit_s=limit_s)
+        ends_together = command != "preflight" and not group
+        srun = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        srun += [f"--nodelist={','.join(nodes)}", f"--kill-on-bad-exit={int(ends_together)}", "--label"]
+        process = processes.start([*srun, *self.container(), *node, *self.record.s3.flags()], env=os.environ)
+        return processes.exit_code(process, meanwhile=self.meanwhile, limit_s=LIMITS_S.get(command, math.inf))
 
     def container(self) -> list[str]:
         image, mounts = self.cluster.container, self.cluster.container_mounts
@@ -159,7 +151,9 @@ class Batch:
         return ["apptainer", "exec", *(f"--bind={folder}" for folder in mounts), image]
 
     def preflight(self) -> Decision | None:
-        """Examine all nodes and choose those that train; a decision if there are too few. The others are named."""
+        """Examine all nodes and choose those that train; a decision if there are too few: try again on other nodes,
+        once for each set of nodes that failed.
+        """
         name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"  # answers of others stay apart
         try:
             chosen, failed = run_preflight(self.record, self.job, self.all_nodes, self.examine, name=name)
@@ -172,7 +166,12 @@ class Batch:
         if len(chosen) == self.job.nodes:
             self.nodes = chosen
             return None
-        return self.without(failed, too_few(self.all_nodes, failed, self.job))
+        seen, reason = set(self.history().excluded), too_few(self.all_nodes, failed, self.job)
+        if set(failed) <= seen or is_shared(failed, self.all_nodes):
+            return Decision("end", "failed", reason)
+        users = retry(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
+        self.excluded = sorted({*failed, *seen, *users})
+        return Decision("requeue", "failed", reason)
 
     def drain(self, node: str, reason: str) -> None:
         try:
@@ -182,20 +181,10 @@ class Batch:
 
     def examine(self, command: str, nodes: Sequence[str], *, name: str, group: int = 0) -> int:
         """A part of the preflight on nodes. Interrupted if Slurm has ended it."""
-        together, limit_s = command == "collectives" and not group, LIMITS_S[command]
-        code = self.on_nodes(command, nodes, name=name, group=group, ends_together=together, limit_s=limit_s)
+        code = self.on_nodes(command, nodes, name=name, group=group)
         if self.stop.reason is not None or code in SIGNALLED:
             raise Interrupted
         return code
-
-    def without(self, failed: dict[str, str], reason: str) -> Decision:
-        """Try again on other nodes, once for each set of nodes that failed; nodes that fail again end the job."""
-        seen = set(self.history().excluded)
-        if set(failed) <= seen or is_shared(failed, self.all_nodes):
-            return Decision("end", "failed", reason)
-        users = retry(self.slurm.hostnames, self.cluster.exclude) if self.cluster.exclude is not None else ()
-        self.excluded = sorted({*failed, *seen, *users})
-        return Decision("requeue", "failed", reason)
 
     def requeue(self, decision: Decision) -> Decision:
         """Ask Slurm to start the job again, which ends this process: at once by SIGTERM, which is ignored here, and
@@ -210,13 +199,13 @@ class Batch:
         retry(self.record.append_event, "requeued", reason=decision.reason, excluded=self.excluded)
         retry(self.slurm.requeue, self.job_id)
         if self.excluded:
-            until = Retrying(
+            pending = Retrying(
                 retry=retry_if_exception_type(Failure),
                 stop=stop_after_delay(REQUEUED_S),
                 wait=wait_fixed(PAUSE_S),
                 reraise=True,
             )
-            until(self.slurm.exclude, self.job_id, self.excluded)
+            pending(self.slurm.exclude, self.job_id, self.excluded)
         self.upload()
         time.sleep(REQUEUED_S)
         return Decision("end", "failed", "Slurm was asked to requeue this job and did not end it")

@@ -24,9 +24,9 @@ from train.storage.schema import BadContent, shown
 # Variables that lead to the cluster. The others of Slurm are those of the job in which we may run, or options that no
 # plan has shown: SBATCH_WAIT waits for the end of the job, SBATCH_ARRAY_INX submits many.
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # lists in full
+OWN = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_")
+READING = {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # lists in full; not for sbatch, whose variables the job gets
 
-NO_JOB = "Invalid job id specified"
 SILENT = re.compile(
     "Unable to contact|Socket timed out|Connection (refused|timed out|reset)|No route to host|standby mode"
     "|Zero Bytes were transmitted|temporarily unable|communication (failure|connection)",
@@ -46,17 +46,8 @@ CURES = (  # what sbatch says -> what to do; the first that fits
     ("dependency", "the job to wait for must be known to Slurm"),
 )
 HOST = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-OVER: tuple[str, ...] = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-)
-OVER += ("REVOKED", "TIMEOUT")  # states from which a job does not come back by itself
+OVER: tuple[str, ...] = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY")
+OVER += ("PREEMPTED", "REVOKED", "TIMEOUT")
 UNKNOWN = ("", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown")
 SQUEUE = "%A|%i|%T|%r|%N"  # of squeue --format
 SACCT = "JobIDRaw,JobID,State,Reason,NodeList"  # of sacct --format: the same columns
@@ -83,15 +74,8 @@ class SlurmJob:
 
     @property
     def is_over(self) -> bool:
+        """Whether it does not come back by itself."""
         return self.state in OVER
-
-
-@dataclass(frozen=True)
-class Partition:
-    name: str
-    max_nodes: int  # of one job
-    max_time: str  # of one job, in Slurm's notation, as 1-00:00:00 or UNLIMITED
-    is_default: bool
 
 
 def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) -> list[SlurmJob]:
@@ -108,20 +92,6 @@ def read_jobs(text: str, job_id: int, expand: Callable[[str], tuple[str, ...]]) 
         task = (match["task"] or "").partition("%")[0] or None
         jobs[int(match["job_id"])] = SlurmJob(int(match["job_id"]), match["state"], reason, nodes, task)
     return list(jobs.values())
-
-
-def read_partitions(text: str) -> list[Partition]:
-    """Return the partitions of which `scontrol --oneliner show partition` prints this."""
-    partitions = []
-    for line in filter(str.strip, text.splitlines()):
-        said = dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
-        try:
-            total, most = int(said["TotalNodes"]), said["MaxNodes"]
-            nodes = total if most == "UNLIMITED" else min(total, int(most))
-            partitions.append(Partition(said["PartitionName"], nodes, said["MaxTime"], said["Default"] == "YES"))
-        except (KeyError, ValueError) as error:
-            raise BadContent(f"what scontrol shows of a partition cannot be read: {shown(line)}") from error
-    return partitions
 
 
 @dataclass(frozen=True)
@@ -154,10 +124,9 @@ class Slurm:
             code, out, said = self.run("sbatch", *options, "--", str(script.absolute()), *arguments)
         except Unreachable as error:
             raise Unreachable(f"{error}; `squeue --me` shows whether the job was submitted all the same") from error
-        if code:
-            line = one_line(said or out)
-            cure = next((f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), "")
-            raise InputError(f"Slurm rejects the job: {line}{cure}")
+        line = one_line(said or out)
+        cure = next((f"; {cure}" for pattern, cure in CURES if re.search(pattern, line, re.IGNORECASE)), "")
+        check(code == 0, f"Slurm rejects the job: {line}{cure}")
         return out, said
 
     def tasks(self, job_id: int) -> list[SlurmJob]:
@@ -165,13 +134,13 @@ class Slurm:
         some minutes after its end (MinJobAge) without accounting.
         """
         queued = ("--noheader", "--states=all", f"--jobs={job_id}", f"--format={SQUEUE}")
-        code, out, said = self.run("squeue", *queued, reads=True)
+        code, out, said = self.run("squeue", *queued)
         if code == 0 and out.strip():
             return read_jobs(out, job_id, self.hostnames)
-        if code and NO_JOB not in said + out:
+        if code and "Invalid job id specified" not in said + out:
             raise Failure(f"squeue does not show job {job_id}: {one_line(said or out)}")
         ended = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--format={SACCT}")
-        code, out, said = self.run("sacct", f"--jobs={job_id}", *ended, reads=True)
+        code, out, said = self.run("sacct", f"--jobs={job_id}", *ended)
         if "accounting storage is disabled" in said:
             return []
         if code:
@@ -180,7 +149,7 @@ class Slurm:
 
     def job_ids(self, name: str) -> list[int]:
         """Return the user's jobs of this name that wait or run. An array counts once."""
-        out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%F", reads=True)
+        out = self.answer("squeue", "--noheader", "--me", f"--name={name}", "--format=%F")
         return sorted({int(word) for word in out.split() if word.isdecimal()})
 
     def cancel(self, job_id: int) -> None:
@@ -211,67 +180,64 @@ class Slurm:
         if re.fullmatch(HOST, hosts):
             return (hosts,)
         check(bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._,\[\]-]*", hosts)), f"{shown(hosts)} is not a list of hosts")
-        return check_hosts(self.answer("scontrol", "show", "hostnames", hosts, reads=True).split())
+        return check_hosts(self.answer("scontrol", "show", "hostnames", hosts).split())
 
     def address(self, node: str) -> str:
         """Return the address at which the other nodes reach this one: what the site has given Slurm (NodeAddr)."""
-        check_hosts([node])
-        text = self.answer("scontrol", "--oneliner", "show", "node", node, reads=True)
-        matches = re.findall(r" NodeAddr=(\S+)", text)
-        if len(matches) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", matches[0]):
-            raise Failure(f"scontrol shows no address of node {node}: {one_line(text)[:80]}")
-        return str(matches[0])
+        said = self.answer("sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%o").split()
+        if len(set(said)) != 1 or not re.fullmatch(rf"{HOST}|[0-9a-fA-F:.]+", said[0]):  # a line for each partition
+            raise Failure(f"sinfo shows no address of node {node}: {shown(said)}")
+        return said[0]
 
-    def partition(self, name: str | None = None) -> Partition:
-        """Return the partition of this name; None: the one of jobs that name none."""
-        partitions = read_partitions(self.answer("scontrol", "--oneliner", "show", "partition", reads=True))
-        known = ", ".join(partition.name for partition in partitions) or "none"
-        for partition in partitions:
-            if partition.name == name or (name is None and partition.is_default):
-                return partition
-        if name is None:
-            raise InputError(f"this cluster has no default partition; name one of: {known}")
-        raise InputError(f"there is no partition {shown(name)}; choose one of: {known}")
+    def check_time_limit(self, time_limit: str, partition: str | None) -> None:
+        """Raise InputError for a longer time than the partition has; None: the default one. Slurm accepts such a job,
+        and it waits for ever.
+        """
+        for line in self.answer("sinfo", "--all", "--noheader", "--format=%P|%l").splitlines():
+            name, _, longest = line.strip().partition("|")
+            is_asked_for = name.rstrip("*") == partition if partition else name.endswith("*")
+            limit_s, longest_s = time_limit_s(time_limit), time_limit_s(longest)
+            check(
+                not is_asked_for or limit_s is None or longest_s is None or limit_s <= longest_s,
+                f"cluster.time_limit={time_limit} is more than the {longest} of partition {name.rstrip('*')}; ask for "
+                "at most that, and resume the run in further jobs",
+            )
 
     # ---- commands --------------------------------------------------------------------------------------------------
 
-    def answer(self, *command: str, reads: bool = False) -> str:
+    def answer(self, *command: str) -> str:
         """Return what a command prints. Failure with what Slurm says if it fails."""
-        code, out, said = self.run(*command, reads=reads)
+        code, out, said = self.run(*command)
         if code:
             cure = "; only Slurm's operators may do this" if "permission" in said else ""
             raise Failure(f"{' '.join(command[:2])} failed: {one_line(said or out)}{cure}")
         return out
 
-    def run(self, *command: str, reads: bool = False) -> tuple[int, str, str]:
-        """Return exit code, standard output and standard error of a command; `reads`: its output is to be read here."""
-        own = ("SLURM_", "SBATCH_", "SCANCEL_", "SQUEUE_", "SACCT_")
-        environ = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(own)}
+    def run(self, *command: str) -> tuple[int, str, str]:
+        """Return exit code, standard output and standard error of a command."""
+        environ = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(OWN)}
+        environ |= READING if command[0] != "sbatch" else {}
+        options = {"stdin": subprocess.DEVNULL, "env": environ, "check": False, "timeout": self.timeout_s}
         try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=environ | (READING if reads else {}),
-                check=False,
-                timeout=self.timeout_s,
-            )
+            done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
+            code, out, said = done.returncode, *(text.decode(errors="replace") for text in (done.stdout, done.stderr))
         except FileNotFoundError as error:
             raise NoSlurm(
                 f"{command[0]} is not on the PATH; start this on a login node of the cluster (`module load slurm`, "
                 "perhaps), or choose another way to launch"
             ) from error
         except subprocess.TimeoutExpired as error:
-            said = (error.stderr or b"").decode(errors="replace")
-            check_configured(said)
-            raise Unreachable(f"{command[0]} did not answer in {self.timeout_s:g} s; {quoted(said)}") from error
-        if done.returncode:
-            check_configured(done.stderr)
-            if SILENT.search(done.stderr + done.stdout):
-                raise Unreachable(f"slurmctld does not answer {command[0]}; {quoted(done.stderr or done.stdout)}")
-        return done.returncode, done.stdout, done.stderr
+            code, out, said = None, "", (error.stderr or b"").decode(errors="replace")
+        if code != 0 and UNCONFIGURED.search(said):
+            source = f"SLURM_CONF={os.environ['SLURM_CONF']}" if "SLURM_CONF" in os.environ else "no SLURM_CONF is set"
+            raise NoSlurm(
+                f"this machine has no configuration of Slurm ({printable(source)}); start this on a login node of the "
+                "cluster"
+            )
+        if code is None or (code and SILENT.search(said + out)):
+            heard = f"it said: {one_line(said or out)}; " if said or out else ""
+            raise Unreachable(f"slurmctld does not answer {command[0]}; {heard}`scontrol ping` shows whether it is up")
+        return code, out, said
 
 
 def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
@@ -282,20 +248,6 @@ def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def check_request(partition: Partition, *, nodes: int, time_limit: str | None) -> None:
-    """Raise InputError for more nodes or a longer time than the partition has. Slurm accepts such jobs, and they wait
-    for ever.
-    """
-    name, most = partition.name, partition.max_nodes
-    check(nodes <= most, f"nodes={nodes} is more than a job in partition {name} can have; ask for at most {most}")
-    limit_s, max_s = time_limit_s(time_limit or ""), time_limit_s(partition.max_time)
-    check(
-        time_limit is None or limit_s is None or max_s is None or limit_s <= max_s,
-        f"a time limit of {time_limit} is more than the {partition.max_time} of partition {name}; ask for at most "
-        "that, and go on in further jobs",
-    )
-
-
 def job_name(run_dir: str) -> str:
     """Return a name for the job of a run, which no run in another folder has, so that jobs of one name can exclude each
     other: the last part of the folder's path with other characters as "_", and eight digits of the path's checksum.
@@ -303,21 +255,6 @@ def job_name(run_dir: str) -> str:
     path = run_dir.rstrip("/")
     last = re.sub(r"[^A-Za-z0-9._-]", "_", path.rpartition("/")[2])[:55] or "run"
     return f"{last}-{hashlib.sha256(path.encode(errors='surrogatepass')).hexdigest()[:8]}"
-
-
-def check_configured(said: str) -> None:
-    """Raise NoSlurm if a command says that it has no slurm.conf."""
-    if UNCONFIGURED.search(said):
-        source = f"SLURM_CONF={os.environ['SLURM_CONF']}" if "SLURM_CONF" in os.environ else "no SLURM_CONF is set"
-        raise NoSlurm(
-            f"this machine has no configuration of Slurm ({printable(source)}); start this on a login node of the "
-            "cluster"
-        )
-
-
-def quoted(said: str) -> str:
-    """Return what a command said, and how to ask further."""
-    return f"{f'it said: {one_line(said)}; ' if said.strip() else ''}`scontrol ping` shows whether it is up"
 
 
 def one_line(said: str) -> str:

@@ -10,13 +10,13 @@ from launch.config import LaunchConfig
 from launch.job import Job
 from launch.record import Record
 from launch.schedulers import cluster_of
-from launch.slurm.client import NoSlurm, Slurm, SlurmJob, check_request, job_name
+from launch.slurm.client import NoSlurm, Slurm, SlurmJob, job_name
 from launch.slurm.config import SlurmConfig
 from launch.spec import Handle, State
+from launch.values import count
 from train.config import InputError, check
 
 SCRIPT = Path(__file__).with_name("job.sh")
-HINTS = {"JobLaunchFailure": "perhaps its first node does not see the folder of the logs"}
 AT_NODES = ("partition", "account", "qos", "constraint", "reservation", "gres", "exclude", "chdir")
 
 
@@ -27,41 +27,42 @@ class Scheduler(spec.Scheduler):
     def preview(self, job: Job, record: Record, cfg: LaunchConfig) -> str:
         slurm, cluster = Slurm(), cluster_of(job, SlurmConfig)
         try:
-            partition = slurm.partition(cluster.partition)
+            if cluster.time_limit is not None:
+                slurm.check_time_limit(cluster.time_limit, cluster.partition)
+            return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
         except NoSlurm as error:
             if cfg.submit:
                 raise
             return f"Slurm was not asked: {error}. Not checked: partition, its limits, when the job would start"
-        check_request(partition, nodes=job.nodes + job.spares, time_limit=cluster.time_limit)
-        return slurm.estimate(options(job, record), SCRIPT, arguments(job, record))
 
     def submit(self, job: Job, record: Record) -> Handle:
-        slurm = Slurm()
+        slurm, asked, given = Slurm(), options(job, record), arguments(job, record)
         if there := slurm.job_ids(job_name(record.run_dir)):  # of a submission whose answer was lost
             raise InputError(f"Slurm has job {there[0]} of this run, which no record knows: scancel {there[0]} ends it")
         if not record.is_remote:
             (record.local_folder() / "logs").mkdir(parents=True, exist_ok=True)
-        number = slurm.submit(options(job, record), SCRIPT, arguments(job, record))
+        job_id = slurm.submit(asked, SCRIPT, given)
         if job.kind == "train" or job.parts == 1:
-            return {"job_id": number}
-        waits = [f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes"]
-        merge = [*(each for each in options(job, record) if not each.startswith("--array")), *waits]
+            return {"job_id": job_id}
+        merge = [each for each in asked if not each.startswith("--array")]
+        merge += [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"]
         try:
-            return {"job_id": slurm.submit(merge, SCRIPT, [*arguments(job, record), "--merge"]), "parts_id": number}
+            return {"job_id": slurm.submit(merge, SCRIPT, [*given, "--merge"]), "parts_id": job_id}
         except BaseException:
-            slurm.cancel(number)  # or the parts would run with nobody to know of them
+            slurm.cancel(job_id)  # or the parts would run with nobody to know of them
             raise
 
     def state(self, record: Record, handle: Handle) -> State:
         """The state of the first of its jobs that is not over, or that failed: the merge of parts waits for all."""
         for name in ("parts_id", "job_id"):
             jobs = Slurm().tasks(number(handle, name)) if name in handle else []
+            states = {job.state for job in jobs} - {"COMPLETED"}
             if any(not job.is_over for job in jobs):
                 return State(True, said(handle, name, jobs), sorted({node for job in jobs for node in job.nodes}))
-            if name == "parts_id" and any(job.state != "COMPLETED" for job in jobs):
-                jobs = [job for job in jobs if job.state != "COMPLETED"]
-                return State(False, said(handle, name, jobs), outcome=outcome(jobs))
-        return State(False, said(handle, "job_id", jobs), outcome=outcome(jobs))
+            if name == "job_id" or states:
+                outcome = "cancelled" if "CANCELLED" in states else "failed" if states else ""
+                return State(False, said(handle, name, jobs), outcome=outcome)
+        raise AssertionError
 
     def cancel(self, record: Record, handle: Handle) -> None:
         for name in ("job_id", "parts_id"):
@@ -73,23 +74,16 @@ def said(handle: Handle, name: str, jobs: Sequence[SlurmJob]) -> str:
     """The jobs of one id in Slurm's terms; of several tasks of an array the one that is furthest from its end."""
     if not jobs:
         return f"job {handle[name]} is not known to Slurm any more"
-    job = min(jobs, key=lambda job: job.is_over)
-    tasks = f", part {', '.join(str(each.array_task) for each in jobs[:8])}" if name == "parts_id" else ""
-    reason = f" ({job.reason}{f', {HINTS[job.reason]}' if job.reason in HINTS else ''})" if job.reason else ""
-    return f"job {handle[name]}{tasks} {job.state}{reason}"
-
-
-def outcome(jobs: Sequence[SlurmJob]) -> str:
-    """How Slurm says that a job ended; empty if it has completed, or is not known any more."""
-    states = {job.state for job in jobs} - {"COMPLETED"}
-    return "cancelled" if "CANCELLED" in states else "failed" if states else ""
+    job = min(jobs, key=lambda job: (job.is_over, job.state == "COMPLETED"))
+    parts = [str(each.array_task) for each in jobs if each.is_over == job.is_over and each.state != "COMPLETED"]
+    tasks = f", part {', '.join(parts[:8])}" if name == "parts_id" else ""
+    return f"job {handle[name]}{tasks} {job.state}{f' ({job.reason})' if job.reason else ''}"
 
 
 def number(handle: Handle, name: str) -> int:
-    value = handle.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise InputError(f"the record names no job of Slurm: {value!r}")
-    return value
+    found = count(handle, name) or 0
+    check(found > 0, f"the record names no job of Slurm: {handle.get(name)!r}")
+    return found
 
 
 def options(job: Job, record: Record) -> list[str]:
