@@ -51,13 +51,9 @@ def mirror():
     """URI and release of the first repository with this system's own packages that apt is configured with."""
     release = platform.freedesktop_os_release()["VERSION_CODENAME"]
     shown = ["apt-get", "indextargets", "--format", "$(CODENAME) $(COMPONENT) $(REPO_URI)"]
-    rows = [
-        row.split() for row in subprocess.run(shown, capture_output=True, text=True, check=True).stdout.splitlines()
-    ]
-    for row in rows:
-        if row[:2] == [release, "main"]:
-            return row[2], release
-    return None
+    done = subprocess.run(shown, capture_output=True, text=True, check=True)
+    rows = [row.split() for row in done.stdout.splitlines()]
+    return next(((row[2], release) for row in rows if row[:2] == [release, "main"]), None)
 
 
 def inside(root, *command, check=True, **environment):
@@ -74,6 +70,11 @@ def inside(root, *command, check=True, **environment):
 def provision(root, script, **options):
     shutil.copy(PROVISION / f"{script}.sh", root / "tmp/script.sh")
     return inside(root, "bash", "/tmp/script.sh", **options)
+
+
+def fails(root, script, words, **environment):
+    done = provision(root, script, check=False, **environment)
+    assert done.returncode == 1 and words in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +142,7 @@ def test_an_image_is_made_tested_and_the_same_after_a_second_time(root, tmp_path
     text = root / "usr/share/common-licenses/GPL-3"
     content = text.read_bytes()
     text.write_text("")  # nothing to learn from: the second time the smoke test fails, when it has made its manifest
-    failed = provision(root, "smoke", **SMOKE, check=False)
-    assert failed.returncode == 1 and failed.stderr.startswith("error: train.prepare failed: ")
+    fails(root, "smoke", "error: train.prepare failed: ", **SMOKE)
     text.write_bytes(content)
     second = state(root)
     assert not {name for name in {*first, *second} if first.get(name) != second.get(name)}
@@ -241,9 +241,8 @@ def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, s
     neuron_repository(root / "srv/neuron", release, signer, packages())
     own = {"NEURON_APT_URL": "file:/srv/neuron"}
     environment_file(root)
-    refused = provision(root, "neuron", check=False, **own)
-    assert refused.returncode == 1 and not (root / "etc/apt/sources.list.d/neuron.list").exists()
-    assert f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10" in refused.stderr
+    fails(root, "neuron", f"the key of file:/srv/neuron is {signer.fingerprint} and not 00FA2C10", **own)
+    assert not (root / "etc/apt/sources.list.d/neuron.list").exists()
 
     environment_file(root, NEURON_KEY=signer.fingerprint)
     for _ in range(2):
@@ -255,8 +254,7 @@ def test_neuron_packages_are_those_of_the_sdk_from_a_signed_repository(tooled, s
     other = packages({"aws-neuronx-tools": "2.99.1.0"})
     neuron_repository(root / "srv/newer", release, signer, other)
     inside(root, "dpkg", "--purge", "aws-neuronx-tools")
-    failed = provision(root, "neuron", check=False, NEURON_APT_URL="file:/srv/newer")
-    assert failed.returncode == 1 and "lacks a package of SDK 2.31.1" in failed.stderr
+    fails(root, "neuron", "lacks a package of SDK 2.31.1", NEURON_APT_URL="file:/srv/newer")
     tampered = root / f"srv/neuron/dists/{release}/InRelease"
     tampered.write_text(tampered.read_text().replace("Origin: tests", "Origin: other"))
     assert provision(root, "neuron", check=False, **own).returncode != 0
@@ -285,15 +283,12 @@ def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, t
     own = {"EFA_URL": "file:///srv/efa"}
 
     environment_file(root)
-    refused = provision(root, "efa", check=False, **own)
-    assert refused.returncode == 1 and f"installer is {signer.fingerprint} and not 4E9091BC" in refused.stderr
+    fails(root, "efa", f"installer is {signer.fingerprint} and not 4E9091BC", **own)
     environment_file(root, EFA_KEY=signer.fingerprint)
     whole = archive.read_bytes()
     archive.write_bytes(whole + b"\0")
-    refused = provision(root, "efa", check=False, **own)
-    assert refused.returncode == 1 and f"is not signed by {signer.fingerprint}: nothing was run" in refused.stderr
-    refused = provision(root, "efa", check=False, EFA_URL="file:///srv/nothing")
-    assert refused.returncode == 1 and "cannot be read: is efa-installer in" in refused.stderr
+    fails(root, "efa", f"is not signed by {signer.fingerprint}: nothing was run", **own)
+    fails(root, "efa", "cannot be read: is efa-installer in", EFA_URL="file:///srv/nothing")
     assert not runs.exists()
 
     archive.write_bytes(whole)
@@ -302,18 +297,16 @@ def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, t
     assert runs.read_text() == "run\n"
 
 
-def test_a_system_with_an_old_libc_or_driver_is_refused(tooled):
+def test_a_system_with_an_old_libc_or_driver_is_rejected(tooled):
     root = tooled
     stand_ins = root / "usr/local/sbin"
     for name, answer in (("ldd", "ldd (GNU libc) 2.34"), ("modinfo", "550.54.15")):
         (stand_ins / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
         (stand_ins / name).chmod(0o755)
     environment_file(root)
-    refused = provision(root, "neuron", check=False)
-    assert refused.returncode == 1 and "has glibc 2.34, torch-neuronx 2.9 needs 2.35: build from" in refused.stderr
+    fails(root, "neuron", "has glibc 2.34, torch-neuronx 2.9 needs 2.35: build from")
     environment_file(root, "cuda")
-    refused = provision(root, "cuda", check=False)
-    assert refused.returncode == 1 and "the driver is 550.54.15, the wheels of torch need 570" in refused.stderr
+    fails(root, "cuda", "the driver is 550.54.15, the wheels of torch need 570")
     for name in ("ldd", "modinfo"):
         (stand_ins / name).unlink()
 
@@ -323,5 +316,4 @@ def test_common_rejects_a_system_without_apt(tooled):
     programs.mkdir()
     for name in ("bash", "id", "mktemp", "rm"):
         (programs / name).symlink_to(f"/usr/bin/{name}")
-    rejected = provision(tooled, "common", check=False, PATH="/tmp/programs")
-    assert rejected.returncode == 1 and "this system has no apt-get: build from Ubuntu 24.04" in rejected.stderr
+    fails(tooled, "common", "this system has no apt-get: build from Ubuntu 24.04", PATH="/tmp/programs")

@@ -62,7 +62,7 @@ def test_subnets_are_those_whose_zone_has_the_type(ec2, resolved):
     assert [site.subnet for site in again.sites] == named
 
 
-def test_the_image_is_the_projects_own_and_stays_when_the_job_goes_on(ec2, monkeypatch, tmp_path):
+def test_the_image_is_the_projects_own_and_stays_when_the_job_resumes(ec2, monkeypatch, tmp_path):
     parameter = {"Name": OWN_IMAGE.format("neuron"), "Type": "String", "Overwrite": True}
     boto3.client("ssm").put_parameter(**parameter, Value=UBUNTU)
     run = trial(ec2, monkeypatch, tmp_path / "mine", "cluster.image=null")

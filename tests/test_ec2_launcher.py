@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -11,7 +12,7 @@ from ec2_launching import KillAt, Killed, Trial, done, trial
 from services.fake_ec2 import fake_ec2
 
 from launch.ec2.api import Api
-from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls
+from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls, unlisted
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG, run_id
 from train.cli.command import DONE, FAILED, STOPPED
@@ -36,24 +37,18 @@ def begin(ec2, monkeypatch, tmp_path):
     return make
 
 
-def test_machines_from_nothing_to_nothing(ec2, begin):
-    run = begin()
-    assert run.launcher().run() == DONE
-    [request] = ec2.requests
-    assert request["MinCount"] == request["MaxCount"] == 2 and len(request["NetworkInterfaces"][0]["Groups"]) == 1
-    [together] = ec2.members.values()
-    assert set(together) == {each.id for each in run.made()} and len({each.subnet_id for each in run.made()}) == 1
-    assert ec2.anything() == [] and run.events_of("cleaned")
-
-
-@pytest.mark.parametrize("lacking", [1, 2, 3])
+@pytest.mark.parametrize("lacking", [0, 2, 3])
 def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin, lacking):
     run = begin("cluster.max_wait_s=600")
     subnets = [site.subnet for site in run.launcher().resolved.sites]
     ec2.without = dict.fromkeys(subnets[:lacking], "InsufficientInstanceCapacity")
     if lacking < len(subnets):
-        assert run.launcher().run() == DONE
-        assert {each.subnet_id for each in run.made()} == {subnets[lacking]} and len(ec2.requests) == lacking + 1
+        assert run.launcher().run() == DONE and len(ec2.requests) == lacking + 1
+        request, [together] = ec2.requests[-1], ec2.members.values()
+        assert request["MinCount"] == request["MaxCount"] == 2 and len(request["NetworkInterfaces"][0]["Groups"]) == 1
+        assert set(together) == {each.id for each in run.made()}
+        assert {each.subnet_id for each in run.made()} == {subnets[lacking]}
+        assert ec2.anything() == [] and run.events_of("cleaned")
         return
     with pytest.raises(Failure, match="no capacity for .* launch resume"):
         run.launcher().run()
@@ -164,7 +159,7 @@ def test_nothing_is_asked_for_again_once_the_time_is_over(ec2, begin):
     run = begin("cluster.again=true", "cluster.max_run_s=3600")
 
     def late(run: Trial) -> None:
-        run.ec2.passed_s += 3600
+        run.ec2.passed_s += 3600 if run.running() else 0
         interrupted_once(run)
 
     run.happens = late
@@ -276,6 +271,10 @@ def test_until_it_is_certain_clean_says_what_may_exist(ec2, begin, monkeypatch):
     with pytest.raises(Killed):
         launcher.run()
     assert [call.answered_unix_s for call in read_calls(run.record)] == [None]
+    assert [each.until_unix_s for each in unlisted(run.record, set(), ec2.now())] == [math.inf]
+    run.submit()  # another launch: the first one sends nothing more
+    [left] = unlisted(run.record, set(), ec2.now())
+    assert left.until_unix_s < math.inf
     monkeypatch.setattr("launch.ec2.sweep.LIMIT_S", 0.0)
     began_s = ec2.passed_s
     assert run.clean() == [] and ec2.passed_s - began_s >= SIGNED_S + LISTS_S

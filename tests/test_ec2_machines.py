@@ -168,7 +168,7 @@ def cloud(ec2, launched, bucket, monkeypatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("interruption", ["spot", "lost"])
-def test_a_run_that_is_interrupted_goes_on_with_new_machines_to_the_same_losses(cloud, undisturbed, interruption):
+def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, undisturbed, interruption):
     run = cloud("cluster.again=true", interruption=interruption)
     run.submit()
     assert run.launcher().run() == DONE, run.says()

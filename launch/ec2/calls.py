@@ -69,11 +69,11 @@ class Call:
         """When EC2 lists whatever the call has made; infinity while its launch may still send it."""
         if self.answered_unix_s is not None:
             return self.answered_unix_s + LISTS_S
-        stopped_unix_s = None  # since the last launch
+        stopped_unix_s = None  # since its launch began
         for event in events:
-            if event.kind == "submitted":
+            if event.kind == "submitted" and table(event.details, "handle").get("submission") == self.submission:
                 stopped_unix_s = None
-            elif event.kind in STOPS and stopped_unix_s is None:
+            elif event.kind in ("submitting", *STOPS) and stopped_unix_s is None:
                 stopped_unix_s = event.time_unix_s
         if stopped_unix_s is None:
             return float("inf")
@@ -155,17 +155,17 @@ def remove(
     clock: Clock,
     *,
     say: Callable[[str], None] = lambda _: None,
-    only: Sequence[str] = KINDS,
 ) -> list[Resource]:
-    """End and delete all of it, or the kinds `only`, until nothing is there and nothing more can come to be listed.
-    Returns what is left. The record must say by now that the run makes nothing more.
+    """End and delete all of it, until nothing is there and nothing more can come to be listed. Returns what is left.
+    Nothing more must be made meanwhile.
     """
     seen = set[str]()
-
-    def look() -> list[Resource]:
-        return [each for each in left_over(api, record, regions, clock.now(), seen=seen) if each.kind in only]
-
-    left = sweep(look, lambda found: delete(api, found), clock, say=say)
-    if not left and only is KINDS and record.event_names():
+    left = sweep(
+        lambda: left_over(api, record, regions, clock.now(), seen=seen),
+        lambda found: delete(api, found),
+        clock,
+        say=say,
+    )
+    if not left and record.event_names():
         record.append_event("cleaned", regions=[*regions], calls=len(read_calls(record)))
     return left

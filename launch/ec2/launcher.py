@@ -73,9 +73,12 @@ class Launcher:
                 raise
             self.record.append_event("ended", outcome="failed", reason=str(error))
             with suppress(BadCredentials, Unreachable):  # what came before says it
-                self.remove()
+                self.remove(leaves=False)
             raise
-        return self.remove()
+        ended = read_history(self.record.events()).ended
+        self.remove(leaves=ended is not None and self.is_training)
+        self.say("nothing of the run is left on EC2")
+        return CODES.get(ended.outcome, FAILED) if ended else FAILED
 
     def is_interrupted(self) -> bool:
         """Have machines made and wait for the end of the run. True if it was interrupted, and begins again at once."""
@@ -87,11 +90,7 @@ class Launcher:
             return False
         self.say(f"interrupted: {reason}")
         is_decided = "requeued" in self.events_since_machines()  # by the first machine
-        if is_decided:
-            self.let_machines_leave([call.region])
-        kinds = ("instance", "spot-instances-request")
-        if left := calls.remove(self.api, self.record, [call.region], self.clock, say=self.say, only=kinds):
-            raise Failure(f"machines of the last attempt are still there: {', '.join(map(str, left))}")
+        self.remove(leaves=is_decided)
         self.is_training = False
         if not is_decided and not conclude(self.record, self.cluster, Decision("requeue", "failed", reason)):
             return False
@@ -263,23 +262,16 @@ class Launcher:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def remove(self) -> int:
-        """Remove what is left, once the machines have had the time to end by themselves; the run's exit code."""
+    def remove(self, *, leaves: bool) -> None:
+        """Remove everything; `leaves`: once the machines have had the time to end by themselves."""
         regions = list(dict.fromkeys([*calls.call_regions(self.record), *self.resolved.regions]))
-        ended = read_history(self.record.events()).ended
-        if ended and self.is_training:
-            self.let_machines_leave(regions)
+        until_s = self.clock.now() + LEAVE_S if leaves else 0.0
+        while self.clock.now() < until_s:
+            if not any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
+                break
+            self.clock.sleep(POLL_S)
         if left := calls.remove(self.api, self.record, regions, self.clock, say=self.say):
             raise Failure(f"left on EC2: {', '.join(map(str, left))}; {undo(self.record)}")
-        self.say("nothing of the run is left on EC2")
-        return CODES.get(ended.outcome, FAILED) if ended else FAILED
-
-    def let_machines_leave(self, regions: list[str]) -> None:
-        until_s = self.clock.now() + LEAVE_S
-        while any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
-            if self.clock.now() > until_s:
-                return
-            self.clock.sleep(POLL_S)
 
 
 def allow_itself(api: Api, region: str, group: str) -> None:

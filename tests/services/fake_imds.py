@@ -44,7 +44,7 @@ class FakeIMDS:
         self.status: int | None = None  # answered instead of everything else
         self.speaks_http = True
         self.tokens: dict[str, float] = {}  # until when each is good, of time.monotonic()
-        self.answering = threading.Event()
+        self.answering = threading.Event()  # requests are answered once it is set
         self.answering.set()
         handler = type("BoundHandler", (Handler,), {"imds": self})
         self.server = Server(address, handler)
@@ -63,10 +63,6 @@ class FakeIMDS:
 
     def say(self, path: str, content: Any) -> None:
         self.said[path] = content if isinstance(content, str) else json.dumps(content)
-
-    def hang(self) -> None:
-        """Requests are taken and not answered until `answering` is set again."""
-        self.answering.clear()
 
     def expire_tokens(self) -> None:
         self.tokens.clear()
