@@ -63,15 +63,6 @@ def test_names_of_the_users_own_may_hold_any_character(override, expected):
     assert getattr(cli.load_config(TrainConfig, given).data, override.partition("=")[0][5:]) == expected
 
 
-@pytest.mark.parametrize(
-    "override", ["data.label_map={a", "data.label_map=it's", "data.labels={a: b}", "data.labels=("]
-)
-def test_a_table_or_list_that_is_none_is_one_line(override):
-    with pytest.raises(InputError, match=r" is a (table|list), as [{\[]a") as error:
-        cli.load_config(TrainConfig, ["task=classify", "data=csv", "data.path=x", "run_dir=r", override])
-    assert override in str(error.value) and "\n" not in str(error.value)
-
-
 def test_every_experiment_composes():
     for name in options("experiment"):
         cfg = cli.load_config(TrainConfig, [f"experiment={name}", "data.path=d"])

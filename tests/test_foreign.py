@@ -235,13 +235,9 @@ WITH_CREDENTIALS = [
 @pytest.mark.parametrize("endpoint", WITH_CREDENTIALS)
 def test_credentials_in_an_endpoint_are_refused_and_not_repeated(endpoint, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    for read in (
-        lambda: S3Config(endpoint=endpoint),
-        lambda: cli.load_config(TrainConfig, ["experiment=demo", f"s3.endpoint='{endpoint}'"]),
-    ):
-        with pytest.raises(InputError, match="holds more than an address") as refused:
-            read()
-        assert "hunter2" not in str(refused.value)
+    with pytest.raises(InputError, match="holds more than an address") as refused:
+        S3Config(endpoint=endpoint)
+    assert "hunter2" not in str(refused.value)
     with pytest.raises(InputError) as refused:  # by botocore, if it cannot even be read as an address
         S3Folder("s3://bucket/prefix", S3Config(region="us-east-1"))
     assert "hunter2" not in str(refused.value)

@@ -44,7 +44,6 @@ from train.config import (
     check_printable,
     check_values,
 )
-from train.host.launched import launched
 from train.host.torchrun import leave_refusal
 from train.optim import OPTIMIZERS, check_optimizer
 from train.tasks import TASKS, spec_of
@@ -299,8 +298,6 @@ def run(
         keys = {override.partition("=")[0] for override in options.settings}
         overrides = [override for override in given if override.partition("=")[0] not in keys] + options.settings
         if options.cfg is None:
-            if issubclass(schema, TrainConfig):
-                launched()  # what started this process is wrong more often than the settings
             return action(load_config(schema, overrides))
         composed = compose_config(schema, overrides)
         check_what_is_set(composed, schema, overrides)
