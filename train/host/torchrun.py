@@ -41,11 +41,13 @@ def file_of_start(name: str) -> Path:
 
 
 def is_reported() -> bool:
-    """Whether another rank of this machine has reported an error, so that this one need not."""
+    """Whether another rank of this machine has reported an error, so that this one need not. Never for its first rank:
+    a launcher may show the output of that one alone.
+    """
     try:
         file_of_start("reported").touch(exist_ok=False)
     except FileExistsError:
-        return True
+        return os.environ.get("LOCAL_RANK") != "0"
     except OSError:  # torchrun keeps no such files; an error that is printed twice is better than none
         pass
     return False
