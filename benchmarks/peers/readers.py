@@ -228,9 +228,11 @@ class Reader:
 def readers_of_ours() -> dict[str, Reader]:
     """With and without masks, each with none, one and two workers."""
     load, result = partial(import_module, "train.data.batches.loader"), {}
-    for (name, label), workers in itertools.product({"ours": "ours", "masked": "ours with masks"}.items(), range(3)):
+    labels = {"ours": ("**ours**", "ours, 1 worker", "ours, 2 workers")}
+    labels["masked"] = ("ours with masks", "ours with masks, 1 worker", "ours with masks, 2 workers")
+    for name, workers in itertools.product(labels, range(3)):
         result[f"{name}_{workers}" if workers else name] = Reader(
-            f"{label}, {workers} worker{'s' * (workers > 1)}" if workers else f"**{label}**",
+            labels[name][workers],
             partial(ours, num_workers=workers, masked=name == "masked"),
             load,
             format="ours",
