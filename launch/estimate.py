@@ -10,7 +10,7 @@ from train.config import InputError, InstanceConfig, RecordsConfig, TrainConfig,
 from train.config.parallel import Held
 from train.host.launched import Launched, check_launch
 from train.models.memory import GIB, advice, memory_of
-from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary, train_flops_per_sequence
+from train.models.model_sizes import Shape, check_layers, find_shape, knows_vocabulary
 
 if TYPE_CHECKING:
     from launch.calibration import Calibration
@@ -140,11 +140,11 @@ def timed(row: Row, instance: InstanceConfig, sequence_s: float, gradient_bytes:
 # ---- what a step computes and sends ----------------------------------------------------------------------------------
 
 
-def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float | None:
-    """FLOPs to train on one sequence, as the run's own MFU counts them; None for a model without a formula."""
+def flops_per_sequence(cfg: TrainConfig, shape: Shape, seq_len: int) -> float:
+    """FLOPs to train on one sequence, as the run's own MFU counts them."""
     labels = len(cfg.data.labels) if isinstance(cfg.data, RecordsConfig) else 0
     head = cfg.task.head_size(seq_len, labels)
-    return train_flops_per_sequence(shape, head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
+    return shape.train_flops(head, seq_len=seq_len, frozen=cfg.model.freeze_layers)
 
 
 def gradient_bytes(cfg: TrainConfig, shape: Shape) -> int:

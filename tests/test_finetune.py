@@ -118,21 +118,14 @@ def test_an_interrupted_run_continues_bit_for_bit(train, best, tmp_path):
 # ---- shapes --------------------------------------------------------------------------------------------------------
 
 
-def test_padding_is_reported_and_tokens_are_real_ones(best):
-    steps = lines(best, "train")
-    assert all(0 < line["padding_share"] < 1 for line in steps)
-    summary = lines(best, "summary")[0]
-    assert summary["tokens"] < 12 * 8 * 64 and 0 < summary["padding_share"] < 1
-    data = json.loads((best / "data.json").read_text())
-    assert data["lengths"] == [24, 40, 64] and data["splits"]["train"]["label_counts"].keys() == {"0", "1", "2"}
-
-
 def test_on_xla_each_length_has_graphs_to_train_to_accumulate_and_to_evaluate(overrides, tmp_path):
     """In a process of its own: within one, a second run finds the graphs of the first."""
     pytest.importorskip("torch_xla")
     done = run(overrides(tmp_path / "run", "backend=xla", "eval_every=6", "max_steps=10"))
     assert done.returncode == 0, done.stderr
-    assert lines(tmp_path / "run", "summary")[0]["graphs"] <= 3 * 3
+    summary = lines(tmp_path / "run", "summary")[0]
+    assert summary["graphs"] <= 3 * 3
+    assert summary["tokens"] < 12 * 10 * 64 and 0 < summary["padding_share"] < 1  # real ones
 
 
 # ---- the best ------------------------------------------------------------------------------------------------------
@@ -198,13 +191,6 @@ def test_predictions_that_cannot_be_written_are_an_alarm(train, tmp_path, monkey
     assert "not written: cannot write predictions: no space left" in fault["reason"]
 
 
-def test_weights_of_classes_below_one_are_no_smaller_steps(train, tmp_path):
-    for name, weight in (("one", "1"), ("small", "0.001")):
-        train(tmp_path / name, f"task.class_weights=[{weight},{weight},{weight}]")
-    one, small = ([line["loss"] for line in lines(tmp_path / name, "train")] for name in ("one", "small"))
-    assert small == pytest.approx(one, rel=1e-4)
-
-
 def test_lengths_may_not_change_on_the_way(train, tmp_path):
     train(tmp_path / "run", "max_steps=2")
     with pytest.raises(InputError, match="data.lengths"):
@@ -240,10 +226,7 @@ def best_step(run_dir):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (
-            ["best.metric=f1"],
-            "best.metric=f1 must be one of this task's metrics: loss, accuracy, f1_macro, f1_weighted",
-        ),
+        (["best.metric=f1"], "best.metric=f1 must be one of this task's metrics: loss, accuracy"),
         (["data.columns.label=stars"], "stars"),
         (["data.path=nowhere.csv"], "nowhere.csv"),
         (["model.tokenizer=null"], "model.tokenizer is not set"),

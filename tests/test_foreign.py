@@ -30,7 +30,8 @@ from train.config import HubConfig, InputError, ModelConfig, S3Config, TrainConf
 from train.data.records.formats import load_saved
 from train.data.records.table_folder import parse_facts
 from train.data.text.tokenizer import load_tokenizer
-from train.models.encoder import Network, model_config
+from train.models.encoder import model_config
+from train.models.network import Network
 from train.models.pretrained import without_weights
 from train.models.source import task_tokenizer
 from train.storage.folders import LocalFolder, sha256_json

@@ -26,24 +26,21 @@ from train.backend import open_backend
 from train.cli import compose as cli
 from train.cli.saved import read_config
 from train.config import InputError, TrainConfig
-from train.models.encoder import Network
+from train.models.network import Network
 from train.parallel import build_engine
 from train.parallel.pieces import Tensors
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
 
 FSDP, SHARDED = "parallel=fsdp", "parallel.shard_optimizer=true"
+AGAIN = "backend.activation_checkpointing=true"
 ALBERT: list[str] = []  # one layer that is applied twice, and a head that is tied to the embedding
 BERT = ["model.architecture=bert", "model.embedding_size=null"]  # a layer for each depth
 LAMB = ["optim=lamb", "optim.lr=1e-2"]
 MODELS = {"albert": ALBERT, "bert": BERT, "lamb": [*BERT, *LAMB]}
 SPLITS = {
     "albert": ("albert", 2, [FSDP, "micro_batch_size=2"]),
-    "bert": (
-        "bert",
-        4,
-        [FSDP, "parallel.reduce_once=false", "micro_batch_size=1", "backend.activation_checkpointing=true"],
-    ),
+    "bert": ("bert", 4, [FSDP, "parallel.reduce_once=false", "micro_batch_size=1", AGAIN]),
     "lamb": ("lamb", 2, [FSDP, "parallel.reshard_after_forward=false"]),
     "optimizer": ("bert", 2, [SHARDED, "micro_batch_size=2"]),
     "optimizer of lamb": ("lamb", 2, [SHARDED]),
@@ -249,7 +246,7 @@ def test_what_does_not_go_with_it_is_refused_in_one_line(prepared, tmp_path, ove
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_model_without_known_layers_is_refused_in_one_line():
+def test_a_model_without_known_layers_is_refused():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     network = Network(AutoModel.from_config(MPNetConfig(vocab_size=10, **sizes)))
     with pytest.raises(InputError, match="the layers of MPNetModel are not known.*choose parallel=data"):

@@ -42,7 +42,7 @@ from train.data.batches.loader import MaskedRows
 from train.host import machine, rank_setup
 from train.host.launched import check_launch, launched
 from train.host.versions import read_versions
-from train.models.layers import run_shared_layer_by
+from train.models.network import Network
 from train.optim import build_optimizer, set_learning_rate
 from train.parallel.data import Replica
 
@@ -106,25 +106,23 @@ def no_group(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["backend.device=auto"], "no Trainium here: there is no /dev/neuron0"),
-        (["backend=xla", "backend.device=neuron"], "no Trainium here: there is no /dev/neuron0"),
-        ([], "instance=trn1.32xlarge has neuron devices, but backend.device=cpu; set instance=local"),
-        (["backend=xla"], "instance=trn1.32xlarge has neuron devices, but backend.device=cpu; set instance=local"),
-        (["backend=ddp", "backend.device=auto"], "backend=ddp runs on CPUs and CUDA; set backend=xla on trn1"),
+        (["backend.device=auto"], "there is no /dev/neuron0"),
+        (["backend=xla", "backend.device=neuron"], "there is no /dev/neuron0"),
+        ([], "has neuron devices, but backend.device=cpu; set instance=local"),
+        (["backend=xla"], "has neuron devices, but backend.device=cpu; set instance=local"),
+        (["backend=ddp", "backend.device=auto"], "set backend=xla on trn1"),
         (["backend=neuron", "backend.device=auto"], "needs native PyTorch"),
+        (["instance=p5.48xlarge"], "has cuda devices"),
+        (["instance=p5.48xlarge", "backend=xla", "backend.device=auto"], "set backend=ddp for GPUs"),
     ],
 )
-def test_a_run_for_trainium_never_goes_to_the_cpu(train, monkeypatch, overrides, said):
+def test_a_run_goes_to_no_other_device_than_the_instance_has(train, monkeypatch, overrides, said):
     monkeypatch.setattr(machine, "neuron_devices", list)
     versions = TRN1 if "backend=neuron" not in overrides else {}
     monkeypatch.setattr(machine, "installed_versions", lambda *names: versions)
     monkeypatch.setenv("PJRT_DEVICE", "CPU")  # left over from a test of somebody's: the instance counts for more
-    assert said in refusal(train("instance=trn1.32xlarge", *overrides))
-
-
-def test_a_gpu_instance_is_not_run_on_trainium(train):
-    assert "has cuda devices" in refusal(train("instance=p5.48xlarge"))
-    assert "set backend=ddp for GPUs" in refusal(train("instance=p5.48xlarge", "backend=xla", "backend.device=auto"))
+    instance = [] if any("instance=" in each for each in overrides) else ["instance=trn1.32xlarge"]
+    assert said in refusal(train(*instance, *overrides))
 
 
 def test_a_device_that_is_not_what_the_runtime_says_is_refused(monkeypatch):
@@ -136,16 +134,10 @@ def test_a_device_that_is_not_what_the_runtime_says_is_refused(monkeypatch):
         xla.XLA(XLAConfig(device="neuron"))
 
 
-@pytest.fixture
-def driverless(monkeypatch):
-    """A trn1 whose driver is not loaded; gives its type."""
+@pytest.mark.parametrize("name", ["auto", "ddp"])
+def test_a_trn1_without_its_driver_is_no_cpu_unless_that_is_said(monkeypatch, log, name):
     monkeypatch.setattr(machine, "neuron_devices", list)
     monkeypatch.setattr(machine, "instance_type", lambda: "trn1.32xlarge")
-    return "trn1.32xlarge"
-
-
-@pytest.mark.parametrize("name", ["auto", "ddp"])
-def test_a_trn1_without_its_driver_is_no_cpu_unless_that_is_said(driverless, log, name):
     cfg = BackendConfig(name=name)
     with pytest.raises(InputError, match="this is a trn1.32xlarge without /dev/neuron0: its driver is not loaded"):
         open_backend(cfg, InstanceConfig())
@@ -177,28 +169,16 @@ def test_a_gpu_instance_whose_gpu_torch_does_not_see_is_no_cpu_unless_that_is_sa
     assert open_backend(BackendConfig(device="cpu"), InstanceConfig()).device.type == "cpu"
     assert not log.messages
     monkeypatch.setattr(machine, "instance_type", lambda: "Standard PC (Q35 + ICH9, 2009)")
-    assert (
-        open_backend(BackendConfig(), InstanceConfig()).device.type == "cpu"
-    )  # a laptop: it costs nothing by the hour
+    assert open_backend(BackendConfig(), InstanceConfig()).device.type == "cpu"  # a laptop costs nothing by the hour
     (text,) = log.messages
     assert text.endswith("training on the CPU")
-
-
-def test_on_another_machine_there_is_no_word_of_instances(monkeypatch, log):
-    for kind in ("", "p5.48xlarge", "Virtual Machine"):
-        monkeypatch.setattr(machine, "instance_type", lambda kind=kind: kind)
-        assert open_backend(BackendConfig(device="cpu"), InstanceConfig()).name == "ddp"
-    assert not log.messages
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["micro_batch_size=2", "backend.batches_per_execution=3"],
-            "backend.batches_per_execution=3 does not divide the 4 micro batches of a rank and step",
-        ),
-        (["backend.grad_compression=bf16"], "are for backend=ddp; leave them out with backend=xla"),
+        (["micro_batch_size=2", "backend.batches_per_execution=3"], "backend.batches_per_execution=3 does not divide"),
+        (["backend.grad_compression=bf16"], "leave them out with backend=xla"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_before_a_device_opens(train, monkeypatch, overrides, message):
@@ -255,11 +235,8 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
                 xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
                 named.append(f"{knob.name}=1 {knob.why}")
     assert log.messages == named and 0 < len(named) < len(machine.KNOBS)
-
-
-def test_graphs_may_be_collected_by_the_run_that_is_for_it(monkeypatch):
     monkeypatch.setenv("NEURON_EXTRACT_GRAPHS_ONLY", "1")
-    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=True)
+    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=True)  # the run that is for it
 
 
 @pytest.fixture
@@ -290,20 +267,15 @@ def test_packages_that_do_not_fit_are_refused_with_what_to_install(train, on_tra
     assert said in refusal(train("instance=trn1.32xlarge", "backend=xla", "backend.device=auto"))
 
 
-def test_the_cpu_needs_no_package_of_neuron(monkeypatch, on_trainium):
-    for name in ("torch-neuronx", "neuronx-cc"):
-        del on_trainium[name]
-    monkeypatch.setenv("PJRT_DEVICE", "NEURON")  # the setting counts for more
-    xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
-    assert os.environ["PJRT_DEVICE"] == "CPU" and "NEURON_CC_FLAGS" not in os.environ
-
-
 def test_torch_xla_that_somebody_imported_before_is_refused_on_trainium_only(on_trainium, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", object())
     with pytest.raises(InputError, match="imported torch_xla before its environment was set"):
         xla_environment.ready(XLAConfig(device="neuron"), nodes=1, collects=False)
-    assert "NEURON_CC_FLAGS" not in os.environ
+    for name in ("torch-neuronx", "neuronx-cc"):  # the CPU needs no package of Neuron
+        del on_trainium[name]
+    monkeypatch.setenv("PJRT_DEVICE", "NEURON")  # the setting counts for more
     xla_environment.ready(XLAConfig(device="cpu"), nodes=1, collects=False)
+    assert os.environ["PJRT_DEVICE"] == "CPU" and "NEURON_CC_FLAGS" not in os.environ
 
 
 def test_a_compile_cache_on_nfs_is_refused(train, on_trainium, monkeypatch):
@@ -317,10 +289,7 @@ def test_a_compile_cache_on_nfs_is_refused(train, on_trainium, monkeypatch):
 def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/cache")
     monkeypatch.setenv("NEURON_CC_FLAGS", "-O1")
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "head")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    os.environ.update({**launched_as(4, 2), "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "head"})
     pinned = []
     monkeypatch.setattr(rank_setup, "neuron_address", lambda environ, core: f"chip of core {core}")
     monkeypatch.setattr(rank_setup, "pin", pinned.append)
@@ -495,7 +464,7 @@ def test_two_cpu_ranks_of_xla_know_each_other_and_draw_different_numbers(ranks):
     assert ranks[0]["kept"] != ranks[1]["kept"]
 
 
-def test_ranks_that_the_device_runtime_does_not_join_or_that_draw_alike_are_refused(ranks):
+def test_ranks_that_the_device_runtime_does_not_join_or_that_draw_alike_are_rejected(ranks):
     for result in ranks:
         assert "the launcher started 2 ranks, the device runtime sees 1, the process group 1, and" in result["apart"]
         assert "they would train apart" in result["apart"]
@@ -512,10 +481,15 @@ def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
         open_ddp()
 
 
-def test_ranks_with_other_weights_are_refused_by_number():
+def test_ranks_that_do_not_agree_are_named():
     guards.check_same([[1.0, 2.0]] * 3)
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] hold other weights than rank 0"):
         guards.check_same([[1.0, 2.0], [1.0, 2.5], [1.0, 2.0], [0.0, 2.0]])
+    counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
+    guards.check_world(**counts)
+    for count in counts:
+        with pytest.raises(RuntimeError, match="they would train apart"):
+            guards.check_world(**{**counts, count: 1})
 
 
 def test_weights_in_which_ranks_differ_are_not_saved(ranks):
@@ -536,14 +510,6 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     assert [result["reason"] for result in exits] == ["refused: validation.bin is short"] * 2, done.stderr
     assert len(lines(tmp_path / "run", "train")) == 1 and not lines(tmp_path / "run", "eval")
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
-
-
-def test_every_count_of_ranks_must_agree():
-    counts = dict.fromkeys(("launched", "device", "group", "ones"), 32)
-    guards.check_world(**counts)
-    for count in counts:
-        with pytest.raises(RuntimeError, match="they would train apart"):
-            guards.check_world(**{**counts, count: 1})
 
 
 # ---- weights -------------------------------------------------------------------------------------------------------
@@ -658,18 +624,9 @@ def test_a_first_step_that_changes_no_weights_is_refused(monkeypatch):
     step_of(backend, model, optimizer, IDS)
     set_learning_rate(optimizer, 0.0)
     step_of(backend, model, optimizer, IDS)  # later ones are not looked at
-
-
-def test_the_first_step_of_a_resumed_run_may_change_nothing():
-    """Its rate may have fallen so far that bf16 weights stay as they are."""
-    backend, model, optimizer = begun()
+    # Nor is that of a resumed run, with moments from a checkpoint: its rate may leave bf16 weights as they are.
+    backend.ready(optimizer, list(model.parameters()))
     step_of(backend, model, optimizer, IDS)
-    backend.ready(optimizer, list(model.parameters()))  # moments as a checkpoint puts them back
-    before = [parameter.detach().cpu() for parameter in model.parameters()]
-    set_learning_rate(optimizer, 0.0)
-    step_of(backend, model, optimizer, IDS)
-    for old, parameter in zip(before, model.parameters(), strict=True):
-        assert torch.equal(old, parameter.detach().cpu())
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
@@ -721,15 +678,6 @@ def test_only_a_float_mask_of_four_dimensions_passes_and_it_hides_the_same(kind,
     torch.testing.assert_close(watched(input_ids=IDS, attention_mask=None).last_hidden_state, whole)
 
 
-def test_a_mask_is_looked_at_once_however_deep_the_model():
-    model = encoder("albert", "sdpa")
-    guards.watch_masks(model)
-    assert [module for module in model.modules() if module._forward_pre_hooks] == [model]
-    outer = nn.Sequential(encoder("albert", "sdpa"), encoder("bert", "sdpa"))
-    guards.watch_masks(outer)
-    assert [module for module in outer.modules() if module._forward_pre_hooks] == list(outer)
-
-
 def test_the_backend_of_xla_watches_the_masks_of_its_model():
     backend, model = open_xla(), encoder("albert", "sdpa")
     backend.setup_model(model)
@@ -740,7 +688,7 @@ def test_the_backend_of_xla_watches_the_masks_of_its_model():
 
 def test_a_looped_encoder_gives_its_last_state_and_no_other():
     model = encoder("albert", "sdpa")
-    run_shared_layer_by(model.encoder, lambda hidden, mask: hidden)
+    Network(model).loop_layers(lambda layer, depth: lambda hidden, mask: hidden)
     assert model(input_ids=IDS, output_hidden_states=False).last_hidden_state.shape == (2, 5, 8)
     for name in ("output_hidden_states", "output_attentions"):
         with pytest.raises(RuntimeError, match=f"a looped encoder returns only its last state, not {name}"):
@@ -796,26 +744,17 @@ def steps_of(scales, lengths):
     return backend.budget.used
 
 
-def test_steps_that_are_alike_are_one_graph():
-    assert steps_of([0.5] * 4, [7] * 4) == 1
-
-
 def test_a_changed_shape_that_costs_a_graph_is_named_and_ends_a_run_on_the_cpu():
+    assert steps_of([0.5] * 4, [7] * 4) == 1
     with pytest.raises(RuntimeError) as error:
         steps_of([0.5] * 4, [8, 8, 9, 8])
-    assert str(error.value) == (
-        "graph 2 was compiled, 1 are expected (backend.max_graphs); inputs changed their shape: ids [1, 8] -> [1, 9]"
-    )
+    assert "backend.max_graphs" in str(error.value) and "ids [1, 8] -> [1, 9]" in str(error.value)
 
 
 def test_a_graph_too_many_without_a_new_shape_says_so():
     """Of a number that was none and becomes 0."""
     with pytest.raises(RuntimeError, match="graph 2 .* no input changed its shape: look for a Python number"):
         steps_of([0.5, 0.0], [11, 11])
-
-
-def inputs(*shape):
-    return {"ids": torch.zeros(shape)}
 
 
 def budget_of(counts, *, limit, is_fatal):
@@ -845,24 +784,11 @@ def test_on_trainium_each_graph_too_many_is_one_warning(log):
 
 
 def test_shapes_tell_new_from_known_and_what_changed():
-    shapes = guards.Shapes()
+    shapes, inputs = guards.Shapes(), lambda *shape: {"ids": torch.zeros(shape)}
     assert [shapes.see(inputs(2, size)) for size in (8, 8, 9, 8)] == [True, False, True, False]
     assert shapes.last_change() == "inputs changed their shape: ids [2, 8] -> [2, 9]"
     with pytest.raises(InputError, match=r"ragged batch: ids is \[1, 8\] after \[2, 8\]"):
         shapes.see(inputs(1, 8))
-
-
-# ---- a run that all guards pass ------------------------------------------------------------------------------------
-
-
-def test_a_healthy_run_goes_through_every_guard_and_a_dead_variable_is_in_its_log(train, monkeypatch, tmp_path):
-    monkeypatch.setenv("BUCKET_CAP_MB", "1")
-    code, err = train(*XLA, "max_steps=2")
-    assert code == cli.DONE
-    warnings_seen = "BUCKET_CAP_MB=1 is not read; the name is ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"
-    assert warnings_seen in err
-    assert f"WARNING {warnings_seen}" in (tmp_path / "run/log/rank_0000.txt").read_text()
-    assert not lines(tmp_path / "run", "fault")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
@@ -16,7 +15,7 @@ from train.backend.ddp import DDP
 from train.backend.guards import watch_masks
 from train.config import BackendConfig, HeadSize, InputError, ModelConfig
 from train.models.encoder import build_masked_lm
-from train.models.heads import Classifier, SpanReader, build_with_head, logits_of
+from train.models.heads import build_with_head, logits_of
 
 S, V, PAD = 12, 101, 1
 LABELS = ["bad", "so so", "good"]
@@ -35,7 +34,7 @@ def build(head, cfg, *, labels=LABELS, sharp=True):
     torch.manual_seed(0)
     settings = {"vocab_size": V, "pad_id": PAD, "seq_len": S}
     settings["labels"] = labels if head == "label" else ("start", "end")
-    model = build_with_head(Classifier if head == "label" else SpanReader, cfg, **settings)
+    model = build_with_head("SequenceClassification" if head == "label" else "QuestionAnswering", cfg, **settings)
     with torch.no_grad():
         for parameter in model.parameters() if sharp else ():
             if parameter.ndim > 1:
@@ -72,7 +71,6 @@ def labelled_folder(tmp_path_factory):
 def nobody_else_listens(monkeypatch):
     """A run of another test has left its handlers."""
     monkeypatch.setattr(logging.getLogger("train"), "handlers", [])
-    monkeypatch.setattr(logging.getLogger("train"), "propagate", True)
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
@@ -83,21 +81,6 @@ def test_padding_to_another_length_changes_nothing():
     ids, real, segments = batch((5, 5))
     short = model(ids[:, :5], real[:, :5], segments[:, :5])
     torch.testing.assert_close(model(ids, real, segments), short, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "roberta"])
-def test_attention_of_padded_batches_is_one_kernel(architecture, dtype):
-    """The CPU's has no dropout."""
-    model = build("label", sizes(architecture, **NO_DROPOUT)).train()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            logits = model(*batch())
-        logits.sum().backward()
-    calls = {event.key: event.count for event in seen.key_averages()}
-    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == COMMON["num_layers"]
-    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu_backward"] == COMMON["num_layers"]
-    assert "aten::_scaled_dot_product_attention_math" not in calls
 
 
 @pytest.mark.parametrize("architecture", ["albert", "bert", "deberta-v2", "distilbert", "roberta"])
@@ -238,10 +221,9 @@ def test_batches_with_and_without_padding_are_one_graph(architecture, is_looped,
 # ---- weights and labels --------------------------------------------------------------------------------------------
 
 
-def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, caplog, capfd):
-    with caplog.at_level(logging.INFO, logger="train"):
-        model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
-    assert caplog.messages == [f"{encoder_folder}: read; new, with random weights: bert.pooler.dense, classifier"]
+def test_an_encoder_of_our_own_gets_a_new_head_and_says_so(encoder_folder, log, capfd):
+    model = build("label", ModelConfig(pretrained=str(encoder_folder)), sharp=False)
+    assert log.messages == [f"{encoder_folder}: read; new, with random weights: bert.pooler.dense, classifier"]
     assert capfd.readouterr() == ("", "")  # transformers' own tables
     theirs = load_file(encoder_folder / "model.safetensors")
     for name, parameter in model.network.named_parameters():
@@ -264,13 +246,13 @@ def test_all_parameters_are_learnt_and_the_head_is_what_is_not_the_encoder(archi
     assert result == {id(parameter) for parameter in model.parameters()} - encoder and len(result) >= 2
 
 
-def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_folder, caplog):
+def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_folder, log):
     config = json.loads((labelled_folder / "config.json").read_text())
     assert config["id2label"] == {"0": "bad", "1": "so so", "2": "good"}
     assert config["label2id"] == {"bad": 0, "so so": 1, "good": 2}
-    with caplog.at_level(logging.INFO, logger="train"):
-        model = build("label", ModelConfig(pretrained=str(labelled_folder)), sharp=False)
-    assert not caplog.messages
+    log.clear()
+    model = build("label", ModelConfig(pretrained=str(labelled_folder)), sharp=False)
+    assert not log.messages
     torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
 
 
@@ -282,13 +264,12 @@ def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_fol
         (["bad", "good"], "labels bad, so so, good, the data has bad, good; model.new_head=true"),
     ],
 )
-def test_a_head_for_other_labels_is_refused_unless_a_new_one_is_wanted(labelled_folder, labels, says, caplog):
+def test_a_head_for_other_labels_is_refused_unless_a_new_one_is_wanted(labelled_folder, labels, says, log):
     with pytest.raises(InputError, match=says):
         build("label", ModelConfig(pretrained=str(labelled_folder)), labels=labels)
     cfg = ModelConfig(pretrained=str(labelled_folder), new_head=True)
-    with caplog.at_level(logging.INFO, logger="train"):
-        model = build("label", cfg, labels=labels, sharp=False)
-    assert "new, with random weights: classifier" in caplog.text
+    model = build("label", cfg, labels=labels, sharp=False)
+    assert "new, with random weights: classifier" in log.text
     assert model.network.config.id2label == dict(enumerate(labels))
     theirs = load_file(labelled_folder / "model.safetensors")
     weight = model.network.classifier.weight
@@ -347,11 +328,7 @@ def test_sizes_that_do_not_fit_are_refused(encoder_folder):
     for head, cfg, message in (
         ("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64), "model.hidden_size=64, but"),
         ("label", sizes(max_positions=8), "seq_len=12 is longer than the model's 8 positions"),
-        (
-            "span",
-            ModelConfig(architecture="gpt_neox_japanese"),
-            "no AutoModelForQuestionAnswering of type gpt_neox_japan",
-        ),
+        ("span", ModelConfig(architecture="gpt_neox_japanese"), "no AutoModelForQuestionAnswering"),
         ("label", sizes(freeze_layers=3), "model.freeze_layers=3, but this bert has 2 layers"),
         ("label", sizes("albert", freeze_layers=1), "model.freeze_layers=1: albert shares one layer"),
     ):
@@ -404,10 +381,6 @@ def test_embeddings_alone_and_the_whole_encoder_can_be_frozen():
 # ---- FLOPs ---------------------------------------------------------------------------------------------------------
 
 
-def test_flops_of_an_unknown_architecture_are_unknown():
-    assert build("label", sizes("electra")).train_flops(HeadSize(labels=3), S) is None
-
-
 @pytest.mark.parametrize(
     ("architecture", "freeze"), [("albert", 0), ("bert", 0), ("bert", 1), ("distilbert", 0), ("roberta", 1)]
 )
@@ -420,5 +393,6 @@ def test_flops_are_those_that_torch_counts(head, architecture, freeze):
     with counter:
         model(*(tensor[:1] for tensor in batch())).sum().backward()
     flops = model.train_flops(SIZES[head], S)
+    assert build(head, sizes("electra")).train_flops(SIZES[head], S) is None  # there is no formula
     # The first layer that learns needs no gradient for its input, so the count is a little below 3 x forward.
     assert counter.get_total_flops() == pytest.approx(flops, rel=0.06 if freeze else 0.02)

@@ -66,7 +66,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "transformers": {
         "train/data/text/tokenizer.py",
         "train/models/encoder.py",
-        "train/models/layers.py",
+        "train/models/network.py",
         "train/models/heads.py",
         "train/models/pretrained.py",
         "train/models/source.py",

@@ -22,7 +22,6 @@ from train.models.model_sizes import (
     find_shape,
     knows_vocabulary,
     shape_of,
-    train_flops_per_sequence,
 )
 from train.storage.schema import BadContent
 
@@ -36,9 +35,6 @@ def test_defaults_are_those_of_transformers(architecture: str):
     values = json.loads(config.to_json_string())
     assert shape_of(values) == DEFAULTS[architecture]
     assert config.hidden_size == DEFAULTS[architecture].hidden_size
-    assert train_flops_per_sequence(config, VOCABULARY, seq_len=64) == train_flops_per_sequence(
-        DEFAULTS[architecture], VOCABULARY, seq_len=64
-    )
 
 
 @pytest.mark.parametrize("architecture", DEFAULTS)
@@ -128,4 +124,4 @@ def test_any_configuration_gives_a_shape_nothing_or_a_refusal(values: dict[str, 
     assert (shape is None) == (kind not in DEFAULTS)
     if shape is not None:
         assert shape.trained_parameters(VOCABULARY) > 0
-        assert (train_flops_per_sequence(shape, LABELS, seq_len=8) or 0) > 0
+        assert shape.train_flops(LABELS, seq_len=8) > 0

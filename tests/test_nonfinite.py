@@ -21,8 +21,7 @@ from train.backend import nonfinite
 from train.backend.ddp import DDP
 from train.config import BackendConfig, OptimConfig, XLAConfig
 from train.optim import build_optimizer
-from train.parallel.clipping import divide_and_clip
-from train.parallel.data import Replica
+from train.parallel.data import Replica, divide_and_clip
 
 pytest.importorskip("torch_xla")
 

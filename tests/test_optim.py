@@ -127,19 +127,14 @@ def test_the_head_follows_the_schedule_at_its_own_rate(kind):
     set_learning_rate(optimizer, 1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
+    rates_before = [group["lr"] for group in optimizer.param_groups]
+    set_learning_rate(optimizer, 1e-3)  # a rate that is a tensor stays it: another one would be another graph on XLA
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates_before, strict=True)) or (
+        kind != "capturable"
+    )
     optimizer.step()  # Adam's first step is the rate, but for the decay
     moved = [(old - new).mean().item() for old, new in zip(before, model.parameters(), strict=True)]
     assert moved == pytest.approx([1e-3] * 4 + [5e-3] * 2, rel=0.02)
-
-
-def test_the_rate_stays_the_same_tensor():
-    """Another one would be another graph on XLA."""
-    model, head = encoder_and_head()
-    optimizer = build_optimizer(OptimConfig(head_lr=1.0), model.parameters(), adamw={"capturable": True}, head=head)
-    tensors = [group["lr"] for group in optimizer.param_groups]
-    set_learning_rate(optimizer, 0.5)
-    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, tensors, strict=True))
-    assert len({id(tensor) for tensor in tensors}) == 4
 
 
 def test_without_a_rate_of_its_own_the_head_learns_like_the_rest_and_without_a_head_there_is_no_rate():

@@ -60,10 +60,8 @@ def test_a_run_that_was_stopped_goes_on_with_its_scale_bit_for_bit(toy):
     assert scales[8:] == toy.values("train", "loss_scale", "cut")[-8:]
     assert 1 < scales[-1] < 65536
     assert toy.weights(16, "whole") == toy.weights(16, "cut")
-    states = [
-        torch.load(toy.folder / name / "checkpoints/step_00000016/optimizer.pt")["loss_scale"]
-        for name in ("whole", "cut")
-    ]
+    files = (toy.folder / name / "checkpoints/step_00000016/optimizer.pt" for name in ("whole", "cut"))
+    states = [torch.load(file)["loss_scale"] for file in files]
     assert states[0] == states[1] and states[0]["_growth_tracker"] > 8
 
 
@@ -105,10 +103,7 @@ def test_auto_is_what_the_gpu_multiplies_natively(cuda, capability, chosen):
     cuda.capability = capability
     backend = DDP(BackendConfig(device="cuda"))
     assert (backend.precision, backend.scaler.is_enabled()) == (chosen, chosen == "fp16")
-
-
-def test_the_cpu_never_chooses_fp16():
-    assert DDP(BackendConfig(device="cpu")).precision in ("fp32", "bf16")
+    assert DDP(BackendConfig(device="cpu")).precision != "fp16"
 
 
 @pytest.mark.parametrize(("precision", "products"), [("tf32", "high"), ("fp32", "highest")])
@@ -121,9 +116,7 @@ def test_tf32_is_for_those_who_name_it(cuda, precision, products):
 
 
 def test_tf32_is_refused_where_there_is_none(cuda):
-    with pytest.raises(
-        InputError, match=r"precision=tf32 needs a CUDA device .* 8.0 or higher, and this is a CPU; set"
-    ):
+    with pytest.raises(InputError, match=r"precision=tf32 needs .* and this is a CPU; set"):
         DDP(BackendConfig(device="cpu", precision="tf32"))
     cuda.capability = (7, 5)
     with pytest.raises(InputError, match=r"and this is one of 7\.5; set backend\.precision=fp32"):

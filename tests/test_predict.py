@@ -17,7 +17,7 @@ from train import predict
 from train.cli import compose as cli
 from train.config import ModelConfig, to_dict
 from train.models.encoder import build_masked_lm
-from train.models.heads import Classifier, build_with_head
+from train.models.heads import build_with_head
 from train.tasks import predictor
 
 LABELS = ["bad", "fair", "good"]
@@ -57,7 +57,7 @@ def folder(tokenizer_folder, tmp_path_factory):
     """A model of transformers that no run of ours made."""
     path = tmp_path_factory.mktemp("folder")
     torch.manual_seed(0)
-    build_with_head(Classifier, BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(path)
+    build_with_head("SequenceClassification", BERT, labels=LABELS, vocab_size=120, pad_id=0, seq_len=64).export(path)
     shutil.copytree(tokenizer_folder, path, dirs_exist_ok=True)
     return path
 
@@ -136,16 +136,12 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     assert capsys.readouterr().out.endswith(f", {said} {known}\n")
 
 
-def test_the_threshold_decides_whether_there_is_an_answer(answering, capsys):
+def test_the_threshold_decides_whether_there_is_an_answer_and_comes_from_the_evaluation(answering, tmp_path, capsys):
     run, dev = answering
     for threshold, has_answer in (("-1e9", False), ("1e9", True)):
         assert predict.main([str(run), "--input", str(dev), f"--null-threshold={threshold}", *FP32]) == 0
         result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert {bool(line["answer"]) for line in result} == {has_answer}
-
-
-def test_without_an_evaluation_a_threshold_has_to_be_given(answering, tmp_path, capsys):
-    run, _ = answering
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
     question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo", *FP32]
     assert "evaluation.json has no threshold" in refused(capsys, *question)
@@ -254,13 +250,9 @@ def test_bad_input_is_one_line_and_leaves_no_file(labelled, content, line, tmp_p
     assert (tmp_path / "out.jsonl").read_text() == "older"
 
 
-def test_it_is_one_process(capsys, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert "start it without torchrun" in refused(capsys, "model", "--text", "x")
-
-
-def test_the_input_is_not_the_output_and_typed_texts_are_checked(folder, tmp_path, capsys):
+def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_process(
+    folder, tmp_path, capsys, monkeypatch
+):
     rows = tmp_path / "new.jsonl"
     rows.write_text('{"text": "ba"}\n')
     assert "is the input" in refused(capsys, folder, "--input", rows, "--output", rows)
@@ -268,6 +260,9 @@ def test_the_input_is_not_the_output_and_typed_texts_are_checked(folder, tmp_pat
     assert "--text-pair: these flags do not go together" in refused(capsys, *given)
     assert refused(capsys, folder, "--text", " ", *FP32) == "--text: it is empty"
     assert refused(capsys, folder, "--text", "b\udcff", *FP32).startswith("--text: byte 0xff is not utf-8")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "start it without torchrun" in refused(capsys, "model", "--text", "x")
 
 
 def test_what_a_model_is_not_for(labelled, answering, capsys):

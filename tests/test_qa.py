@@ -160,18 +160,11 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
     assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)  # begins before it
 
 
-def test_windows_without_room_are_refused_with_the_numbers(tokenizer):
-    says = "leaves no room: .* task.max_question_tokens=12 of seq_len=48 and special tokens take 3, which leaves 33 "
-    with pytest.raises(InputError, match=says):
+def test_windows_without_room_and_tokenizers_without_cls_in_front_are_refused(tokenizer):
+    with pytest.raises(InputError, match="task.max_question_tokens=12 of seq_len=48 .* which leaves 33 "):
         featurizer(tokenizer, stride=40)
     with pytest.raises(InputError, match="which leaves 0 for the context"):
         featurizer(tokenizer, max_question_tokens=64)
-    just = featurizer(tokenizer, stride=32)  # of 33
-    rows = {"question": ["ba be na " * 9], "context": ["no na " * 60]}
-    assert len(just.features(rows, [0], split="x")["row"]) > 20
-
-
-def test_a_tokenizer_without_cls_in_front_is_refused(tokenizer):
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
         single="$A [SEP] [CLS]", pair="$A [SEP] $B:1 [SEP]:1 [CLS]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
@@ -179,6 +172,9 @@ def test_a_tokenizer_without_cls_in_front_is_refused(tokenizer):
     other = PreTrainedTokenizerFast(tokenizer_object=backend, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>")
     with pytest.raises(InputError, match="does not begin sequences with its"):
         featurizer(other)
+    just = featurizer(tokenizer, stride=32)  # of 33
+    rows = {"question": ["ba be na " * 9], "context": ["no na " * 60]}
+    assert len(just.features(rows, [0], split="x")["row"]) > 20
 
 
 def test_questions_without_an_answer_are_bad_rows_in_v1(make, tokenizer):
@@ -268,15 +264,6 @@ def test_a_model_that_knows_gets_everything_right(task, tmp_path):
     assert set(task.facts) == {"padding_share", "cut_questions_share", "answers_in_no_window_share"}
 
 
-def test_a_wrong_answer_counts_once_whatever_the_number_of_its_windows(task):
-    rows, owners = knowing(task)
-    numbers, counts = np.unique(owners, return_counts=True)
-    longest = numbers[counts.argmax()]
-    assert counts.max() > 1
-    rows, _ = knowing(task, deny=[longest])
-    assert task.eval_metrics(rows)["exact_match"] <= 100 * 8 / 9 + 1e-9
-
-
 @pytest.mark.parametrize("k", [1, 4, 9])
 def test_the_highest_scores_are_those_of_topk_and_of_equal_ones_the_first(k):
     scores = torch.rand(5, 9, generator=torch.Generator().manual_seed(0))
@@ -301,7 +288,7 @@ def test_v2_gives_no_answer_where_none_scores_higher(v2, tmp_path):
     assert output["threshold"] == 0 and output["f1"] == 100
 
 
-def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(v2, tmp_path):
+def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(make, v2, tmp_path):
     """A model that is right, but for a bias to "no answer" that a threshold could take away."""
     rows, _ = knowing(v2)
     rows[:, 1] += 3 * SURE  # the score of [CLS]
@@ -312,14 +299,9 @@ def test_v2_is_not_judged_by_a_threshold_that_was_found_on_the_same_questions(v2
     assert not any(json.loads((tmp_path / "predictions/validation.json").read_text()).values())
     split = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["validation"]
     assert split["threshold"] == 0 < split["best_f1_threshold"]
-
-
-def test_v2_with_a_threshold_of_its_own(make, tmp_path):
     never = make("task.unanswerable=true", "task.null_threshold=1000", validation="dev2")
     result = never.eval_metrics(knowing(never)[0])
     assert result["no_answer_f1"] == 0 and result["has_answer_f1"] == 100 and result["best_f1"] == 100
-    never.write_evaluation(knowing(never)[0], LocalFolder(tmp_path), step=1)
-    assert all(json.loads((tmp_path / "predictions/validation.json").read_text()).values())
 
 
 def test_part_of_the_data_ends_with_a_whole_question(make, task, tmp_path):

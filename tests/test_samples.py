@@ -22,8 +22,8 @@ from train.run_folder import samples
 from train.run_folder.samples import MOST_CHARS, Answer, Guess, Sample, Samples
 from train.storage.folders import LocalFolder
 from train.tasks import build_task
+from train.tasks.finetune import MOST_CHARS_READ, candidates, mixed, spread
 from train.tasks.mlm.blanks import Blank, Spelling
-from train.tasks.sample_choice import MOST_CHARS_READ, candidates, mixed, spread
 
 
 def of(run: Path) -> Samples:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from run_results import TOLERANCE
 from running import lines, prepare_config, run, train_config, train_overrides
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
@@ -23,7 +24,6 @@ from train.tasks.mlm import MLMConfig
 S, B = 16, 400
 CLS, SEP = 2, 3
 SOP = "task.sop=true"
-LOSSES_AGREE = 2e-5  # see runs.TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_any_number_of_ranks_and_any_backend_trains_the_same(whole, prepared, tm
     for kind, keys in {"train": ["loss"], "eval": ["mlm_loss", "sop_loss", "sop_accuracy"]}.items():
         for key in keys:
             values = [[line[key] for line in lines(folder, kind)] for folder in (tmp_path / "run", whole)]
-            assert values[0] == pytest.approx(values[1], rel=LOSSES_AGREE), key
+            assert values[0] == pytest.approx(values[1], rel=TOLERANCE), key
 
 
 def test_only_models_with_a_head_for_the_order_can_learn_it():

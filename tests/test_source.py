@@ -13,10 +13,9 @@ from transformers import AutoModelForMaskedLM, CanineTokenizer, PreTrainedTokeni
 
 from train import loop
 from train.attempt.preempt import StopRequest
-from train.cli import compose as cli
-from train.config import InputError, ModelConfig, S3Config, TrainConfig
+from train.config import InputError, ModelConfig, S3Config
 from train.models.encoder import build_masked_lm
-from train.models.heads import Classifier, build_with_head
+from train.models.heads import build_with_head
 from train.models.source import resolved, task_tokenizer
 
 LOCAL = S3Config()
@@ -71,7 +70,7 @@ def test_a_run_gives_its_export(run, tmp_path):
     cfg = resolved(from_run(run), LOCAL, tmp_path)
     assert cfg == ModelConfig(pretrained=f"{run}/export", tokenizer=f"{run}/export")
     vocab = len(task_tokenizer(cfg))
-    model = build_with_head(Classifier, cfg, labels=["a", "b"], vocab_size=vocab, pad_id=0, seq_len=32)
+    model = build_with_head("SequenceClassification", cfg, labels=["a", "b"], vocab_size=vocab, pad_id=0, seq_len=32)
     pretrained = AutoModelForMaskedLM.from_pretrained(run / "export")
     assert model.network.albert.embeddings.word_embeddings.weight.equal(pretrained.get_input_embeddings().weight)
     alone = resolved(ModelConfig(architecture="bert", tokenizer=str(run)), LOCAL, tmp_path)
@@ -123,7 +122,7 @@ def test_a_hub_id_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch):
         task_tokenizer(cfg)
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match="no-such-user/no-such-model cannot be loaded") as error:
-        build_with_head(Classifier, cfg, labels=["a", "b"], vocab_size=10, pad_id=0, seq_len=16)
+        build_with_head("SequenceClassification", cfg, labels=["a", "b"], vocab_size=10, pad_id=0, seq_len=16)
     assert "\n" not in str(error.value)
 
 
@@ -138,14 +137,8 @@ def test_a_local_folder_asks_nobody(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", connect)
     cfg = resolved(from_run(folder), LOCAL, tmp_path)
     tokenizer = task_tokenizer(cfg)
-    build_with_head(Classifier, cfg, labels=["a", "b"], vocab_size=len(tokenizer), pad_id=0, seq_len=16)
+    build_with_head("SequenceClassification", cfg, labels=["a", "b"], vocab_size=len(tokenizer), pad_id=0, seq_len=16)
     assert not calls
-
-
-def test_model_any_has_no_sizes_and_takes_those_of_the_run(folder):
-    base = ["run_dir=x", "data=records", "data.path=x", "task=classify", "max_steps=1", "micro_batch_size=1"]
-    cfg = cli.load_config(TrainConfig, [*base, "model=any", f"model.init_from={folder}"])
-    assert cfg.model == from_run(folder)
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ def xla(tmp_path_factory, prepared):
     return train(tmp_path_factory.mktemp("xla") / "run", prepared, *XLA)
 
 
+@pytest.fixture(scope="module")
+def with_lamb(tmp_path_factory, prepared):
+    return train(tmp_path_factory.mktemp("lamb") / "run", prepared, "optim=lamb")
+
+
 def test_the_run_is_that_of_ddp(xla, finished):
     assert losses(xla)[-1] < losses(xla)[0] - 0.05
     assert_same_curve(xla, finished)
@@ -104,22 +109,17 @@ def test_graphs_over_evaluations_checkpoints_a_resume_and_the_end_of_an_epoch(
         ["backend.layers=unrolled"],
         ["micro_batch_size=4"],
         ["backend.layers=unrolled", "micro_batch_size=4", "backend.precision=bf16_stochastic"],
+        ["optim=lamb"],
     ],
     ids=lambda options: " ".join(options),
 )
-def test_without_functionalization_the_numbers_are_the_same(finished, prepared, tmp_path, options):
+def test_without_functionalization_the_numbers_are_the_same(finished, with_lamb, prepared, tmp_path, options):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, *options), env=FUNCTIONALIZATION_OFF)
     assert result.returncode == 0, result.stderr
     if "bf16" in options[-1]:
         assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=2**-8)
     else:
-        assert_same_curve(tmp_path / "run", finished)
-
-
-def test_lamb_without_functionalization_is_lamb(with_lamb, prepared, tmp_path):
-    result = run(train_overrides(tmp_path / "run", prepared, *XLA, "optim=lamb"), env=FUNCTIONALIZATION_OFF)
-    assert result.returncode == 0, result.stderr
-    assert_same_curve(tmp_path / "run", with_lamb)
+        assert_same_curve(tmp_path / "run", with_lamb if "optim=lamb" in options else finished)
 
 
 def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
@@ -187,16 +187,6 @@ def test_how_it_is_computed_does_not_change_what(xla, prepared, tmp_path, option
     assert_same_curve(tmp_path / "run", xla)
 
 
-def test_activation_checkpointing_on_ddp_changes_nothing(finished, prepared, tmp_path):
-    train(tmp_path / "run", prepared, "backend.activation_checkpointing=true")
-    assert_same_curve(tmp_path / "run", finished)
-
-
-@pytest.fixture(scope="module")
-def with_lamb(tmp_path_factory, prepared):
-    return train(tmp_path_factory.mktemp("lamb") / "run", prepared, "optim=lamb")
-
-
 @pytest.mark.parametrize(
     ("precision", "optim"),
     [
@@ -228,54 +218,39 @@ def test_a_run_in_bf16_weights_goes_on_in_fp32(prepared, tmp_path):
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
 
 
-def executions(prepared, tmp_path, *options):
-    """Executions over six steps, read before the evaluation at the end."""
+def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
+    """What `read` returns after each of six steps, before the evaluation at the end."""
+    from train.backend.xla import XLA as Backend
+
+    values, original = [], Backend.optimizer_step
+    monkeypatch.setattr(Backend, "optimizer_step", lambda *args: (original(*args), values.append(read()))[0])
+    train(run_dir, prepared, *XLA, "eval_every=6", "checkpoint.every=6", "export=false", *options)
+    monkeypatch.undo()
+    return values
+
+
+def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(prepared, tmp_path, monkeypatch):
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
-    from train.backend.xla import XLA as Backend
-
-    counts, original = [], Backend.optimizer_step
-
-    def update(self, *args):
-        norm = original(self, *args)
+    def executed():
         xm.wait_device_ops()
-        counts.append(metrics.metric_data("ExecuteTime")[0])
-        return norm
+        return metrics.metric_data("ExecuteTime")[0]
 
-    Backend.optimizer_step = update
-    try:
-        train(tmp_path, prepared, *XLA, "log_every=6", "eval_every=6", "checkpoint.every=6", "export=false", *options)
-    finally:
-        Backend.optimizer_step = original
-    return [after - before for before, after in itertools.pairwise(counts)]
+    four = ["micro_batch_size=2"]
+    for name, options, wanted in (("a", [], 1), ("b", four, 4), ("c", [*four, "backend.batches_per_execution=4"], 1)):
+        counts = read_after_each_step(monkeypatch, executed, tmp_path / name, prepared, "log_every=6", *options)
+        assert [after - before for before, after in itertools.pairwise(counts)] == [wanted] * 5
 
 
-def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(prepared, tmp_path):
-    assert executions(prepared, tmp_path / "one") == [1] * 5
-    assert executions(prepared, tmp_path / "four", "micro_batch_size=2") == [4] * 5
-    merged = executions(prepared, tmp_path / "merged", "micro_batch_size=2", "backend.batches_per_execution=4")
-    assert merged == [1] * 5
-
-
-def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path):
+def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monkeypatch):
     import torch_xla.debug.metrics as metrics
 
-    from train.backend.xla import XLA as Backend
-
-    reads, original = [], Backend.optimizer_step
-
-    def update(self, *args):
-        norm = original(self, *args)
+    def read():
         result = metrics.metric_data("TransferFromDeviceTime")
-        reads.append((0 if result is None else result[0], metrics.counter_value("aten::_local_scalar_dense") or 0))
-        return norm
+        return 0 if result is None else result[0], metrics.counter_value("aten::_local_scalar_dense") or 0
 
-    Backend.optimizer_step = update
-    try:
-        train(tmp_path / "run", prepared, *XLA, "log_every=3", "eval_every=6", "checkpoint.every=6", "export=false")
-    finally:
-        Backend.optimizer_step = original
+    reads = read_after_each_step(monkeypatch, read, tmp_path / "run", prepared, "log_every=3")
     assert reads[0] == reads[1] == reads[2]  # the first step's own look at the weights is over by then
     assert reads[2][0] < reads[3][0]  # the line of step 3
     assert reads[3] == reads[4] == reads[5]
@@ -289,7 +264,7 @@ def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
     from transformers import AlbertConfig, AlbertModel
 
     from train.backend.shared_layer import scanned
-    from train.models.layers import run_shared_layer_by, shared_layer
+    from train.models.network import Network
 
     torch.manual_seed(0)
     config = AlbertConfig(
@@ -315,8 +290,7 @@ def test_the_loop_over_a_shared_layer_hides_what_the_mask_hides():
         return hidden.detach().cpu(), [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
     wanted, wanted_grads = outcome()
-    encoder, layer, depth = shared_layer(model)
-    run_shared_layer_by(encoder, scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
+    assert Network(model).loop_layers(lambda layer, depth: scanned(layer, depth, _scan_impl_pytree, device_type="xla"))
     result, found_grads = outcome()
     torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
     assert len(found_grads) == len(wanted_grads) > 10
@@ -407,13 +381,3 @@ def test_the_prefetch_sizes_reach_the_loader(prepared, tmp_path, monkeypatch):
     options = ["backend.loader_prefetch=5", "backend.device_prefetch=3", "max_steps=1", "optim.warmup_steps=1"]
     train(tmp_path / "run", prepared, *XLA, *options)
     assert set(sizes) == {(5, 3)}
-
-
-def test_a_count_that_is_read_every_step_stays_on_the_host():
-    from train.config import OptimConfig
-    from train.optim import build_optimizer
-
-    weight = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
-    for options, folder in (({"foreach": False}, "cpu"), ({"capturable": True}, "meta")):
-        optimizer = build_optimizer(OptimConfig(), [weight], adamw=options)
-        assert optimizer.state[weight]["step"].device.type == folder

@@ -12,7 +12,6 @@ import argparse
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,16 +62,15 @@ def find(options: argparse.Namespace, s3: S3Config) -> Origin:
     data = RecordsConfig(path="")
     if run is not None:
         cfg, _ = run
-        pretrains = spec_of(cfg.task).prediction is None
         check(
-            not pretrains, f"{options.model} is a run of task={cfg.task.kind}: its model has no head that can be asked"
+            spec_of(cfg.task).prediction is not None,
+            f"{options.model} is a run of task={cfg.task.kind}: its model has no head that can be asked",
         )
         assert isinstance(cfg.data, RecordsConfig)
         data = cfg.data
-    given = {name: getattr(options, f"{name}_column") for name in COLUMNS}
-    none = ColumnsConfig()
-    given = {name: value or getattr(none, name) for name, value in given.items() if value is not None}
-    data = replace(data, columns=replace(data.columns, **given), cache_dir=options.cache_dir)
+    flags_given = {name: value for name in COLUMNS if (value := getattr(options, f"{name}_column")) is not None}
+    columns = {name: value or getattr(ColumnsConfig(), name) for name, value in flags_given.items()}
+    data = replace(data, columns=replace(data.columns, **columns), cache_dir=options.cache_dir)
     source = located("MODEL", options.model, s3, cache_dir(data), needs="config.json")
     return Origin(source, run, data)
 
@@ -153,8 +151,7 @@ def flags(names: Iterable[str]) -> str:
 
 
 def in_chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    chunk: list[Row] = []
-    chars = 0
+    chunk, chars = list[Row](), 0
     for row in rows:
         chunk.append(row)
         chars += sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
@@ -174,11 +171,8 @@ def check_output(output: str, source: str | None) -> Path:
     path = local_path(output)
     check(path.suffix in (".jsonl", ".csv"), f"--output {output} must end in .jsonl or .csv")
     check(path.parent.is_dir(), f"--output {output}: there is no folder {path.parent}")
-    check(os.access(path.parent, os.W_OK), f"--output {output}: {path.parent} cannot be written to")
     check(not path.is_dir(), f"--output {output} is a folder; name a file in it")
-    is_input = (
-        source is not None and path.exists() and not is_s3(source) and path.resolve() == local_path(source).resolve()
-    )
+    is_input = source is not None and not is_s3(source) and path.resolve() == local_path(source).resolve()
     check(not is_input, f"--output {output} is the input; choose another name")
     return path
 
@@ -199,12 +193,9 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:
-        shares = line.get("probabilities", {})
-        cells = {
-            key: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
-            for key, value in line.items()
-        }
-        writer.writerow({**cells, **{f"probability_{label}": share for label, share in shares.items()}})
+        shares = {f"probability_{label}": share for label, share in line.get("probabilities", {}).items()}
+        lists = {key: json.dumps(value, ensure_ascii=False) for key, value in line.items() if isinstance(value, list)}
+        writer.writerow({**line, **lists, **shares})
     return text.getvalue().encode()
 
 

@@ -1,19 +1,21 @@
-"""Parts of all backends: the timer of work, seeds, flat collectives, files of tensors."""
+"""The interface between the engines and the hardware, with what backends have in common: the timer of work, seeds, flat
+collectives, files of tensors.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from train.backend.graphs import Compilers
+from train.backend.graphs import Compilers, Graphs
 from train.backend.nonfinite import Skips
 from train.config import InputError
 from train.ranks import World
@@ -21,8 +23,9 @@ from train.ranks import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from train.backend import State
+    from train.data.batches.loader import Batch
 
+State = dict[str, Any]  # tensors and plain containers
 RANK_STRIDE = 1_000_003  # a prime: the seeds of neighbouring runs and ranks differ
 
 
@@ -43,35 +46,140 @@ class Work:
         return taken_s
 
 
-class Base:
-    """See `train.backend.Backend`."""
+class GradSync:
+    """Adds the gradients of a replicated model over the ranks, once a step. This one, which the others extend, is for a
+    single rank.
+    """
+
+    module: nn.Module  # the model as forward passes call it
+    count: Tensor  # [1], on the device
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.module, self.device = model, device
+
+    def begin(self, count: float) -> None:
+        """Begin a step in which this rank has `count` labels. The count is added up together with the gradients."""
+        self.count = torch.tensor([float(count)]).to(self.device)
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
+        """The context of one micro batch, forward and backward. Only the last one of a step reduces the gradients."""
+        return nullcontext()
+
+    def finish(self) -> Tensor:
+        """Reduce what is not yet reduced. Returns the divisor [1], on the device, that makes the gradients those of the
+        mean over the labels of all ranks; 0 if there are no labels.
+        """
+        return self.count
+
+    def state(self) -> State:
+        """Entries for the optimizer's state in a checkpoint, the same on all ranks. What a rank remembers beside it is
+        dropped here, so that the run that continues and one that resumes do the same.
+        """
+        return {}
+
+    def load(self, state: State) -> None:
+        """Restore the entry "compression" of what `state` returned; empty if the checkpoint has none."""
+        return
+
+
+class Backend(Protocol):
+    """What engines and loop need of a device. Backends extend it. All ranks call the methods that are collectives, in
+    the same order.
+    """
 
     name: str
-    to_host: Callable[[Sequence[Tensor]], list[Tensor]]
-    may_compile = False
-    skips: Skips  # made when the model moves: made later, it would give the first step another graph on XLA
+    device: torch.device
+    device_name: str
+    precision: str  # what was chosen: fp32, bf16, ...
+    adamw: dict[str, bool]  # which of torch's AdamW implementations suits the device
+    monitor_kind: str  # the source of utilisation: neuron | nvidia | cpu
+    may_compile: bool = False  # whether backend.compile is an option here that the run does not use
+    pin_memory: bool  # host batches in page-locked memory, so that copies to the device overlap with work
+    world: World  # the ranks, over the hosts
+    work: Work  # seconds of this rank's own work; where the device cannot be asked, those of the host
+    span: Work  # likewise from the first to the last pass of a step, for engines whose ranks wait for one another there
+    compilers: Compilers
+    skips: Skips  # steps that changed nothing; made when a model moves: later, XLA's first step were another graph
+    scaler: torch.amp.GradScaler  # of losses before backward passes; it does nothing unless the precision is fp16
 
-    def __init__(self) -> None:
+    def begin(self) -> None:
+        """Set what all backends begin with; called first."""
         self.world, self.work, self.span, self.compilers = World(), Work(), Work(), Compilers()
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
-    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
-            buffer.copy_(copy)
+    def setup_model(self, model: nn.Module, *, accumulation: int = 1, lengths: int = 1) -> None:
+        """Put the model on the device, keep its tied weights tied, and arrange its layers to suit the device.
+        `accumulation`: micro batches of a step; `lengths`: how many shapes batches have.
+        """
+
+    def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
+        """What sums the gradients of a model that is set up and is the same on all ranks."""
+
+    def all_reduce(self, tensors: list[Tensor]) -> None:
+        """Add tensors of the device up over the ranks, in place, on the path that gradients take."""
 
     def mesh(self) -> DeviceMesh:
+        """The devices of all ranks, for engines that split tensors over them. InputError where there is none."""
         raise InputError(
             f"backend={self.name} has no collectives of torch.distributed that could split a model's state over ranks; "
             "choose parallel=data without shard_optimizer"
         )
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A group of some of the ranks, in which tensors of the device are sent and added up. All ranks make the same
+        groups, in the same order. InputError for a device whose collectives join all ranks only.
+        """
         raise InputError(f"parallel=pipeline runs with backend=ddp, not backend={self.name}; set parallel=data")
 
-    def mark_step(self) -> None: ...
+    def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Called once weights and optimizer are as the first step finds them. Raises RuntimeError unless the optimizer
+        holds exactly these parameters.
+        """
+
+    def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches with their inputs on the device."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Inside, forward passes run in the run's precision."""
+
+    def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Make the gradients those of the loss itself, in fp32: undo its scale (fp16), widen what is stored in bf16."""
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor) -> None:
+        """Step and clear the gradients, after `unscale`. `norm`: that of the gradients, [] on the device. If it is NaN
+        or infinite, weights, moments and step counts stay as they are, on all ranks.
+        """
+
+    def mark_step(self) -> None:
+        """Bring weights and optimizer to the device after a rollback, before the next step begins."""
+        return
+
+    def to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the host. Waits for the device."""
+
+    def copy_to_host(self, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        """Copy each tensor to the buffer of its shape and type. Waits for the device."""
+        for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
+            buffer.copy_(copy)
+
+    def graphs(self) -> Graphs:
+        """What was compiled and executed; zeros where nothing is."""
 
     def profile_text(self) -> str:
+        """What the device says of the steps so far, in Markdown; nothing where PyTorch's profiler sees it all."""
         return ""
+
+    def seed(self, seed: int) -> None:
+        """Random numbers of this rank (dropout): a function of seed and rank."""
+
+    def rng_state(self) -> State: ...
+
+    def set_rng_state(self, state: State) -> None: ...
+
+    def save(self, state: State, file: BinaryIO) -> None:
+        """Write tensors and plain containers that are on the host, for `train.backend.base.load`. A thread calls it
+        while the ranks train, on rank 0 and wherever else a part of the state is: it may not touch the device.
+        """
 
     def close(self) -> None:
         """Leave the group. The model and optimizer must be out of scope: DDP's wrapper sits in a reference cycle, and
@@ -99,6 +207,23 @@ def all_reduce_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup | None =
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     return split_like(flat, tensors)
+
+
+def widen(parameters: Sequence[nn.Parameter]) -> None:
+    """Make bf16 parameters and their gradients fp32, for one update."""
+    for parameter in parameters:
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.float()
+        parameter.grad = None if grad is None else grad.float()
+
+
+def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
+    """Round the parameters back once, on Trainium stochastically, so that small updates are not lost
+    (NEURON_RT_STOCHASTIC_ROUNDING_EN). The gradients are None afterwards.
+    """
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.bfloat16()
 
 
 def load(path: Path) -> State:

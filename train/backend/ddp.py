@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, slow_links
-from train.backend.base import RANK_STRIDE, Base, Work
+from train.backend.base import RANK_STRIDE, Backend, GradSync, State, Work
 from train.backend.graphs import Compilers, Graphs
 from train.backend.rendezvous import join
 from train.cli.console import without_stdout
@@ -29,7 +29,6 @@ from train.config.backend import DEFAULT_TIMEOUT_S
 from train.host import machine, rank_setup
 
 if TYPE_CHECKING:
-    from train.backend import GradSync, State
     from train.backend.compiled import TorchCompiler
     from train.data.batches.loader import Batch
 
@@ -37,7 +36,7 @@ logger = logging.getLogger("train")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DDP(Base):
+class DDP(Backend):
     """See `train.backend.Backend`."""
 
     name = "ddp"
@@ -48,7 +47,7 @@ class DDP(Base):
     compiler: TorchCompiler | None = None
 
     def __init__(self, cfg: BackendConfig, s3: S3Config | None = None, *, collects: bool = False) -> None:
-        super().__init__()
+        self.begin()
         world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
         is_cuda = self.device.type == "cuda"
@@ -116,7 +115,7 @@ class DDP(Base):
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if not self.world.is_distributed:
-            return NoSync(model, self.device)
+            return GradSync(model, self.device)
         if self.flat_sync is not None:
             return self.flat_sync(model, self.device, self.world)
         return DDPSync(model, self.device, self.world.size, accumulation, compresses=self.compresses)
@@ -202,29 +201,7 @@ class DDP(Base):
         torch.save(state, file)
 
 
-class NoSync:
-    """For a process whose gradients are those of all ranks. See `train.backend.GradSync`."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.module: nn.Module = model
-        self.device = device
-
-    def begin(self, count: float) -> None:
-        self.count = torch.tensor([float(count)]).to(self.device)
-
-    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def finish(self) -> Tensor:
-        return self.count
-
-    def state(self) -> State:
-        return {}
-
-    def load(self, state: State) -> None: ...
-
-
-class DDPSync(NoSync):
+class DDPSync(GradSync):
     """Averages gradients during the last backward pass and adds up the count beside them."""
 
     def __init__(

@@ -1,10 +1,8 @@
-"""Compiled graphs of torch.compile that outlive a machine: files in a folder or in S3, several for a model and device.
+"""Compiled graphs of torch.compile that outlive a machine, in a folder or in S3.
 
-TorchInductor keeps what it compiled on this machine's disk (TORCHINDUCTOR_CACHE_DIR). A file holds the entries that a
-run added, as torch.compiler.save_cache_artifacts writes them, behind their sha256. Its name says whose they are and
-which: nothing is written twice, and other shapes replace nothing. They are code, and loading them runs it: whoever may
-write to the folder may run code in the training, as with the sources themselves (docs/security.md). Kernels of CPUs
-are compiled by the C++ compiler again.
+A file holds the entries that a run added, as torch.compiler.save_cache_artifacts writes them, behind their sha256. Its
+name says whose they are and which: nothing is written twice. They are code: whoever may write to the folder may run
+code in the training (docs/security.md). Kernels of CPUs are compiled by the C++ compiler again.
 """
 
 from __future__ import annotations
@@ -53,11 +51,10 @@ class KernelCache:
         torch makes in one process, it loads what came last only.
         """
         artifacts = torch.compiler.save_cache_artifacts() if self.may_write else None
-        new = entries_of(artifacts[1]) - self.kept if artifacts is not None else set()
-        if artifacts is None or not new:
+        if artifacts is None or not (new := entries_of(artifacts[1]) - self.kept):
             return
+        name = f"{self.prefix}{sha256_json(sorted(new))[:KEY_DIGITS]}.bin"
         try:
-            name = f"{self.prefix}{sha256_json(sorted(new))[:KEY_DIGITS]}.bin"
             self.folder.write(name, sha256_bytes(artifacts[0]).encode() + artifacts[0])
         except FAULTS as error:
             if self.must_write:

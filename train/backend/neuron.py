@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from train.backend import guards
-from train.backend.base import Base
+from train.backend.base import Backend
 from train.backend.ddp import DDP
 from train.backend.rendezvous import join
 from train.config import BackendConfig, check
@@ -38,7 +38,7 @@ class Neuron(DDP):
     compresses = False
 
     def __init__(self, cfg: BackendConfig) -> None:
-        Base.__init__(self)  # work is timed on the host
+        self.begin()  # work is timed on the host
         check_machine(cfg)
         rank_setup.pin(rank_setup.neuron_address(os.environ, self.world.local_rank))
         self.precision = "bf16" if cfg.precision == "auto" else cfg.precision
@@ -57,8 +57,8 @@ class Neuron(DDP):
                 ones=float(ones.cpu()),
             )
 
-    mesh = Base.mesh  # nobody has seen torch's split of a model run on these devices
-    subgroup = Base.subgroup  # whether its collectives send from rank to rank is not documented
+    mesh = Backend.mesh  # nobody has seen torch's split of a model run on these devices
+    subgroup = Backend.subgroup  # whether its collectives send from rank to rank is not documented
 
     def setup_model(self, model: Any, **sizes: int) -> None:
         super().setup_model(model, **sizes)

@@ -9,12 +9,11 @@ the first step on, before and after a resume; DDP forms new buckets after its fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from train.backend.base import split_like
+from train.backend.base import GradSync, State, split_like
 from train.backend.nonfinite import is_finite
 from train.cli.console import without_stdout
 from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
 from train.ranks import World
-
-if TYPE_CHECKING:
-    from train.backend import State
 
 HOOKS: dict[str, Any] = {"none": allreduce_hook, "bf16": bf16_compress_hook, "powersgd": powerSGD_hook}
 EPSILON = 1e-8  # of lengths: a gradient of zeros (a weight that took no part) is not divided by 0
@@ -98,11 +94,12 @@ def machines_of(world: World, timeout_s: float) -> Machines:
     return Machines(inside, between if is_first else None, world.rank - world.local_rank)
 
 
-class FlatSync:
+class FlatSync(GradSync):
     """See `train.backend.GradSync`."""
 
     def __init__(self, model: nn.Module, device: torch.device, world: World, *, cfg: BackendConfig) -> None:
-        self.module, self.device, self.world, self.cfg = model, device, world, cfg
+        super().__init__(model, device)
+        self.world, self.cfg = world, cfg
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.flat = torch.zeros(sum(each.numel() for each in self.parameters), device=device)
         self.bucket = Bucket(self.flat, split_like(self.flat, self.parameters))
@@ -112,17 +109,14 @@ class FlatSync:
         self.load({})
 
     def begin(self, count: float) -> None:
-        self.count = float(count)
+        super().begin(count)
         self.flat.zero_()
         for parameter, view in zip(self.parameters, self.bucket.views, strict=True):
             parameter.grad = view
 
-    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     def finish(self) -> Tensor:
         is_bad = ~is_finite(torch.linalg.vector_norm(self.flat))
-        sums = torch.stack([torch.full((), self.count, device=self.device), is_bad.float()])
+        sums = torch.stack([self.count[0], is_bad.float()])
         dist.all_reduce(sums)
         if sums[1] > 0:  # this waits for the device, but so does PowerSGD's hook, and the link takes far longer
             # The step will be skipped. Its numbers would stay in PowerSGD's memory for good.
@@ -140,21 +134,10 @@ class FlatSync:
             # PyTorch seeds all devices to draw PowerSGD's first factors, and puts back the CPU's random state alone.
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                self._exchange()
+                self.hook(self.memory, self.bucket).wait()
         if machines is not None:
             self.flat.div_(self.world.local_size)
             dist.broadcast(self.flat, machines.first, group=machines.inside)
-
-    def _exchange(self) -> None:
-        left_out = self.left_out
-        if left_out is None or self.steps < self.cfg.powersgd_start_step:
-            self.hook(self.memory, self.bucket).wait()
-            return
-        # PyTorch's hook would do this in new tensors at each step, whose pages take longer than the arithmetic.
-        self.flat.add_(left_out)
-        left_out.copy_(self.flat)
-        self.hook(self.memory, self.bucket).wait()
-        left_out.sub_(self.flat)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -169,12 +152,9 @@ class FlatSync:
     def load(self, state: State) -> None:
         self.steps = index(state.get("steps", 0))
         self.memory: Any = self.group
-        self.left_out: Tensor | None = None  # by this rank, or this machine: to be added to the next gradient
         if self.cfg.grad_compression == "powersgd" and self.group is not None:
-            self.left_out = torch.zeros_like(self.flat)
             self.memory = PowerSGDState(
                 self.group,
-                use_error_feedback=False,  # see _exchange
                 matrix_approximation_rank=self.cfg.powersgd_rank,
                 start_powerSGD_iter=self.cfg.powersgd_start_step,
                 orthogonalization_epsilon=EPSILON,

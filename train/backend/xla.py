@@ -32,16 +32,14 @@ from torch_xla.experimental.scan import _scan_impl_pytree
 from torch_xla.utils.checkpoint import checkpoint
 
 from train.backend import guards, nonfinite, rendezvous
-from train.backend.base import RANK_STRIDE, Base, all_reduce_flat
+from train.backend.base import RANK_STRIDE, Backend, GradSync, State, all_reduce_flat, round_to_bf16, widen
 from train.backend.graphs import Compilers, GraphBudget, Graphs, Watched
-from train.backend.rounding import round_to_bf16, widen
 from train.backend.shared_layer import scanned
 from train.config import BackendConfig, XLAConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S, NEURON_TIMEOUT_S
 from train.host import machine
 
 if TYPE_CHECKING:
-    from train.backend import GradSync, State
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
@@ -53,7 +51,7 @@ HINT = (  # on a graph too many
 )
 
 
-class XLA(Base):
+class XLA(Backend):
     """See `train.backend.Backend`."""
 
     name = "xla"
@@ -63,7 +61,7 @@ class XLA(Base):
     adamw = {"capturable": True}
 
     def __init__(self, cfg: BackendConfig, *, collects: bool = False) -> None:
-        super().__init__()
+        self.begin()
         self.cfg = cfg if isinstance(cfg, XLAConfig) else XLAConfig(**{**asdict(cfg), "name": "xla"})
         self.is_neuron = xr.device_type() == "NEURON"
         self.collects = collects  # graphs only: every number that comes back is 0
@@ -303,15 +301,12 @@ class XLA(Base):
         super().close()
 
 
-class XLASync:
+class XLASync(GradSync):
     """Adds gradients and count together once the last backward pass is traced. See `train.backend.GradSync`."""
 
     def __init__(self, backend: XLA, model: nn.Module) -> None:
-        self.backend, self.module = backend, model
-        self.per_execution, self.micro = backend.cfg.batches_per_execution, 0
-
-    def begin(self, count: float) -> None:
-        self.count = torch.tensor([float(count)]).to(self.backend.device)
+        super().__init__(model, backend.device)
+        self.backend, self.per_execution, self.micro = backend, backend.cfg.batches_per_execution, 0
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
@@ -325,11 +320,6 @@ class XLASync:
             gradients = [weight.grad for weight in self.module.parameters() if weight.grad is not None]
             self.backend.all_reduce([self.count, *reversed(gradients)])  # those of the last layers are ready first
         return self.count
-
-    def state(self) -> State:
-        return {}
-
-    def load(self, state: State) -> None: ...
 
 
 def metric(name: str) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
 from train.config import TrainConfig, check, flat
-from train.models.encoder import Network
+from train.models.network import Network
 from train.models.pretrained import without_weights
 from train.run_folder.folder import differences
 from train.run_folder.ownership import find_identity

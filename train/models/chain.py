@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from train.config import check
-from train.models.encoder import ADDING, CHOOSING, Network
-from train.models.layers import repeated_layers
+from train.models.network import ADDING, CHOOSING, Network, repeated_layers
 
 KNOWN = (*ADDING, *CHOOSING, "modernbert")  # architectures whose parts were compared with the whole
 PROJECTIONS = ("embeddings_project", "embedding_hidden_mapping_in")  # between embeddings and layers: electra, albert

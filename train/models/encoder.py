@@ -1,4 +1,4 @@
-"""Encoders of `transformers`, of any architecture, with a head: what all tasks share, and masked language models.
+"""Encoders of `transformers`, of any architecture: how all tasks build them, and masked language models.
 
 Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabulary.
 """
@@ -6,9 +6,7 @@ Shapes: B sequences, S tokens, P positions to predict, H hidden size, V vocabula
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,22 +18,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from train.config import HeadSize, InputError, ModelConfig, check
 from train.host.memory import total_memory_bytes
-from train.models.layers import (
-    Checkpoint,
-    Run,
-    freeze,
-    frozen_layers,
-    recompute_layers,
-    repeated_layers,
-    run_shared_layer_by,
-    separate_layers,
-    shared_layer,
-)
-from train.models.model_sizes import Shape, train_flops_per_sequence
+from train.models.model_sizes import Shape
+from train.models.network import Network, freeze
 from train.models.pretrained import read_model_config, read_weights
 
 # The names of sizes here and in transformers' configurations (with aliases): the usual one, then DistilBERT's.
@@ -52,100 +39,7 @@ SIZES = {
 }
 logger = logging.getLogger("train")
 OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # these count positions from pad_token_id + 1
-HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
-# Architectures that use a mask [B, 1, 1, S] as it is: some add it to the scores, others read 0 and 1 from it. All
-# other architectures get the plain [B, S].
-ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
-CHOOSING = ("deberta", "deberta-v2")
 ORDER_LOGITS = {"albert": "sop_logits", "bert": "seq_relationship_logits"}  # by architecture, in transformers' outputs
-
-
-class Network(nn.Module):
-    """A model of transformers, with what backends and tasks do to it whatever its head."""
-
-    head_share = 0.0  # of the positions of a sequence that the head reads: about none, if it reads one token
-
-    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
-        """`new`: names of the parameters that a checkpoint did not have."""
-        super().__init__()
-        self.network, self.new = network, new
-        self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
-
-    def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
-        """The segments as an argument, for architectures that distinguish them."""
-        return {"token_type_ids": token_type_ids} if self.has_segments else {}
-
-    def mask(self, real: Tensor) -> Tensor:
-        """The attention mask, in the form that the architecture takes; `real` [B, S] is 1 at tokens and 0 at padding.
-
-        transformers reads a [B, S] mask at every forward pass, to drop it if it hides nothing. That stops an XLA device
-        and makes two graphs. A mask of four dimensions is used as it is.
-        """
-        kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
-        if kind in ADDING:
-            return (1 - real[:, None, None].to(dtype)) * HIDDEN
-        return real[:, None, None].to(dtype) if kind in CHOOSING else real
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        """The parameters outside the encoder, and those of the encoder (its pooler) that a checkpoint did not have."""
-        encoder = set(self.network.base_model.parameters())
-        named = self.network.named_parameters()
-        return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
-
-    def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
-        """FLOPs to train on one sequence of `seq_len` tokens; None for an architecture without a known formula."""
-        frozen = frozen_layers(self.network)
-        return train_flops_per_sequence(self.network.config, head, seq_len=seq_len, frozen=frozen)
-
-    def recompute_layers(self, checkpoint: Checkpoint) -> None:
-        """Keep only the input of each layer for the backward pass. RuntimeError if no layer was recognised."""
-        if not recompute_layers(self.network, checkpoint):
-            raise RuntimeError(f"{type(self.network).__name__} has no layers that are known to be recomputable")
-
-    def compile_layers(self, optimised: Callable[[Any], Any]) -> int:
-        """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
-        training and one in evaluation for each kind of layer. RuntimeError if no layer was recognised.
-        """
-        layers = repeated_layers(self.network)
-        first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
-        training, evaluation = set(), set()
-        for layer in layers:
-            weights = list(layer.parameters())
-            kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
-            evaluation.add(kind)
-            # Behind frozen layers, the input of the first trained one needs no gradient.
-            training.add((kind, any(weight is first for weight in weights)))
-            layer.forward = optimised(layer.forward)
-        if not layers:
-            raise RuntimeError(f"{type(self.network).__name__} has no layers that are known to be compilable")
-        return len(training) + len(evaluation)
-
-    def separate_layers(self) -> list[nn.Module]:
-        """The layers, in their order, that have weights of their own."""
-        return separate_layers(self.network)
-
-    def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
-        """Run a shared layer by `make_loop(layer, depth)`. Returns False and does nothing if no layer is shared."""
-        shared = shared_layer(self.network)
-        if shared is None:
-            return False
-        encoder, layer, depth = shared
-        run_shared_layer_by(encoder, make_loop(layer, depth))
-        return True
-
-    def pick_by_products(self) -> None:
-        """Pick the states of tokens by products of matrices, for devices that are slow at gathering. A head that reads
-        all of them picks none.
-        """
-
-    def export(self, folder: Path) -> None:
-        """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
-        copy = type(self.network)(self.network.config)
-        copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
-        disable_progress_bar()  # it would last a fraction of a second
-        copy.save_pretrained(folder)
-        for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
-            shutil.copymode(folder / "config.json", path)
 
 
 class MaskedLM(Network):
@@ -229,8 +123,7 @@ def build_masked_lm(
     cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int, predicts_order: bool = False
 ) -> MaskedLM:
     """A model for a tokenizer of `vocab_size` pieces and sequences of `seq_len`. InputError if they do not fit."""
-    config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
-    check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
+    config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if predicts_order:
         known = " or ".join(ORDER_LOGITS)
         check(
@@ -309,7 +202,9 @@ def their_name(config: PreTrainedConfig, ours: str, wanted: object) -> str:
     return theirs
 
 
-def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> None:
+def fitting_config(cfg: ModelConfig, *, vocab_size: int, pad_id: int, seq_len: int) -> PreTrainedConfig:
+    """`model_config`. InputError unless the model fits tokenizer, sequences and this machine's memory."""
+    config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
     check(
         config.vocab_size >= vocab_size,
         f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}",
@@ -321,16 +216,19 @@ def check_fits(config: PreTrainedConfig, *, vocab_size: int, seq_len: int) -> No
         "prepare shorter sequences",
     )
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "max_positions", "embedding_size")
-    vocab, hidden, ffn, layers, positions, embedding = (size_of(config, name) for name in names)
+    theirs = {ours: next((name for name in SIZES[ours] if hasattr(config, name)), "") for ours in names}
+    sizes = {ours: getattr(config, name, None) or 0 for ours, name in theirs.items()}
+    vocab, hidden, ffn, layers, positions, embedding = sizes.values()
     groups = getattr(config, "num_hidden_groups", 1)  # of ALBERT
     shape = Shape(config.model_type, vocab, hidden, ffn, layers, positions, 2, embedding, groups)
     needed_bytes, memory_bytes = 4 * shape.trained_parameters(HeadSize()), total_memory_bytes()
-    sizes = ", ".join(f"{ours} {value}" for ours in SIZES if "dropout" not in ours and (value := size_of(config, ours)))
+    listed = ", ".join(f"{ours} {value}" for ours, value in sizes.items() if value)
     check(
         needed_bytes < memory_bytes,
         f"the model's weights alone take about {needed_bytes / 1e9:,.0f} GB, and this machine has "
-        f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than model's {sizes}",
+        f"{memory_bytes / 1e9:,.0f} GB of memory; choose smaller sizes than model's {listed}",
     )
+    return config
 
 
 def most_positions(config: PreTrainedConfig) -> int | None:
@@ -339,8 +237,3 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     if positions and config.model_type in OFFSET_POSITIONS:
         return positions - config.pad_token_id - 1
     return positions
-
-
-def size_of(config: PreTrainedConfig, ours: str) -> int:
-    """One of SIZES in a configuration of transformers; 0 if it has no such size."""
-    return next((getattr(config, theirs) or 0 for theirs in SIZES[ours] if hasattr(config, theirs)), 0)

@@ -1,4 +1,4 @@
-"""Encoders of `transformers` with a head that predicts a label of the text or of each token, or the span of an answer.
+"""Encoders of `transformers` whose head predicts a label of the text or of each token, or the span of an answer.
 
 Shapes: B sequences, S tokens, C labels.
 """
@@ -6,7 +6,6 @@ Shapes: B sequences, S tokens, C labels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import transformers
@@ -14,26 +13,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from train.config import ModelConfig, check
-from train.models.encoder import Network, check_fits, make_network, model_config
+from train.models.encoder import fitting_config, make_network
+from train.models.network import Network
 
 # The names of a head's dropout in the configurations of transformers.
 DROPOUTS = ("classifier_dropout_prob", "classifier_dropout", "cls_dropout", "seq_classif_dropout", "qa_dropout")
 
 
 class PaddedEncoder(Network):
-    """An encoder with a head that reads padded sequences. A task whose head is another one extends it."""
-
-    head = ""  # transformers loads an export as AutoModelFor<head>
-    scores: tuple[str, ...] = ()  # the names of its scores, if they are not the labels of the data
+    """An encoder that reads padded sequences, with the head of transformers' AutoModelFor<head>."""
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
-        """Logits of sequences. The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding."""
+        """Logits: [B, C] of a label for a sequence, [B, S, C] of one for each token, [B, S, 2] of start and end of a
+        span. The inputs are [B, S] int64; `real` is 1 at tokens, 0 at padding; None: no padding.
+        """
         mask = None if real is None else self.mask(real)
         inputs = {"input_ids": input_ids, "attention_mask": mask, **self.segments(token_type_ids)}
-        return self.logits(self.network(**inputs))
-
-    def logits(self, output: Any) -> Tensor:
-        """The logits of the head, from the output of the model of transformers."""
+        output = self.network(**inputs)
+        if "start_logits" in output:
+            return torch.stack([output.start_logits, output.end_logits], dim=-1)
         logits: Tensor = output.logits
         return logits
 
@@ -44,23 +42,8 @@ def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-class Classifier(PaddedEncoder):
-    """One label for a sequence: logits [B, C]."""
-
-    head = "SequenceClassification"
-
-
-class SpanReader(PaddedEncoder):
-    """The span of an answer: logits [B, S, 2] of its start and end."""
-
-    head, head_share, scores = "QuestionAnswering", 1.0, ("start", "end")
-
-    def logits(self, output: Any) -> Tensor:
-        return torch.stack([output.start_logits, output.end_logits], dim=-1)
-
-
 def build_with_head(
-    kind: type[PaddedEncoder],
+    head: str,
     cfg: ModelConfig,
     *,
     labels: Sequence[str],
@@ -68,26 +51,27 @@ def build_with_head(
     pad_id: int,
     seq_len: int,
 ) -> PaddedEncoder:
-    """A model for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and sequences of at most
-    `seq_len`. model.hidden_dropout is the head's dropout as well. InputError if they do not fit, or if the checkpoint
-    has a head for other labels.
+    """A model of AutoModelFor<head> for `labels` in the order of their numbers, a tokenizer of `vocab_size` pieces and
+    sequences of at most `seq_len`. model.hidden_dropout is the head's dropout as well. InputError if they do not fit,
+    or if the checkpoint has a head for other labels.
     """
-    config = model_config(cfg, vocab_size=vocab_size, pad_id=pad_id)
-    check_fits(config, vocab_size=vocab_size, seq_len=seq_len)
+    config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if cfg.hidden_dropout is not None:
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, cfg.hidden_dropout)
-    if "Classification" in kind.head:
+    if "Classification" in head:
         check_labels(cfg, config, labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
     else:
-        config.num_labels = len(kind.scores)  # a checkpoint may have labels of its own
-    if kind.head == "SequenceClassification":
+        config.num_labels = 2  # start and end; a checkpoint may have labels of its own
+    if head == "SequenceClassification":
         config.problem_type = "single_label_classification"
-    auto = getattr(transformers, f"AutoModelFor{kind.head}")
-    return kind(*make_network(auto, cfg, config, what=f"AutoModelFor{kind.head}", new_head=cfg.new_head))
+    auto = getattr(transformers, f"AutoModelFor{head}")
+    model = PaddedEncoder(*make_network(auto, cfg, config, what=f"AutoModelFor{head}", new_head=cfg.new_head))
+    model.head_share = 0.0 if head == "SequenceClassification" else 1.0
+    return model
 
 
 def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[str]) -> None:

@@ -7,14 +7,11 @@ on the Hub (2026-11).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from train.config import HeadSize, InputError, ModelConfig, TrainConfig, check
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path
 from train.storage.schema import BadContent, of_type, read_object
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 MOST = 10**9  # of any size: their products stay numbers that a float holds
 MAX_CONFIG_BYTES = 2**20
@@ -34,11 +31,6 @@ class Shape:
     type_vocab_size: int = 2  # 0: no segments
     embedding_size: int = 0  # of ALBERT, whose embedding is factorised; 0: hidden_size
     num_hidden_groups: int = 1  # of ALBERT, whose layers share their weights
-
-    @property
-    def hidden_dim(self) -> int:
-        """DistilBERT's name of the intermediate size."""
-        return self.intermediate_size
 
     @property
     def is_albert(self) -> bool:
@@ -72,83 +64,63 @@ class Shape:
             total += hidden * width + 3 * width + self.vocab_size
         return total + (hidden**2 + hidden if head.labels else 0)  # a pooler, or a dense layer
 
+    def train_flops(self, head: HeadSize, *, seq_len: int, frozen: int = 0) -> float:
+        """Floating point operations to train on one sequence of `seq_len` tokens, padding included. The lowest `frozen`
+        layers have no backward pass.
 
-BERT_LIKE = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert")
-
-
-def train_flops_per_sequence(
-    config: PreTrainedConfig | Shape, head: HeadSize, *, seq_len: int, frozen: int = 0
-) -> float | None:
-    """Floating point operations to train on one sequence of `seq_len` tokens, padding included; None for an
-    architecture without a formula here. The lowest `frozen` layers have no backward pass.
-
-    A multiply-add counts as 2 operations, the backward pass as twice the forward pass. The usual 6 x parameters is 8.5
-    times too low for ALBERT-base, whose layers share their parameters but not their work. Checked against
-    torch.utils.flop_counter in the tests.
-    """
-    if config.model_type not in ("albert", *BERT_LIKE):
-        return None
-    hidden, vocab = config.hidden_size, config.vocab_size
-    ffn = config.hidden_dim if config.model_type == "distilbert" else config.intermediate_size
-    layer = 6 * (4 * hidden**2 + 2 * hidden * ffn) + 12 * seq_len * hidden
-    encoder = (config.num_hidden_layers - frozen * 2 / 3) * layer
-    embedding = config.embedding_size if config.model_type == "albert" else hidden
-    projection = 6 * embedding * hidden if config.model_type == "albert" else 0
-    tokens = head.predictions * 6 * embedding * (hidden + vocab)
-    label = 6 * hidden * (hidden + head.labels) if head.labels else 0
-    token_labels = seq_len * 6 * hidden * head.token_labels
-    return seq_len * (encoder + projection) + tokens + label + token_labels
+        A multiply-add counts as 2 operations, the backward pass as twice the forward pass. The usual 6 x parameters is
+        8.5 times too low for ALBERT-base, whose layers share their parameters but not their work. Checked against
+        torch.utils.flop_counter in the tests.
+        """
+        hidden, width = self.hidden_size, self.embedding_width
+        layer = 6 * (4 * hidden**2 + 2 * hidden * self.intermediate_size) + 12 * seq_len * hidden
+        encoder = (self.num_hidden_layers - frozen * 2 / 3) * layer
+        projection = 6 * width * hidden if self.is_albert else 0
+        tokens = head.predictions * 6 * width * (hidden + self.vocab_size)
+        label = 6 * hidden * (hidden + head.labels) if head.labels else 0
+        token_labels = seq_len * 6 * hidden * head.token_labels
+        return seq_len * (encoder + projection) + tokens + label + token_labels
 
 
-DEFAULTS = {
-    shape.model_type: shape
-    for shape in (
-        Shape("albert", 30_000, 4096, 16_384, 12, embedding_size=128),
-        Shape("bert", 30_522, 768, 3072, 12),
-        Shape("roberta", 50_265, 768, 3072, 12),
-        Shape("xlm-roberta", 30_522, 768, 3072, 12),
-        Shape("camembert", 30_522, 768, 3072, 12),
-        Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
-    )
+DEFAULTS = {  # of architectures in transformers
+    "albert": Shape("albert", 30_000, 4096, 16_384, 12, embedding_size=128),
+    "bert": Shape("bert", 30_522, 768, 3072, 12),
+    "roberta": Shape("roberta", 50_265, 768, 3072, 12),
+    "xlm-roberta": Shape("xlm-roberta", 30_522, 768, 3072, 12),
+    "camembert": Shape("camembert", 30_522, 768, 3072, 12),
+    "distilbert": Shape("distilbert", 30_522, 768, 3072, 6, type_vocab_size=0),
 }
-
-
-def albert(hidden: int, layers: int) -> Shape:
-    return Shape("albert", 30_000, hidden, 4 * hidden, layers, embedding_size=128)
-
-
-def bert(vocab_size: int, hidden: int = 768, layers: int = 12) -> Shape:
-    return Shape("bert", vocab_size, hidden, 4 * hidden, layers)
-
-
-def roberta(kind: str, vocab_size: int, hidden: int = 768, layers: int = 12) -> Shape:
-    return Shape(kind, vocab_size, hidden, 4 * hidden, layers, max_position_embeddings=514, type_vocab_size=1)
-
-
-def distilbert(vocab_size: int) -> Shape:
-    return Shape("distilbert", vocab_size, 768, 3072, 6, type_vocab_size=0)
-
-
+LIKE_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
+OTHERS: dict[str, dict[str, int]] = {  # sizes of published models that are not the dataclass's defaults
+    "albert": {"embedding_size": 128},
+    "bert": {},
+    "distilbert": {"type_vocab_size": 0},
+    "roberta": LIKE_ROBERTA,
+    "xlm-roberta": LIKE_ROBERTA,
+    "camembert": LIKE_ROBERTA,
+}
 PUBLISHED = {  # Hub ids without their organisation, which is one of OWNERS
-    **{f"albert-base-v{version}": albert(768, 12) for version in (1, 2)},
-    **{f"albert-large-v{version}": albert(1024, 24) for version in (1, 2)},
-    **{f"albert-xlarge-v{version}": albert(2048, 24) for version in (1, 2)},
-    **{f"albert-xxlarge-v{version}": albert(4096, 12) for version in (1, 2)},
-    "bert-base-uncased": bert(30_522),
-    "bert-base-cased": bert(28_996),
-    "bert-base-multilingual-cased": bert(119_547),
-    "bert-large-uncased": bert(30_522, 1024, 24),
-    "bert-large-cased": bert(28_996, 1024, 24),
-    "bert-large-uncased-whole-word-masking": bert(30_522, 1024, 24),
-    "bert-large-cased-whole-word-masking": bert(28_996, 1024, 24),
-    "distilbert-base-uncased": distilbert(30_522),
-    "distilbert-base-cased": distilbert(28_996),
-    "distilbert-base-multilingual-cased": distilbert(119_547),
-    "roberta-base": roberta("roberta", 50_265),
-    "roberta-large": roberta("roberta", 50_265, 1024, 24),
-    "xlm-roberta-base": roberta("xlm-roberta", 250_002),
-    "xlm-roberta-large": roberta("xlm-roberta", 250_002, 1024, 24),
-    "camembert-base": roberta("camembert", 32_005),
+    f"{architecture}-{name}": Shape(architecture, vocab, hidden, 4 * hidden, layers, **OTHERS[architecture])
+    for architecture, names, vocab, hidden, layers in (
+        ("albert", "base-v1 base-v2", 30_000, 768, 12),
+        ("albert", "large-v1 large-v2", 30_000, 1024, 24),
+        ("albert", "xlarge-v1 xlarge-v2", 30_000, 2048, 24),
+        ("albert", "xxlarge-v1 xxlarge-v2", 30_000, 4096, 12),
+        ("bert", "base-uncased", 30_522, 768, 12),
+        ("bert", "base-cased", 28_996, 768, 12),
+        ("bert", "base-multilingual-cased", 119_547, 768, 12),
+        ("bert", "large-uncased large-uncased-whole-word-masking", 30_522, 1024, 24),
+        ("bert", "large-cased large-cased-whole-word-masking", 28_996, 1024, 24),
+        ("distilbert", "base-uncased", 30_522, 768, 6),
+        ("distilbert", "base-cased", 28_996, 768, 6),
+        ("distilbert", "base-multilingual-cased", 119_547, 768, 6),
+        ("roberta", "base", 50_265, 768, 12),
+        ("roberta", "large", 50_265, 1024, 24),
+        ("xlm-roberta", "base", 250_002, 768, 12),
+        ("xlm-roberta", "large", 250_002, 1024, 24),
+        ("camembert", "base", 32_005, 768, 12),
+    )
+    for name in names.split()
 }
 OWNERS = ("", "albert", "google-bert", "distilbert", "FacebookAI", "almanach")
 
@@ -161,7 +133,10 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
     source = cfg.init_from or cfg.pretrained
     if source is not None:
         is_here = not is_s3(source) and local_path(source).is_dir()
-        return read_shape(LocalFolder(local_path(source))) if is_here else published(source)
+        if is_here:
+            return read_shape(LocalFolder(local_path(source)))
+        owner, _, name = source.rpartition("/")
+        return PUBLISHED.get(name) if owner in OWNERS else None
     default = DEFAULTS.get(cfg.architecture)
     if default is None:
         return None
@@ -185,12 +160,6 @@ def check_layers(cfg: TrainConfig) -> None:
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
     """Whether `find_shape` takes the vocabulary from something else than the architecture's default."""
     return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
-
-
-def published(source: str) -> Shape | None:
-    """The sizes of a published model, by its Hub id."""
-    owner, _, name = source.rpartition("/")
-    return PUBLISHED.get(name) if owner in OWNERS else None
 
 
 def read_shape(folder: Folder) -> Shape | None:

@@ -39,7 +39,7 @@ def read_weights(
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported below
-                local_files_only=is_folder(source),
+                local_files_only=Path(source).is_dir(),
                 trust_remote_code=False,
                 weights_only=True,
             )
@@ -61,7 +61,8 @@ def read_weights(
     if new_head:
         missing |= begin_head(network)
     if missing:
-        logger.info("%s: read; new, with random weights: %s", source, ", ".join(parts(missing)))
+        modules = sorted({name.rpartition(".")[0] for name in missing})
+        logger.info("%s: read; new, with random weights: %s", source, ", ".join(modules))
     return network, frozenset(missing)
 
 
@@ -77,11 +78,6 @@ def begin_head(network: PreTrainedModel) -> set[str]:
             begun.add(f"{module_name}.{name}")
         network._init_weights(module)
     return begun
-
-
-def parts(names: set[str]) -> list[str]:
-    """The modules whose parameters these are."""
-    return sorted({name.rpartition(".")[0] for name in names})
 
 
 def without_weights(head: str, folder: Path) -> PreTrainedModel:
@@ -103,7 +99,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
     """
     try:
         with asking_hub(source):
-            config = AutoConfig.from_pretrained(source, local_files_only=is_folder(source), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(source, local_files_only=Path(source).is_dir(), trust_remote_code=False)
     except (*BAD_FILES, RecursionError) as error:
         raise InputError(unavailable(source, error)) from error
     check_index(Path(source))
@@ -119,11 +115,6 @@ def check_index(folder: Path) -> None:
             raise InputError(f"{path}: {error}") from error
         missing = sorted({file for file in files.values() if not (folder / file).is_file()})
         check(not missing, f"{path} names {', '.join(missing[:3])}, which does not exist")
-
-
-def is_folder(source: str) -> bool:
-    """Whether the model is local, so that the Hub is not asked."""
-    return Path(source).is_dir()
 
 
 def unavailable(source: str, error: Exception) -> str:

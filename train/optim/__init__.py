@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from train.config import OptimConfig, check, check_choice
 from train.optim import adamw, lamb
 from train.optim.schedules import SCHEDULES, learning_rate
-from train.optim.spec import OptimizerSpec
-from train.optim.state import load_state, parameter_groups, part_of, set_learning_rate
+from train.optim.spec import OptimizerSpec, load_state, parameter_groups, part_of, set_learning_rate
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.config import OptimConfig
-from train.optim.spec import Group, OptimizerSpec
-from train.optim.state import add_moments
+from train.optim.spec import Group, OptimizerSpec, add_moments
 
 if TYPE_CHECKING:
     import torch

@@ -1,22 +1,108 @@
-"""An optimizer's entry in the table of optimizers."""
+"""An optimizer's entry in the table. Its parameters in groups: those that decay, those that learn at the head's rate.
+Its state, made before the first step and loaded from a checkpoint. No torch at import.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from train.config import OptimConfig
+from train.config import OptimConfig, check
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 Group = dict[str, Any]  # a parameter group, as torch's optimizers take it
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
+    """An optimizer's entry in the table of optimizers."""
+
     # build(settings, parameter groups, the options of torch's AdamW that suit the device) returns the optimizer, with
     # its state. It imports torch.
     build: Callable[[Any, list[Group], dict[str, bool]], torch.optim.Optimizer]
     settings: type[OptimConfig] = OptimConfig  # a subclass adds settings
+
+
+def parameter_groups(
+    cfg: OptimConfig, parameters: Iterable[nn.Parameter], head: Iterable[nn.Parameter] = ()
+) -> list[Group]:
+    """Two groups, one that decays and one of biases and normalisation weights, which do not; and two more for the
+    parameters in `head`. Empty groups (of a frozen encoder) are left out. `lr_factor` is a group's multiple of cfg.lr.
+
+    InputError for cfg.head_lr without a head.
+    """
+    parameters, heads = list(parameters), {id(parameter) for parameter in head}
+    check(
+        cfg.head_lr is None or bool(heads),
+        f"optim.head_lr={cfg.head_lr} is for tasks whose head begins with random weights; leave it out",
+    )
+    groups = []
+    for is_head, lr_factor in ((False, 1.0), (True, (cfg.head_lr or cfg.lr) / cfg.lr)):
+        for decays, weight_decay in ((True, cfg.weight_decay), (False, 0.0)):
+            chosen = [p for p in parameters if (id(p) in heads) == is_head and (p.ndim >= 2) == decays]
+            if chosen:
+                groups.append({"params": chosen, "lr_factor": lr_factor, "weight_decay": weight_decay})
+    return groups
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the encoder's rate to `lr` and the head's in proportion. A rate that is a tensor stays the same tensor: a new
+    one would make another graph on XLA.
+    """
+    import torch
+
+    for group in optimizer.param_groups:
+        value = lr * group["lr_factor"]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].copy_(torch.tensor([value]))
+        else:
+            group["lr"] = value
+
+
+def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
+    """Give every parameter a float32 tensor of zeros of its shape under each of `names`."""
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name in names:
+                optimizer.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Put back what `optimizer.state_dict()` returned, on any device. The settings stay those of this run: a saved
+    choice of implementation may not exist here.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
+        own = optimizer.state[parameter]
+        for name, value in saved["state"].get(index, {}).items():
+            if value.ndim == 0:
+                own[name].fill_(value.item())  # filled in place: on XLA all parameters share one step count at first
+            elif own[name].device.type == "cpu":
+                own[name].copy_(value)  # copied: a value that was read from a file may be mapped to it
+            else:
+                own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
+
+
+def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[str, Any]:
+    """What an optimizer loads that has the parameters at the positions `mine` of the `total` that were saved."""
+    order = saved_order(saved, total)
+    return {**saved, "param_groups": [{"params": [order[position] for position in mine]}]}
+
+
+def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
+    """The numbers of a saved optimizer's parameters, in the order of its groups. InputError for another count of them
+    than that of this run.
+    """
+    order = [index for group in saved["param_groups"] for index in group["params"]]
+    check(
+        len(order) == num_parameters,
+        f"the checkpoint's optimizer has {len(order)} parameters, but this run trains {num_parameters}: other parts "
+        "are frozen; begin a new run from its weights with model.init_from",
+    )
+    return order

@@ -8,7 +8,7 @@ wrapper, behind which a fused optimizer no longer sees that a step is to be skip
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,14 @@ from train.backend.base import split_like
 from train.config import DataParallelConfig, OptimConfig, ParallelConfig, check
 from train.config.parallel import check_shards
 from train.optim import build_optimizer, load_state, parameter_groups, part_of, set_learning_rate
-from train.parallel.clipping import divide_and_clip
 
 if TYPE_CHECKING:
     from train.backend import Backend, GradSync
     from train.data.batches.loader import Batch
     from train.parallel import LossFunction, State, Statistics
+
+
+EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any, **options: Any) -> DataParallel:
@@ -36,10 +38,25 @@ def build(cfg: ParallelConfig, optim: OptimConfig, backend: Backend, *args: Any,
 
 
 class Replica:
-    """A model that every rank holds whole, and its optimizer, as checkpoints see them."""
+    """A model that every rank holds whole, and its optimizer: their state for checkpoints, and what all engines do."""
+
+    parameters: list[nn.Parameter]
+    loss_sum: Tensor
 
     def __init__(self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.backend, self.model, self.optimizer = backend, model, optimizer
+
+    def ready(self) -> None:
+        self.backend.ready(self.optimizer, self.parameters)
+
+    def optimizer_step(self, norm: Tensor) -> None:
+        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
+
+    def take_loss(self) -> float:
+        taken = float(self.backend.to_host([self.loss_sum])[0])
+        # The tensor stays and is filled from the host: a new one, or zeros made on the device, would change the graph.
+        self.loss_sum.copy_(torch.zeros(1))
+        return taken
 
     def check_replicas(self) -> None:
         """Compare a few small weights, on the hosts."""
@@ -101,9 +118,6 @@ class DataParallel(Replica):
     def build_optimizer(self, optim: OptimConfig, head: list[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, head=head)
 
-    def ready(self) -> None:
-        self.backend.ready(self.optimizer, self.parameters)
-
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, count: float, lr: float) -> None:
@@ -129,15 +143,6 @@ class DataParallel(Replica):
     def clip(self, divisor: Tensor) -> Tensor:
         """Divide and clip the gradients. Returns their norm in between, []."""
         return divide_and_clip(self.parameters, divisor, self.max_grad_norm)
-
-    def optimizer_step(self, norm: Tensor) -> None:
-        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
-
-    def take_loss(self) -> float:
-        taken = float(self.backend.to_host([self.loss_sum])[0])
-        # The tensor stays and is filled from the host: a new one, or zeros made on the device, would change the graph.
-        self.loss_sum.copy_(torch.zeros(1))
-        return taken
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor:
         with self.backend.autocast():  # a new one for each batch: casts that outlive it would change the next graph
@@ -206,6 +211,27 @@ class ShardedOptimizer(DataParallel):
 
     def load(self, model: Mapping[str, Tensor], optimizer: State) -> None:
         super().load(model, part_of(optimizer, self.own, total=len(self.numbered)))
+
+
+@torch.no_grad()
+def divide_and_clip(parameters: Sequence[nn.Parameter], divisor: Tensor, max_norm: float | None) -> Tensor:
+    """Divide the gradients by `divisor` [1] (by 1 if that is 0, in a step without labels) and clip their norm to
+    `max_norm`, in one pass over them. Returns the norm [] between the two. Nothing is read from the device.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return scale(gradients, nn.utils.get_total_norm(gradients), divisor, max_norm)
+
+
+@torch.no_grad()
+def scale(gradients: list[Tensor], norm: Tensor, divisor: Tensor, max_norm: float | None) -> Tensor:
+    """The same for gradients whose norm [] is known, as over all ranks that hold a part of them, maybe in float64."""
+    divisor = divisor.reshape(())
+    factor = 1 / torch.where(divisor > 0, divisor, torch.ones_like(divisor))
+    norm = norm * factor
+    if max_norm is not None:
+        factor = factor * (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor.float())
+    return norm
 
 
 def shared_out(sizes: list[int], num_ranks: int) -> list[int]:

@@ -18,15 +18,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from train.backend import guards
-from train.backend.ddp import NoSync
+from train.backend.base import GradSync
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
-from train.parallel.clipping import scale
-from train.parallel.data import DataParallel
+from train.parallel.data import DataParallel, scale
 from train.parallel.pieces import piece
 
 if TYPE_CHECKING:
-    from train.backend import Backend, GradSync
+    from train.backend import Backend
     from train.parallel import State
 
 EMPTY = torch.empty(0)
@@ -129,7 +128,7 @@ class FSDP(DataParallel):
         return DTensor.from_local(rows, self.mesh, [Shard(0)], shape=value.shape, stride=value.stride())
 
 
-class ShardSync(NoSync):
+class ShardSync(GradSync):
     """Adds each part of the gradients up on the rank that holds it, and the count. See `train.backend.GradSync`."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, reduce_once: bool) -> None:

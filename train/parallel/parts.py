@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from train.backend import guards
 from train.config import OptimConfig, check
 from train.models.chain import Chain
-from train.optim import load_state, part_of
-from train.optim.state import parameter_groups
+from train.optim import load_state, parameter_groups, part_of
+from train.parallel.data import Replica
 
 if TYPE_CHECKING:
     from train.backend import Backend
@@ -62,14 +62,9 @@ def replace(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         setattr(model.get_submodule(owner), attribute, parameter)
 
 
-class PipelineState:
-    """The state of a whole model and its optimizer, of which each rank of a pipeline holds a part, as checkpoints see
-    it: in the form of `train.parallel.data`.
-    """
+class PipelineState(Replica):
+    """The state of a whole model and its optimizer, of which each rank of a pipeline holds a part."""
 
-    backend: Backend
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     data_rank: int
     stage: int
 

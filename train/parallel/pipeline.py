@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from train.backend.base import all_reduce_flat
 from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
 from train.models.chain import Chain
-from train.models.encoder import Network
+from train.models.network import Network
 from train.optim import build_optimizer, set_learning_rate
-from train.parallel.clipping import scale
+from train.parallel.data import scale
 from train.parallel.parts import Part, PipelineState, hold
 
 if TYPE_CHECKING:
@@ -119,9 +119,6 @@ class Pipeline(PipelineState):
         dist.all_reduce(torch.zeros(1, device=self.backend.device), group=pipeline)  # NCCL joins all ranks before two
         return pipeline, sums
 
-    def ready(self) -> None:
-        self.backend.ready(self.optimizer, self.parameters)
-
     # ---- a step ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, count: float, lr: float) -> None:
@@ -168,7 +165,7 @@ class Pipeline(PipelineState):
 
     @torch.no_grad()
     def reduce_and_clip(self) -> Tensor:
-        """As `clipping.divide_and_clip`, by the norm over all stages. Every rank adds up the same numbers in the same
+        """As `divide_and_clip`, by the norm over all stages. Every rank adds up the same numbers in the same
         order: weights that several ranks hold stay equal to the bit, and all ranks skip the same steps.
         """
         for group, weights, is_shared in self.sums:
@@ -182,14 +179,6 @@ class Pipeline(PipelineState):
             sums[-1] = self.count
         dist.all_reduce(sums)
         return scale(gradients, sums[:-1].sum().sqrt(), sums[-1], self.max_grad_norm).float()
-
-    def optimizer_step(self, norm: Tensor) -> None:
-        self.backend.optimizer_step(self.optimizer, self.parameters, norm)
-
-    def take_loss(self) -> float:
-        taken = float(self.backend.to_host([self.loss_sum])[0])
-        self.loss_sum.zero_()
-        return taken
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
         """One batch after the other goes through the parts. The last rank of each pipeline has the statistics."""

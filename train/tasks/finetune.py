@@ -27,14 +27,18 @@ from train.data.shards.prefetch import Prefetcher
 from train.models.heads import PaddedEncoder, build_with_head, check_labels, logits_of
 from train.run_folder.samples import Sample
 from train.storage.folders import Folder, canonical_json
+from train.tasks import spec_of
 from train.tasks.predictor import Predictor
-from train.tasks.sample_choice import candidates, mixed
 from train.tasks.spec import Origin, Task
 from train.tasks.texts import Sizes
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig
+
+
+CANDIDATES = 4  # examples that the model answers for each sample that is shown
+MOST_CHARS_READ = 20_000  # of all of them, which bounds the time
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
@@ -49,7 +53,6 @@ def mean_loss(statistics: np.ndarray) -> float:
 class TextTask(ABC):
     """What a model with a head learns from rows of texts, and what it answers: in a run as in train.predict."""
 
-    model_kind: type[PaddedEncoder]
     columns: Mapping[str, str]  # of the features, by the inputs of a batch
     eval_columns: Mapping[str, str] = {}  # those that only statistics need
     metrics: tuple[str, ...]
@@ -194,7 +197,8 @@ class FineTuning(Task):
         return Prefetcher()
 
     def build_model(self) -> PaddedEncoder:
-        return build_with_head(self.task.model_kind, self.sizes.model, labels=self.labels, **self.sizes.fit)
+        head = spec_of(self.cfg.task).head
+        return build_with_head(head, self.sizes.model, labels=self.labels, **self.sizes.fit)
 
     def train_data(self) -> TokenRows:
         return self.train_table
@@ -259,3 +263,32 @@ class FineTuning(Task):
 def examples_of(examples: Dataset, features: Dataset) -> Dataset:
     """The example of each of the features."""
     return examples.select(column(features, "row"))
+
+
+# ---- which validation examples become samples ----------------------------------------------------------------------
+
+
+def spread(num_rows: int, most: int) -> np.ndarray:
+    """The numbers of at most so many rows, from the first to the last."""
+    return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
+
+
+def candidates(examples: Dataset, most: int, *, target: str, labels: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of the whole table, as `train.data.records.raw.read_texts` returns them, without those that are too long."""
+    num_chars = 0
+    for row in examples.select(spread(len(examples), CANDIDATES * most)):
+        chars = sum(len(str(value)) for value in row.values() if isinstance(value, str | list))
+        if num_chars + chars <= MOST_CHARS_READ:
+            num_chars += chars
+            value = row[target]
+            if labels:
+                value = [labels[each] for each in value] if isinstance(value, list) else labels[value]
+            yield {**row, target: value}
+
+
+def mixed(answered: Sequence[Sample], most: int) -> list[Sample]:
+    """The first so many, up to half of them wrong ones if there are, in their order."""
+    is_right = np.array([sample.answers[0].score == 1 for sample in answered], bool)
+    num_wrong = min((~is_right).sum(), max(most // 2, most - is_right.sum()))
+    chosen = [*np.flatnonzero(~is_right)[:num_wrong], *np.flatnonzero(is_right)[: most - num_wrong]]
+    return [answered[number] for number in sorted(chosen)]

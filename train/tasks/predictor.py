@@ -45,11 +45,12 @@ class Predictor:
             task, seq_len = origin.run[0].task, seq_len or origin.run[0].seq_len
         sizes = Sizes.read(ModelConfig(pretrained=origin.source, tokenizer=origin.source), seq_len)
         names = ", ".join(sizes.config.architectures or ["none"])
-        spec = spec_of(task or default_task(origin.source, names))
-        check(spec.head in names, f"{origin.source}: the run's task needs a {spec.head}, but the model is a {names}")
+        task = task or default_task(origin.source, names)
+        spec = spec_of(task)
+        check(spec.head in names, f"{origin.source}: the run's task is {task.kind}, but the model is a {names}")
         assert spec.prediction is not None
-        self.prediction, self.sizes = spec.prediction, sizes
-        self.task: TextTask = class_of(spec)(task or spec.settings(), sizes)
+        self.prediction, self.head, self.sizes = spec.prediction, spec.head, sizes
+        self.task: TextTask = class_of(spec)(task, sizes)
         self.task.labels = self.task.labels_of(origin.source, sizes.config)
         self.num_rows, self.has_target = 0, False
         self.known: list[tuple[Any, Any]] = []  # the right answers of rows that have one, and the model's
@@ -63,7 +64,7 @@ class Predictor:
         """Read the weights. `options`: the values of the flags in the task's Prediction."""
         task, source, seq_len = self.task, self.origin.source, self.sizes.seq_len
         task.use(self.origin, options or dict.fromkeys(self.prediction.options))
-        model = build_with_head(task.model_kind, self.sizes.model, labels=task.labels, **self.sizes.fit)
+        model = build_with_head(self.head, self.sizes.model, labels=task.labels, **self.sizes.fit)
         new = ", ".join(sorted(model.new)[:3])
         check(not model.new, f"{source} holds no weights for {new}: its head was not trained")
         self.model, self.device, self.autocast = model.to(device).eval(), device, autocast

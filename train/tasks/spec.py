@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Drawable
     from train.data.shards.order import ShardSampler, ShuffleBlock
     from train.data.shards.prefetch import Prefetcher
-    from train.models.encoder import Network
+    from train.models.network import Network
     from train.run_folder.samples import Sample
     from train.storage.folders import Folder
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
 from train.data.shards.cache import cache_dir
-from train.models.encoder import check_fits, model_config, most_positions
+from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.source import resolved, task_tokenizer
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Sizes:
         assert isinstance(cfg.data, RecordsConfig)
         model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         sizes = Sizes.read(model, cfg.seq_len)
-        check_fits(sizes.config, vocab_size=len(sizes.tokenizer), seq_len=sizes.seq_len)
+        fitting_config(model, **sizes.fit)
         return replace(sizes, lengths=lengths_up_to(sizes.seq_len, cfg.data.lengths))
 
     @staticmethod

@@ -20,7 +20,6 @@ from train.data.files.errors import BadRow
 from train.data.records.kinds import STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
-from train.models.heads import Classifier
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.classify import ClassifyConfig
 from train.tasks.finetune import TextTask, examples_of, json_lines, mean_loss
@@ -63,7 +62,7 @@ class ClassifyFeaturizer(TextFeaturizer):
 class Classification(TextTask):
     """See `TextTask`. A prediction is {"id", "label" (if there is one), "prediction", "probabilities": {label: p}}."""
 
-    model_kind, columns = Classifier, {"labels": "label"}
+    columns = {"labels": "label"}
     metrics = ("loss", "accuracy", "f1_macro", "f1_weighted")
 
     def __init__(self, cfg: ClassifyConfig, sizes: Sizes) -> None:

@@ -27,9 +27,9 @@ class Blank:
 
 def blanks_of(positions: Tensor, labels: Tensor, guesses: Tensor, shares: Tensor) -> list[Blank]:
     """The blanks of a sequence: their positions and tokens [P], the guesses and their probabilities [P, n]."""
-    pairs = [list(zip(*pair, strict=True)) for pair in zip(guesses.tolist(), shares.tolist(), strict=True)]
-    blanks = map(Blank, positions.tolist(), labels.tolist(), pairs)
-    return [blank for blank in blanks if blank.token != IGNORE_INDEX]
+    pairs = (list(zip(*pair, strict=True)) for pair in zip(guesses.tolist(), shares.tolist(), strict=True))
+    blanks = zip(positions.tolist(), labels.tolist(), pairs, strict=True)
+    return [Blank(*blank) for blank in blanks if blank[1] != IGNORE_INDEX]
 
 
 class Spelling:
@@ -48,9 +48,12 @@ class Spelling:
         """The part of a sequence [S] around its first blanks."""
         first = max(0, blanks[0].position - TOKENS_BEFORE)
         last = blanks[MOST_BLANKS].position if len(blanks) > MOST_BLANKS else len(tokens)
-        while len(text := self.text(tokens[first:last], known := inside(blanks, last))) > MOST_CHARS:
+        while True:
+            known = [blank for blank in blanks[:MOST_BLANKS] if blank.position < last]
+            text = self.text(tokens[first:last], known)
+            if len(text) <= MOST_CHARS:
+                return Sample(text, [self.answer(blank) for blank in known])
             first, last = min(first + 1, blanks[0].position), last - 1
-        return Sample(text, [self.answer(blank) for blank in known])
 
     def text(self, tokens: np.ndarray, blanks: Sequence[Blank]) -> str:
         """Text with its masks numbered: [1], [2], ..."""
@@ -64,7 +67,3 @@ class Spelling:
     def answer(self, blank: Blank) -> Answer:
         guesses = [Guess(self.piece(token), min(1.0, share)) for token, share in blank.guesses]
         return Answer(self.piece(blank.token), guesses, float(blank.guesses[0][0] == blank.token))
-
-
-def inside(blanks: Sequence[Blank], last: int) -> list[Blank]:
-    return [blank for blank in blanks[:MOST_BLANKS] if blank.position < last]

@@ -26,7 +26,7 @@ from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.tokenizer import check_same_vocabulary, read_vocabulary, word_starts
-from train.models.encoder import MaskedLM, build_masked_lm, check_fits, model_config
+from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Sample
 from train.storage.folders import Folder
@@ -62,11 +62,8 @@ class MaskedLMTask(Task):
             f"set at most {self.seq_len - 3}",
         )
         info = self.manifest.tokenizer
-        check_fits(
-            model_config(model, vocab_size=info.vocab_size, pad_id=info.pad_id),
-            vocab_size=info.vocab_size,
-            seq_len=self.seq_len,
-        )
+        self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
+        fitting_config(model, **self.fit)
         if model.pretrained is not None:
             check_same_vocabulary(
                 model.pretrained,
@@ -115,9 +112,7 @@ class MaskedLMTask(Task):
         return self._model(self.model)
 
     def _model(self, cfg: ModelConfig) -> MaskedLM:
-        info, predicts_order = self.manifest.tokenizer, self.swapper is not None
-        sizes = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
-        model = build_masked_lm(cfg, **sizes, predicts_order=predicts_order)
+        model = build_masked_lm(cfg, **self.fit, predicts_order=self.swapper is not None)
         model.head_share = self.predictions / self.seq_len
         return model
 
@@ -179,8 +174,8 @@ class MaskedLMTask(Task):
     @torch.inference_mode()
     def samples(self, export: Path, run: Folder, most: int) -> list[Sample]:
         """Validation sequences whose hidden tokens are all masked, on the host."""
+        from train.tasks.finetune import spread
         from train.tasks.mlm.blanks import Spelling, blanks_of
-        from train.tasks.sample_choice import spread
 
         info, rows = self.manifest.tokenizer, MaskedRows(self.data.split("validation"), self.masker, is_training=False)
         drawn = rows.draw(spread(self.eval_rows, most)[None])["inputs"]

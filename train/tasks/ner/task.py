@@ -26,7 +26,6 @@ from train.data.files.errors import BadRow
 from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import PaddedEncoder
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.tasks.finetune import TextTask, examples_of, json_lines
 from train.tasks.ner import NERConfig
@@ -40,12 +39,6 @@ if TYPE_CHECKING:
 TAG = re.compile(r"O|[BIES]-\S+")  # O is the tag of words that are in no entity
 NAMES = ("precision", "recall", "f1", "accuracy")
 Tags = Sequence[list[str]]  # of the words of each sentence
-
-
-class TokenClassifier(PaddedEncoder):
-    """A tag for each token: logits [B, S, C]."""
-
-    head, head_share = "TokenClassification", 1.0
 
 
 # ---- words to tokens -----------------------------------------------------------------------------------------------
@@ -122,7 +115,7 @@ class TokenClassification(TextTask):
     "first", "last", "probability"}]}: `first` and `last` are numbers of words, `probability` the mean of theirs.
     """
 
-    model_kind, columns = TokenClassifier, {"labels": "labels"}
+    columns = {"labels": "labels"}
     metrics = ("loss", *NAMES)
     csv_columns = ["id", "tokens", "prediction", "entities"]
 

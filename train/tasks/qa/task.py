@@ -20,7 +20,6 @@ from train.config import InputError
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
-from train.models.heads import SpanReader
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.storage.folders import canonical_json
 from train.tasks.finetune import TextTask, json_lines, mean_loss
@@ -86,7 +85,7 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
 class QuestionAnswering(TextTask):
     """See `TextTask`. A prediction is {"id", "answer", "score", "n_best"}."""
 
-    model_kind, columns = SpanReader, {"start": "start", "end": "end"}
+    columns = {"start": "start", "end": "end"}
     eval_columns = {"context_first": "context_first", "context_end": "context_end"}
     csv_columns = ["id", "answer", "score"]
 

@@ -1,0 +1,185 @@
+"""A model of transformers with what backends and tasks do to it and to its repeated layers, whatever architecture and
+head it has.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.albert.modeling_albert import AlbertLayerGroup, AlbertTransformer
+from transformers.utils.logging import disable_progress_bar
+
+from train.config import HeadSize, check
+from train.models.model_sizes import shape_of
+
+Checkpoint = Callable[..., Any]  # checkpoint(function, *tensors): function(*tensors), computed again in backward
+Run = Callable[[Tensor, Tensor | None], Tensor]  # (hidden [B, S, H], float mask or None) -> hidden
+HIDDEN = -1e4  # added to the scores of padding: exp() of it is 0 in every precision, and no sum with it overflows
+# Architectures that use a mask [B, 1, 1, S] as it is: some add it to the scores, others read 0 and 1 from it. All
+# other architectures get the plain [B, S].
+ADDING = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+CHOOSING = ("deberta", "deberta-v2")
+
+
+class Network(nn.Module):
+    """A model of transformers, with what backends and tasks do to it whatever its head."""
+
+    head_share = 0.0  # of the positions of a sequence that the head reads: about none, if it reads one token
+
+    def __init__(self, network: PreTrainedModel, new: frozenset[str] = frozenset()) -> None:
+        """`new`: names of the parameters that a checkpoint did not have."""
+        super().__init__()
+        self.network, self.new = network, new
+        self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
+
+    def segments(self, token_type_ids: Tensor) -> dict[str, Tensor]:
+        """The segments as an argument, for architectures that distinguish them."""
+        return {"token_type_ids": token_type_ids} if self.has_segments else {}
+
+    def mask(self, real: Tensor) -> Tensor:
+        """The attention mask, in the form that the architecture takes; `real` [B, S] is 1 at tokens and 0 at padding.
+
+        transformers reads a [B, S] mask at every forward pass, to drop it if it hides nothing. That stops an XLA device
+        and makes two graphs. A mask of four dimensions is used as it is.
+        """
+        kind, dtype = self.network.config.model_type, self.network.get_input_embeddings().weight.dtype
+        if kind in ADDING:
+            return (1 - real[:, None, None].to(dtype)) * HIDDEN
+        return real[:, None, None].to(dtype) if kind in CHOOSING else real
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """The parameters outside the encoder, and those of the encoder (its pooler) that a checkpoint did not have."""
+        encoder = set(self.network.base_model.parameters())
+        named = self.network.named_parameters()
+        return [p for name, p in named if p.requires_grad and (p not in encoder or name in self.new)]
+
+    def train_flops(self, head: HeadSize, seq_len: int) -> float | None:
+        """FLOPs to train on one sequence of `seq_len` tokens; None for an architecture without a known formula."""
+        shape = shape_of(self.network.config.to_dict())
+        if shape is None:
+            return None
+        layers = (layer for layer in repeated_layers(self.network) if isinstance(layer, GradientCheckpointingLayer))
+        frozen = sum(not any(weight.requires_grad for weight in layer.parameters()) for layer in layers)
+        return shape.train_flops(head, seq_len=seq_len, frozen=frozen)
+
+    def recompute_layers(self, checkpoint: Checkpoint) -> None:
+        """Keep only the input of each layer for the backward pass. RuntimeError if no layer was recognised.
+
+        The switch of transformers ignores ALBERT, and its default recomputation is not the one that XLA needs.
+        """
+        for layer in self.known_layers():
+            layer.forward = recomputed(layer.forward, checkpoint, layer)
+
+    def compile_layers(self, optimised: Callable[[Any], Any]) -> int:
+        """Run each layer by `optimised(forward)`. Returns how many graphs that is, for inputs of one shape: one in
+        training and one in evaluation for each kind of layer. RuntimeError if no layer was recognised.
+        """
+        first = next((weight for weight in self.network.parameters() if weight.requires_grad), None)
+        training, evaluation = set(), set()
+        for layer in self.known_layers():
+            weights = list(layer.parameters())
+            kind = (type(layer), *((weight.shape, weight.requires_grad) for weight in weights))
+            evaluation.add(kind)
+            # Behind frozen layers, the input of the first trained one needs no gradient.
+            training.add((kind, any(weight is first for weight in weights)))
+            layer.forward = optimised(layer.forward)
+        return len(training) + len(evaluation)
+
+    def known_layers(self) -> list[Any]:
+        layers = repeated_layers(self.network)
+        if not layers:
+            raise RuntimeError(f"the layers of {type(self.network).__name__} are not known")
+        return layers
+
+    def separate_layers(self) -> list[nn.Module]:
+        """The layers that have weights of their own; none if one is shared over the whole depth. InputError if no layer
+        is known.
+        """
+        layers = repeated_layers(self.network)
+        check(
+            bool(layers),
+            f"the layers of {type(self.network).__name__} are not known, so that they cannot be split over ranks; "
+            "choose parallel=data",
+        )
+        return layers if len(layers) >= self.network.config.num_hidden_layers else []
+
+    def loop_layers(self, make_loop: Callable[[nn.Module, int], Run]) -> bool:
+        """Run a shared layer by `make_loop(layer, depth)` instead of by a call for each application. Returns False and
+        does nothing if no layer is shared, or if it draws random numbers.
+        """
+        config = self.network.config
+        encoder = next((module for module in self.network.modules() if isinstance(module, AlbertTransformer)), None)
+        if encoder is None or config.num_hidden_groups != 1 or config.num_hidden_layers < 2:
+            return False
+        if config.hidden_dropout_prob or config.attention_probs_dropout_prob:
+            return False
+        run = make_loop(encoder.albert_layer_groups[0], config.num_hidden_layers)
+
+        def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any) -> BaseModelOutput:
+            wanted = [name for name, value in others.items() if value is True]
+            if wanted:
+                raise RuntimeError(f"a looped encoder returns only its last state, not {', '.join(wanted)}")
+            hidden = encoder.embedding_hidden_mapping_in(hidden_states)
+            return BaseModelOutput(last_hidden_state=run(hidden, attention_mask))
+
+        encoder.forward = forward
+        return True
+
+    def pick_by_products(self) -> None:
+        """Pick the states of tokens by products of matrices, for devices that are slow at gathering. A head that reads
+        all of them picks none.
+        """
+
+    def export(self, folder: Path) -> None:
+        """Write a copy on the host, in float32, for from_pretrained of `transformers`."""
+        copy = type(self.network)(self.network.config)
+        copy.load_state_dict({name: value.cpu() for name, value in self.network.state_dict().items()})
+        disable_progress_bar()  # it would last a fraction of a second
+        copy.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):  # the library makes them private, whatever the umask
+            shutil.copymode(folder / "config.json", path)
+
+
+def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
+    """The layers that a network is made of, in their order; a shared one comes once."""
+    return [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer | AlbertLayerGroup)]
+
+
+def recomputed(forward: Callable[..., Any], checkpoint: Checkpoint, layer: nn.Module) -> Callable[..., Any]:
+    def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not layer.training or not hidden.requires_grad:
+            return forward(hidden, *args, **kwargs)
+        return checkpoint(lambda value: forward(value, *args, **kwargs), hidden)
+
+    return run
+
+
+def freeze(network: PreTrainedModel, *, embeddings: bool, layers: int) -> None:
+    """Freeze the encoder's embeddings (if `embeddings` or `layers`) and its first `layers` layers. Their dropout stays.
+    InputError for more layers than there are, and for an encoder that shares one layer.
+    """
+    base = network.base_model
+    frozen: list[nn.Module] = []
+    if embeddings or layers:
+        frozen.append(getattr(base, "embeddings", base.get_input_embeddings()))
+    if layers:
+        check(
+            not any(isinstance(module, AlbertTransformer) for module in base.modules()),
+            f"model.freeze_layers={layers}: {network.config.model_type} shares one layer over its whole depth, which "
+            "cannot be frozen in part; set it to 0 (model.freeze_embeddings=true is possible)",
+        )
+        all_layers = repeated_layers(base)
+        check(
+            layers <= len(all_layers),
+            f"model.freeze_layers={layers}, but this {network.config.model_type} has {len(all_layers)} layers",
+        )
+        frozen += all_layers[:layers]
+    for module in frozen:
+        module.requires_grad_(False)
