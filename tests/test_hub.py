@@ -198,7 +198,7 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
     assert re.search(r"train: +30 ", done.stdout) and re.search(r"validation: +10 ", done.stdout), done.stdout
 
 
-# ---- refused before a run ------------------------------------------------------------------------------------------
+# ---- rejected before a run -----------------------------------------------------------------------------------------
 
 
 def test_who_may_push_may_train(the_hub, tmp_path):
@@ -238,11 +238,11 @@ def change_world(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(("world", "to", "said"), REFUSED)
 def test_what_could_not_be_pushed_is_refused_before(the_hub, tmp_path, monkeypatch, world, to, said):
     change_world(monkeypatch, world)
-    with pytest.raises(InputError, match=said) as refused:
+    with pytest.raises(InputError, match=said) as rejected:
         hub.check_push(config(tmp_path, to, private=False))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
     later = f"leave hub.push_to out and push later with python -m train.hub {tmp_path} --to {to} --public"
-    assert "user/name" in said or later in str(refused.value)
+    assert "user/name" in said or later in str(rejected.value)
 
 
 @pytest.mark.parametrize("there", [True, False])

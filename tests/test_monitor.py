@@ -305,12 +305,12 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, tmp_path, ho
 def test_a_source_that_breaks_is_noted_and_the_host_still_read(log):
     def source(_stop: threading.Event) -> Iterator[Reading]:
         yield Reading({"device_memory_bytes": (1.0, 1.0)})
-        raise RuntimeError("unforeseen")
+        yield Reading(errors=Counter(x=10**400))
 
     with Monitor(source, period_s=PERIOD_S) as watch:
         eventually(lambda: log.records)
         eventually(lambda: set(watch.read().totals) == {"cpu_utilisation", "host_memory_bytes"})
-    assert "RuntimeError: unforeseen" in log.text and len(log.records) == 1
+    assert "OverflowError" in log.text and len(log.records) == 1
 
 
 def test_only_the_first_rank_of_a_machine_reads(log):

@@ -51,7 +51,7 @@ def test_no_step_to_trace_is_rejected(prepared, tmp_path):
 
 
 def event(name, start_s, end_s, *, device="cpu", **more):
-    """An event as PyTorch's profiler gives it."""
+    """An event as PyTorch's profiler returns it."""
     kind = DeviceType.CUDA if device == "cuda" else DeviceType.CPU
     more = {"thread": 1, "stack": [], "use_device": "cuda", "device_type": kind, **more}
     return FunctionEvent(0, name, start_us=1e6 * start_s, end_us=1e6 * end_s, **more)

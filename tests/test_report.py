@@ -1,4 +1,4 @@
-"""The report: what it says of a run folder, what it refuses, and that it stays one harmless file."""
+"""The report: what it says of a run folder, what it rejects, and that it stays one harmless file."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from reported_runs import (
     whole_run,
     write_run,
 )
+from running import ROOT
 from services.fault_proxy import Fault
 
 from train.report import __main__ as report_command
@@ -51,8 +52,8 @@ def facts(folder: Path) -> dict[str, str]:
     return report.facts(run, run)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line that the command line says as it refuses."""
+def rejected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that the command line says as it rejects them."""
     assert report_command.main([str(argument) for argument in arguments]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -149,11 +150,12 @@ def test_a_run_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path, m
     assert [name.strip() for name in named] == ["_a", "b"]
 
 
-def test_the_report_never_imports_torch(tmp_path):
-    run = write_run(tmp_path / "run", whole_run())
-    code = "import sys; from train.report.__main__ import main; sys.exit(main(sys.argv[1:]) or 'torch' in sys.modules)"
-    root = Path(report.__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code, str(run)], cwd=root, check=True, capture_output=True)
+def test_a_card_and_a_report_need_no_torch_and_a_card_no_matplotlib(tmp_path):
+    code = "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None; from pathlib import Path; "
+    code += "from train.publish.card import card; from train.report.__main__ import main; run = sys.argv[1]; "
+    code += "print(card(Path(run), 'x')); del sys.modules['matplotlib']; sys.exit(main([run]))"
+    words = [sys.executable, "-c", code, str(write_run(tmp_path / "run", whole_run()))]
+    assert "## Results" in subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 # ---- what it says --------------------------------------------------------------------------------------------------
@@ -165,41 +167,49 @@ def test_lines_that_a_resume_redid_are_dropped(tmp_path):
     run = report_run.read_run(write_run(tmp_path / "run", lines))
     assert [(line["step"], line["loss"]) for line in run.lines["train"]] == [(10, 8.0), (20, 7.0), (30, 6.0)]
     assert [(line["step"], line["loss"]) for line in run.lines["eval"]] == [(20, 7.0)]
+    run = report_run.read_run(write_run(tmp_path / "rolled back", [*UNDONE, *REDONE]))
+    assert [line["step"] for line in run.lines["train"]] == [10, 20, 30, 40]
 
 
-def test_totals_are_over_all_attempts_even_where_steps_went_backwards(tmp_path):
-    first = [train_line(10), train_line(20), summary_line(20, 20, mfu=0.1, cost_usd=1.0, reason="SIGTERM")]
-    second = [train_line(15, attempt=2, since=10), summary_line(15, 5, attempt=2, mfu=0.5, cost_usd=3.0)]  # of both
-    summary = summarise(tmp_path / "run", [*first, *second])
-    assert (summary["attempts"], summary["attempts_without_summary"], summary["steps"]) == (2, 0, 15)
-    assert (summary["train_s"], summary["tokens"], summary["cost_usd"]) == (25 * STEP_S, 25 * TOKENS_PER_STEP, 3.0)
-    assert summary["mfu"] == pytest.approx((0.1 * 20 + 0.5 * 5) / 25)
-    assert summary["tokens_per_s"] == pytest.approx(TOKENS_PER_STEP / STEP_S)
+KILLED = [train_line(10, mfu=0.2), train_line(20, mfu=0.4), save_line(20), train_line(30, mfu=0.6, cost_usd=1.5)]
+NO_STEP = fault_line(20, "a checkpoint is damaged", attempt=3)  # an attempt that came to no step is none
+UNDONE = [train_line(10), save_line(15), train_line(20), train_line(30), fault_line(30), fault_line(15)]
+REDONE = [train_line(step, since=-15, examples=(step + 15) * BATCH) for step in (20, 30, 40)]
 
 
-@pytest.mark.parametrize("resumed", [20, 30])
-def test_a_killed_attempt_counts_by_its_train_lines(tmp_path, resumed):
-    killed = [train_line(10, mfu=0.2), train_line(20, mfu=0.4), save_line(20), train_line(30, mfu=0.6, cost_usd=1.5)]
-    second = [train_line(40, attempt=2, since=resumed), summary_line(40, 40 - resumed, attempt=2, cost_usd=2.0)]
-    refused = fault_line(20, "a checkpoint is damaged", attempt=3)  # an attempt that came to no step is none
-    summary = summarise(tmp_path / "run", [*killed, *second, refused])
-    assert (summary["attempts"], summary["attempts_without_summary"], summary["steps"]) == (2, 1, 40)
-    assert summary["train_s"] == (30 + 40 - resumed) * STEP_S
-    assert summary["tokens"] == (30 + 40 - resumed) * TOKENS_PER_STEP
-    assert summary["mfu"] == pytest.approx(0.4)
-    assert facts(tmp_path / "run")["Cost"] == "at least $2.00"
+def second(step: int, since: int, **end: Any) -> list[dict[str, Any]]:
+    return [train_line(step, attempt=2, since=since), summary_line(step, step - since, attempt=2, **end)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "steps", "trained", "expected"),
+    [
+        (
+            [train_line(20), summary_line(20, 20, mfu=0.1, cost_usd=1.0), *second(15, 10, mfu=0.5, cost_usd=3.0)],
+            15,  # a resume redid five
+            25,
+            {"attempts": 2, "attempts_without_summary": 0, "cost_usd": 3.0, "mfu": (0.1 * 20 + 0.5 * 5) / 25},
+        ),
+        ([*KILLED, *second(40, 20, cost_usd=2.0), NO_STEP], 40, 50, {"attempts": 2, "mfu": 0.4, "cost_usd": 2.0}),
+        ([*KILLED, *second(40, 30), NO_STEP], 40, 40, {"attempts_without_summary": 1, "cost_partial": True}),
+        ([train_line(20), save_line(25), summary_line(25, 25)], 25, 25, {"examples": 25 * BATCH}),  # between two lines
+        ([*UNDONE, *REDONE, summary_line(40, 55, rollbacks=1)], 40, 55, {"examples": 55 * BATCH, "rollbacks": 1}),
+        ([*UNDONE, REDONE[0], save_line(15)], 20, 35, {"attempts": 1}),
+        ([train_line(10), summary_line(10, 10, wall_s=6.0), second(20, 10)[0]], 20, 20, {"wall_s": None}),
+    ],
+    ids=["resumed", "killed", "killed after a save", "stopped", "rolled back", "rolled back, killed", "no end yet"],
+)
+def test_steps_time_and_money_are_counted_over_all_attempts(tmp_path, lines, steps, trained, expected):
+    summary = summarise(tmp_path / "run", lines)
+    expected |= {"steps": steps, "train_s": trained * STEP_S, "tokens": trained * TOKENS_PER_STEP}
+    expected["tokens_per_s"] = TOKENS_PER_STEP / STEP_S
+    assert {key: summary[key] for key in expected} == pytest.approx(expected)
 
 
 def test_the_share_of_waiting_is_of_all_steps_that_a_line_speaks_for(tmp_path):
     run = report_run.read_run(write_run(tmp_path / "run", [train_line(10), train_line(30, steps=20)]))
     shares = [report_figures.waiting_share(line) for line in run.lines["train"]]
     assert shares == [0.5 / (10 * STEP_S), 0.5 / (20 * STEP_S)]
-
-
-def test_a_run_that_is_stopped_between_two_lines_has_done_the_steps_of_its_summary(tmp_path):
-    lines = [train_line(10), train_line(20), save_line(25), summary_line(25, 25, reason="SIGTERM")]
-    summary = summarise(tmp_path / "run", lines)
-    assert (summary["steps"], summary["examples"]) == (25, 25 * BATCH)
 
 
 def test_unknown_mfu_and_cost_are_called_unknown_and_say_why(reported):
@@ -225,30 +235,11 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
     assert ["Final training loss", "unknown"] in report.table([diverged])
 
 
-def test_an_attempt_after_a_summary_has_no_end_yet(tmp_path):
-    ended = [train_line(10), summary_line(10, 10, wall_s=60.0, reason="SIGTERM"), train_line(20, attempt=2, since=10)]
-    summary = summarise(tmp_path / "run", ended)
-    assert (summary["wall_s"], summary["reason"]) == (None, None)
-
-
 def test_sizes_left_open_by_the_configuration_come_from_the_run(tmp_path):
     texts = facts(write_run(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1234.5)))
     assert (texts["MFU"], texts["Cost"]) == ("43.2%", "$1,234.50")
     assert (texts["Sequence length (tokens)"], texts["Backend"], texts["Precision"]) == (str(SEQ_LEN), "ddp", "fp32")
     assert (texts["Training time (h:mm:ss)"], texts["Steps planned"]) == ("0:00:20", "40")
-
-
-def test_a_rollback_redoes_steps_within_an_attempt(tmp_path):
-    before = [train_line(10), save_line(15), train_line(20), train_line(30), fault_line(30), fault_line(15)]
-    after = [train_line(step, since=-15, examples=(step + 15) * BATCH) for step in (20, 30, 40)]
-    ended = summary_line(40, 55, skipped_steps=3, rollbacks=1)
-    summary = summarise(tmp_path / "run", [*before, *after, ended])
-    assert (summary["attempts"], summary["steps"], summary["train_s"]) == (1, 40, 55 * STEP_S)
-    assert (summary["examples"], summary["skipped_steps"], summary["rollbacks"]) == (55 * BATCH, 3, 1)
-    killed = summarise(tmp_path / "killed", [*before, after[0]])
-    assert (killed["attempts"], killed["steps"], killed["train_s"]) == (1, 20, 35 * STEP_S)
-    run = report_run.read_run(tmp_path / "run")
-    assert [line["step"] for line in run.lines["train"]] == [10, 20, 30, 40]
 
 
 def test_what_faults_and_saves_cost_is_in_the_table(tmp_path):
@@ -306,15 +297,17 @@ def test_data_and_evaluation_of_a_run_are_shown(tmp_path):
     run = finished_run.write(tmp_path / "run")
     assert report_command.main([str(run)]) == 0
     html = (run / "report" / "report.html").read_text()
-    words = shown(html)
-    assert "Bad rows, left out 2 0" in words
-    assert "Left out by data.label_map 7 0" in words
-    assert "Padding, of all tokens 25.0% 37.5%" in words
-    assert "positive 100 (10.0%) 20 (20.0%)" in words  # training first, whatever the file's order
-    assert "Best evaluation, at step 20" in words
-    assert "neutral 0.7000 0.8000 0.7467 30" in words
-    assert "accuracy 0.8100 0.6600" in words
-    assert "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;" in words  # escaped
+    for text in (
+        "Bad rows, left out 2 0",
+        "Left out by data.label_map 7 0",
+        "Padding, of all tokens 25.0% 37.5%",
+        "positive 100 (10.0%) 20 (20.0%)",  # training first, whatever the file's order
+        "Best evaluation, at step 20",
+        "neutral 0.7000 0.8000 0.7467 30",
+        "accuracy 0.8100 0.6600",
+        "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;",
+    ):
+        assert text in shown(html)
     pngs = {path.stem for path in (run / "report").glob("*.png")}
     assert {"labels_by_split", "lengths_by_split", "confusion_validation"} <= pngs and "confusion_other" not in pngs
     assert html.count("data:image/png;base64,") == len(pngs)
@@ -407,32 +400,39 @@ DAMAGED = [
 def test_damaged_files_on_the_data_are_refused_by_name(tmp_path, capsys, name, content, said):
     run = finished_run.write(tmp_path / "run")
     (run / name).write_text(content)
-    error = refused(capsys, run)
+    error = rejected(capsys, run)
     assert f"{run / name} is damaged: " in error and said in error
     assert not (run / "report").exists()
 
 
-# ---- what it refuses -----------------------------------------------------------------------------------------------
+# ---- what it rejects -----------------------------------------------------------------------------------------------
 
 
-def test_a_broken_line_in_the_middle_is_rejected_by_number(tmp_path, capsys):
-    run = write_run(tmp_path / "run", [train_line(10)], tail='{"kind": "tr\n' + json.dumps(train_line(20)) + "\n")
-    assert f"{run / 'metrics.jsonl'} line 2 " in refused(capsys, run)
-    assert not (run / "report").exists()
+HALF = '{"kind": "tr'
 
 
-@pytest.mark.parametrize("what", ["missing", "empty", "half a line", "bad config", "unreadable"])
-def test_what_is_no_run_is_refused_and_nothing_written(tmp_path, capsys, what):
+@pytest.mark.parametrize(
+    ("lines", "tail", "damage", "said"),
+    [
+        (None, "", {}, "holds no metrics.jsonl"),
+        ([], "", {}, "holds no line yet"),
+        ([], HALF, {}, "holds no line yet"),
+        ([train_line(10)], f"{HALF}\n{json.dumps(train_line(20))}\n", {}, "metrics.jsonl line 2 "),
+        (whole_run(), "", {"config.yaml": "a: [1"}, "config.yaml is damaged"),
+        (whole_run(), "", {"environment.json": None}, "Is a directory"),
+    ],
+    ids=["missing", "empty", "half a line", "a broken line", "config", "unreadable"],
+)
+def test_what_is_no_run_is_rejected_and_nothing_written(tmp_path, capsys, lines, tail, damage, said):
     run, good = tmp_path / "run", write_run(tmp_path / "good", whole_run())
-    if what != "missing":
-        write_run(run, [] if what in ("empty", "half a line") else whole_run(), tail='{"kin' if "half" in what else "")
-    if what == "bad config":
-        (run / "config.yaml").write_text("a: [1")
-    elif what == "unreadable":
-        (run / "environment.json").unlink()
-        (run / "environment.json").mkdir()
+    if lines is not None:
+        write_run(run, lines, tail=tail)
+    for name, content in damage.items():
+        (run / name).unlink()
+        (run / name).mkdir() if content is None else (run / name).write_text(content)
     before = sorted(tmp_path.rglob("*"))
-    assert str(run) in refused(capsys, good, run)
+    error = rejected(capsys, good, run)
+    assert str(run) in error and said in error
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -445,7 +445,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one_whole(tmp_path, caps
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", no_space)
-    assert "No space left" in refused(capsys, run)
+    assert "No space left" in rejected(capsys, run)
     assert [path.read_text() for path in (run / "report").iterdir()] == ["<title>Training report: old"]
 
 
@@ -454,7 +454,7 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     for name in ("training_loss.png", "report.html"):
         (tmp_path / "mine" / name).write_text("mine")
-    error = refused(capsys, run, "--output", tmp_path / "mine")
+    error = rejected(capsys, run, "--output", tmp_path / "mine")
     assert "mine holds training_loss.png, report.html of no report; --output names another folder" in error
     assert [path.read_text() for path in (tmp_path / "mine").iterdir()] == ["mine", "mine"]
 
@@ -463,7 +463,7 @@ def test_files_of_somebody_else_are_not_replaced(tmp_path, capsys):
 def test_a_missing_package_is_named_with_its_cure(tmp_path, capsys, monkeypatch, name):
     run = write_run(tmp_path / "run", whole_run())
     monkeypatch.setitem(sys.modules, name, None)
-    said = refused(capsys, run)
+    said = rejected(capsys, run)
     assert name in said and "pip install 'baretrain[report]'" in said
 
 
@@ -472,7 +472,7 @@ def test_a_missing_package_is_named_with_its_cure(tmp_path, capsys, monkeypatch,
 
 @pytest.fixture
 def in_s3(bucket, tmp_path, monkeypatch):
-    """Writes a run there, with the current folder elsewhere; gives its location and the flags."""
+    """Writes a run there, with the current folder elsewhere; returns its location and the flags."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -506,10 +506,10 @@ def test_a_run_in_s3_is_reported_here(bucket, in_s3, tmp_path, capsys):
 
 def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(bucket, in_s3, capsys):
     folder, *flags = in_s3("bad", data="[1]")
-    assert f"error: {folder}/data.json is damaged: expected a mapping" in refused(capsys, folder, *flags)
+    assert f"error: {folder}/data.json is damaged: expected a mapping" in rejected(capsys, folder, *flags)
     nothing = bucket.location("nothing")
-    assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in refused(capsys, nothing, *flags)
-    assert "s3://nowhere/run/metrics.jsonl: there is no such bucket" in refused(capsys, "s3://nowhere/run", *flags)
+    assert f"error: {nothing} is not a run folder: it holds no metrics.jsonl" in rejected(capsys, nothing, *flags)
+    assert "s3://nowhere/run/metrics.jsonl: there is no such bucket" in rejected(capsys, "s3://nowhere/run", *flags)
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -180,7 +180,7 @@ def about(run: Run, records: Records) -> str:
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
     parameters = "" if summary["parameters"] is None else f", {summary['parameters']:,.0f} parameters"
     pretrains = task is not None and task.settings.learns_from is ShardsConfig
-    model = f"Its training went on from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
+    model = f"Its training continued from {text(base)}" if pretrains else f"It is fine-tuned from {text(base)}"
     model = model if base is not None else f"It was trained from random weights ({text(summary['model'])})"
     sentence = task.card.sentence.format(labels=len(names) or "several", names=shown or "unknown") if task else ""
     return f"{sentence}\n{model}{parameters}."

@@ -46,7 +46,7 @@ def label_bars(records: Records) -> Figure:
     axes.set_yticks(range(len(names)), [shortened(label) for label in names])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(right=1.15 * axes.get_xlim()[1])  # room for the figures
+    axes.set_xlim(right=1.15 * axes.get_xlim()[1])  # space for the figures
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axes.set_xlabel("share of the split's rows")
     figure.legend(loc="outside lower center", ncols=4)

@@ -263,7 +263,7 @@ def draw_bars(bars: Bars, runs: list[Run]) -> bytes:
         axes.set_yticks(range(len(runs)), [shortened(run.label, 24) for run in runs])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
-        axes.set_xlim(right=1.45 * axes.get_xlim()[1])  # room for the figures
+        axes.set_xlim(right=1.45 * axes.get_xlim()[1])  # space for the figures
         return png_of(figure)
 
 

@@ -77,7 +77,7 @@ class Monitor:
         self.stop, self.lock = threading.Event(), threading.Lock()
         self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)  # of OVER_TIME, since the last sample
         self.latest: Totals = {}
-        self.num_errors: int | None = None  # since the last sample; None: nothing counts them
+        self.num_errors: float | None = None  # since the last sample; None: nothing counts them
         self.waiting: Counter[str] = Counter()  # alarms
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
 
@@ -107,13 +107,14 @@ class Monitor:
 
     def add(self, reading: Reading) -> None:
         with self.lock:
-            for name, pair in reading.totals.items():
+            for name, (total, num) in reading.totals.items():
+                pair = (float(total), float(num))  # an integer that is too large ends the source, not the run
                 if name in OVER_TIME:
                     self.series[name].append(pair)
                 else:
                     self.latest[name] = pair
             if reading.errors is not None:
-                self.num_errors = (self.num_errors or 0) + sum(reading.errors.values())
+                self.num_errors = (self.num_errors or 0.0) + float(sum(reading.errors.values()))
                 self.waiting.update(reading.errors)
             self.waiting.update(dict.fromkeys(reading.warnings, 0))
 
@@ -125,7 +126,7 @@ class Monitor:
                 totals[name] = (fmean(total for total, _ in pairs), fmean(num for _, num in pairs))
             if self.num_errors is not None:
                 totals["device_errors"] = (self.num_errors, 1.0)
-                self.num_errors = 0
+                self.num_errors = 0.0
             self.series.clear()
             return HardwareSample(totals, float(len(self.waiting)))
 
