@@ -14,7 +14,7 @@ The same start weights (an encoder and one random head), tokens (compared, row b
 fused AdamW with the same weights decayed, clipping, threads and precision; the rate falls alike, only the Trainer's
 warm-up begins at 0, a step behind ours. What does not fill a batch is left out beforehand, and both find their texts
 tokenised. Every run is a process of its own; rounds go through all variants, forwards and backwards in turn; the seed
-of order and dropout is the round's number. --published gives both sides the activation's name of the published ALBERTs,
+of order and dropout is the round's number. --published uses on both sides the activation of the published ALBERTs,
 "gelu_new", eight operations in transformers and one kernel in ours.
 
 Seconds of training are those of steps with the wait for their data and with compiling, without evaluations and log

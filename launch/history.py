@@ -20,7 +20,7 @@ class Submission:
     time_unix_s: float | None
     nodes: int | None = None
     handle: dict[str, Any] = field(default_factory=dict)  # empty: no answer of the scheduler is known
-    refusal: str = ""  # why the job could not be started
+    rejection: str = ""  # why the job could not be started
 
 
 @dataclass
@@ -91,7 +91,7 @@ class History:
             case "submitted":
                 self.submission = submission_of(event)
             case "not_submitted" if self.submission is not None:
-                self.submission.refusal = text(details, "reason") or "rejected"
+                self.submission.rejection = text(details, "reason") or "rejected"
             case "attempt_began":
                 begun_at = count(details, "checkpoint") or 0
                 if last is not None and not last.is_over:  # its machine was lost; what it saved shows now

@@ -81,7 +81,7 @@ class Scheduler(spec.Scheduler):
     def cancel(self, record: Record, handle: Handle) -> None:
         if self.state(record, handle).is_active:
             pid = int(handle["pid"])
-            processes.kill([pid, *processes.descendants(pid)])  # torchrun gives each rank a session of its own
+            processes.kill([pid, *processes.descendants(pid)])  # torchrun starts each rank in a session of its own
 
 
 def supervisor(job: Job, record: Record) -> list[str]:

@@ -26,7 +26,7 @@ from train.cli.command import DONE, add_s3_flags, command_parser, printable, run
 from train.config import S3Config, check
 from train.host import processes
 from train.host.machine import cache_root
-from train.host.torchrun import REFUSAL
+from train.host.torchrun import REJECTION
 from train.storage.folders import canonical_json
 from train.storage.schema import FileName
 
@@ -128,7 +128,7 @@ def rendezvous(node: Node, cluster: ClusterConfig, *, is_train: bool) -> list[st
 
 def train(node: Node) -> int:
     code = node.run(node.torchrun("train", node.job.overrides), f"{node.name}.txt")
-    for path in sorted((node.logs / node.name).rglob(REFUSAL))[-1:]:  # torchrun's own exit code is 1 whatever came
+    for path in sorted((node.logs / node.name).rglob(REJECTION))[-1:]:  # torchrun's own exit code is 1 whatever came
         reason = printable(path.read_text(errors="replace"))
         node.record.append_event("refused", attempt=node.options.attempt, node=node.name, reason=reason)
     return code

@@ -19,7 +19,7 @@ from train.storage.folders import is_s3
 CODE = "~/baretrain"  # on the machines
 PORT = 20_707
 RESTARTS = 3  # of failed ranks: nothing else starts them again there
-# The families that SkyPilot 0.14.1 gives EFA (sky/clouds/aws.py, _EFA_INSTANCE_TYPE_PREFIXES). Trainium is not there.
+# The families that have EFA in SkyPilot 0.14.1 (sky/clouds/aws.py, _EFA_INSTANCE_TYPE_PREFIXES). Trainium is not there.
 EFA = ("g4dn", "g5", "g6", "gr6", "g6e", "g7e", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200", "p6-b300")
 
 
@@ -50,7 +50,7 @@ class SkyPilot(Engine):
         )
         check(
             not self.uses_efa or instance.split(".")[0] in EFA,
-            f"nodes={cfg.nodes}: SkyPilot gives {instance} no EFA; take nodes=1, or cluster=parallelcluster",
+            f"nodes={cfg.nodes}: SkyPilot has no EFA for {instance}; take nodes=1, or cluster=parallelcluster",
         )
 
     def content(self, job: Job) -> dict[str, Any]:

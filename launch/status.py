@@ -71,8 +71,8 @@ def ask(record: Record, submission: Submission | None) -> State:
     if submission is None:
         return State(False, failure="no submission is recorded")
     name = submission.scheduler
-    if submission.refusal:
-        return State(False, f"not started: {submission.refusal}", scheduler=name)
+    if submission.rejection:
+        return State(False, f"not started: {submission.rejection}", scheduler=name)
     if not submission.handle:
         never = "it never answered the submission; look there for a job of this run"
         return State(scheduler=name, failure=never)
@@ -88,7 +88,7 @@ def state_of(kind: str, answer: State, history: History) -> str:
     submitted. The scheduler does not say: unknown.
     """
     submission, ended = history.submission, history.ended
-    if submission is None or submission.refusal:
+    if submission is None or submission.rejection:
         return "not submitted"
     if answer.is_active:
         if ended is not None:

@@ -74,7 +74,7 @@ def check_idle(record: Record) -> int:
     """The number of the next event of a run without a job. InputError if its last job waits or runs."""
     number, history = record.next_number(), read_history(record.events())
     asked = history.submission
-    if asked is None or asked.refusal:
+    if asked is None or asked.rejection:
         return number
     if not asked.handle:  # if the answer was lost, the scheduler knows of the job
         age_s = max(0.0, time.time() - (asked.time_unix_s or 0.0))

@@ -18,13 +18,13 @@ from launch.config import ClusterConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
 from launch.run_progress import newest_checkpoint
-from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.cli.command import DONE, FAILED, REJECTED, STOPPED
 from train.config import InputError, Unreachable
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.run_folder.ownership import ENVIRONMENT
 
 Answer = TypeVar("Answer")
-CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REFUSED}
+CODES = {"done": DONE, "stopped": STOPPED, "failed": FAILED, "refused": REJECTED}
 # Kinds of stops (train/attempt/notices.py): a signal to torchrun, or its death; and machines that are taken away.
 KILLED = "SIGTERM"
 TAKEN_BACK = (KILLED, "spot_notice", "rebalance", "scheduled_event", "capacity_block")
@@ -68,7 +68,7 @@ def decide(
     does not. `rejection` is what the trainer rejected: the outcome may be an earlier attempt's.
     """
     if rejection:
-        return Decision("end", "refused", f"refused: {rejection}")
+        return Decision("end", "refused", f"rejected: {rejection}")
     ended, reason, kind = (str(outcome.get(key, "")) for key in ("outcome", "reason", "kind"))
     if not outcome:
         ended, reason = "failed", f"ended with exit code {exit_code} and left no outcome"
@@ -87,7 +87,7 @@ def decide(
 
 def prepared(code: int, what: str) -> Decision:
     """Return what came of a preparation, or of a part of one, by the exit code of train.prepare."""
-    outcome = {DONE: "done", REFUSED: "refused"}.get(code, "failed")
+    outcome = {DONE: "done", REJECTED: "refused"}.get(code, "failed")
     return Decision("end", outcome, f"{what} ended with exit code {code}{'; see its log' if code else ''}")
 
 

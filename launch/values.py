@@ -11,7 +11,7 @@ from train.config.checks import LARGEST_FLOAT
 from train.storage.schema import BadContent, of_type
 
 MAX_CHARS, MAX_ITEMS = 2000, 4096  # of a text and of a list that are kept
-LAST_UNIX_S = 253402300800.0  # the year 10000, from which on time.gmtime gives years that nothing prints
+LAST_UNIX_S = 253402300800.0  # the year 10000, from which on time.gmtime returns years that nothing prints
 LONGEST_S = 1e12  # that is printed as a duration
 INDENT = 13  # columns
 Object = Mapping[str, Any]

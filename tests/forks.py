@@ -40,7 +40,7 @@ forks.set_forkserver_preload(HEAVY)  # what is missing is passed over
 
 
 def run_forked(words: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=env)` gives."""
+    """What `subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=env)` returns."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         process = start_forked(words, env, out, err)

@@ -414,7 +414,7 @@ TABLES = [
 ]
 
 
-def test_a_control_character_in_the_environment_is_refused_too(monkeypatch):
+def test_a_control_character_in_the_environment_is_rejected_too(monkeypatch):
     monkeypatch.setattr(machine, "instance_stores", list)
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/a\nb")
     with pytest.raises(InputError, match="XDG_CACHE_HOME='/tmp/a"):
@@ -532,7 +532,7 @@ def with_settings(rows, command, given, places):
         yield command, [filled(word, places) for word in words], filled(says, places)
 
 
-def test_what_is_no_setting_is_refused_in_one_line(places, capsys):
+def test_what_is_no_setting_is_rejected_in_one_line(places, capsys):
     check_rows(with_settings(TYPED, "train", TRAIN, places), capsys)
 
 
@@ -541,7 +541,7 @@ def test_what_is_no_setting_is_refused_in_one_line(places, capsys):
     [("train", TRAIN, VALUES), ("records", RECORDS, TABLES), ("prepare", PREPARE, PREPARATIONS)],
     ids=["train", "records", "prepare"],
 )
-def test_a_wrong_setting_is_refused_in_one_line(command, given, rows, places, capsys, monkeypatch):
+def test_a_wrong_setting_is_rejected_in_one_line(command, given, rows, places, capsys, monkeypatch):
     """Composing takes most of the time: settings are put into the composition of what is given, which is made once."""
     compose, given_words, made = cli.compose_config, [filled(word, places) for word in given], {}
 
@@ -584,7 +584,7 @@ def parsed(value: str) -> Any:
 
 
 @pytest.mark.parametrize("command", MAINS)
-def test_wrong_arguments_are_refused_in_one_line(command, places, capsys):
+def test_wrong_arguments_are_rejected_in_one_line(command, places, capsys):
     rows = [(name, shlex.split(filled(typed, places)), filled(says, places)) for name, typed, says in FLAGS]
     assert {name for name, _, _ in rows} == set(MAINS)
     check_rows([row for row in rows if row[0] == command], capsys)
@@ -600,14 +600,14 @@ def test_no_setting_takes_what_its_type_rules_out(command, places):
         base = cli.compose_config(schema, given)
         for row in made_rows(command, given, known):
             count += 1
-            said = refusal(base, schema, row) or "it is taken"
+            said = rejection(base, schema, row) or "it is taken"
             if row.partition("=")[0] not in said or "\n" in said or "Config" in said:
                 wrong.append(f"{row}: {said}")
     assert not wrong, "\n".join(wrong)
     assert count > {"train": 800, "prepare": 100}[command]
 
 
-def refusal(base: DictConfig, schema: type, row: str) -> str | None:
+def rejection(base: DictConfig, schema: type, row: str) -> str | None:
     """What is said of one more override of settings that are composed already: composing takes most of the time."""
     key = row.partition("=")[0]
     old = copy.deepcopy(OmegaConf.select(base, key))

@@ -123,17 +123,17 @@ def test_a_measurement_is_a_run_that_leaves_only_its_figures(tmp_path, prepared,
         ("save_as=a/b", "save_as: only a sweep has them; add --sweep"),
     ],
 )
-def test_wrong_settings_are_refused_in_a_line(prepared, wrong, line):
+def test_wrong_settings_are_rejected_in_a_line(prepared, wrong, line):
     done = run(settings(prepared, "global_batch_size=8", wrong), module=BENCH)
-    assert (done.returncode, done.stdout, done.stderr) == (cli.REFUSED, "", f"error: {line}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (cli.REJECTED, "", f"error: {line}\n")
 
 
-def test_a_sweep_under_torchrun_is_refused(prepared, monkeypatch):
+def test_a_sweep_under_torchrun_is_rejected(prepared, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     done = run(settings(prepared, "global_batch_size=8", "--sweep"), module=BENCH)
     line = "error: a sweep starts its ranks itself: run it without torchrun, with nproc=N\n"
-    assert (done.returncode, done.stderr) == (cli.REFUSED, line)
+    assert (done.returncode, done.stderr) == (cli.REJECTED, line)
 
 
 @pytest.mark.parametrize("more", [[], ["experiment=demo_tweets", "model.init_from=NONE"]])
@@ -142,7 +142,7 @@ def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, more):
     given = [*own, *(more or TINY), "data.path=NONE", "--sweep"]
     given = [each.replace("NONE", str(tmp_path / "none")) for each in given]
     done = run(given, module=BENCH)
-    assert (done.returncode, done.stdout) == (cli.REFUSED, "")
+    assert (done.returncode, done.stdout) == (cli.REJECTED, "")
     assert str(tmp_path / "none") in done.stderr and len(done.stderr.splitlines()) == 1
 
 
@@ -150,7 +150,7 @@ def test_a_sweep_without_data_is_rejected_before_its_first_try(tmp_path, more):
 
 
 def swept(sizes, first, speed):
-    """The sizes that a search tries, and why it ended; `speed` gives None for a size that does not fit."""
+    """The sizes that a search tries, and why it ended; `speed` returns None for a size that does not fit."""
     tried = []
 
     def attempt(size):
@@ -218,7 +218,7 @@ def test_a_try_that_fails_is_named(tmp_path):
     with pytest.raises(InputError, match="^no such data$"):
         tried("import sys; print('error: no such data', file=sys.stderr); sys.exit(2)")
     with pytest.raises(InputError, match="^no such rows$"):  # torchrun's code is 1; a rank left a file in TMPDIR
-        left = "from pathlib import Path; Path(os.environ['TMPDIR'], 'refused.txt').touch()"
+        left = "from pathlib import Path; Path(os.environ['TMPDIR'], 'rejected.txt').touch()"
         tried(f"import os, sys; {left}; print('error: no such rows\\nmore', file=sys.stderr); sys.exit(1)")
 
 
@@ -259,4 +259,4 @@ def test_a_sweep_ends_below_the_memory_and_its_experiment_is_read_back(tree, pre
     assert OmegaConf.create(shown.stdout) == cli.compose_config(TrainConfig, same)
 
     again = run_in(tree, "train.bench", *given)
-    assert again.returncode == cli.REFUSED and "exists; choose another name" in again.stderr
+    assert again.returncode == cli.REJECTED and "exists; choose another name" in again.stderr

@@ -1,4 +1,4 @@
-"""What a machine's cache needs, for whom it makes room, and how readers wait for it."""
+"""What a machine's cache needs, for whom it makes space, and how readers wait for it."""
 
 import errno
 import json
@@ -101,11 +101,11 @@ def test_what_the_disk_has_not_is_not_promised(of_size):
     with pytest.raises(InputError, match="has 0.1 GB free, the shards would take 0.202 GB; free some"):
         of_size(3, 300 * MB, free=100 * MB).limit_bytes()
     there = of_size(3, 150 * MB, free=100 * MB)
-    (there.folder / "train-00000.safetensors").write_text("")  # what is there already needs no more room
+    (there.folder / "train-00000.safetensors").write_text("")  # what is there already needs no more space
     assert there.limit_bytes() == 150 * MB
 
 
-def test_times_that_cannot_be_kept_are_refused():
+def test_times_that_cannot_be_kept_are_rejected():
     with pytest.raises(InputError, match=r"data.deadline_s=700 must be below backend.timeout_s=600"):
         TrainConfig(run_dir="", max_steps=1, micro_batch_size=1, data=ShardsConfig(path="s3://b", deadline_s=700))
     with pytest.raises(InputError, match=r"data.attempt_s=60 is longer than data.deadline_s=30"):
@@ -173,8 +173,8 @@ def test_the_last_fault_of_the_prefetcher_is_the_reason(served, clock):
 
 
 def test_a_shard_without_a_fault_of_its_own_has_that_of_another(served, clock):
-    served.write_status([SHARD], {"train-00009.safetensors": {"reason": "no room", "is_final": False}})
-    waited_s(served, clock, "train-00000.safetensors does not come; no room; given up after 50")
+    served.write_status([SHARD], {"train-00009.safetensors": {"reason": "no space", "is_final": False}})
+    waited_s(served, clock, "train-00000.safetensors does not come; no space; given up after 50")
 
 
 def test_a_prefetcher_that_is_gone_or_never_began_is_named(served, clock):

@@ -101,7 +101,7 @@ def test_a_checkpoint_of_another_version_is_left_alone(run_dir, prepared):
 def test_only_damaged_checkpoints_stop_the_run_instead_of_starting_over(run_dir, prepared):
     damage(run_dir, 3, "bit")
     damage(run_dir, 6, "short")
-    for _ in range(2):  # a second start does not take the first one's refusal for an empty folder
+    for _ in range(2):  # a second start does not take the first one's rejection for an empty folder
         with pytest.raises(NoneValid, match="none of the checkpoints.*model.pt has .*model.pt has sha256"):
             train_here(run_dir, prepared)
     ended = outcome(run_dir)
@@ -141,9 +141,9 @@ def plant(run_dir, name, state):
 )
 def test_a_planted_state_of_something_else_is_one_line(run_dir, prepared, name, state):
     plant(run_dir, name, state)
-    with pytest.raises(Untrusted, match=r"who wrote it\?$") as refused:
+    with pytest.raises(Untrusted, match=r"who wrote it\?$") as rejected:
         train_here(run_dir, prepared)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_planted_pickle_is_not_executed(run_dir, prepared, tmp_path):
@@ -187,7 +187,7 @@ def test_a_better_evaluation_is_saved_at_once_if_asked(tmp_path, prepared):
         ("data.path=another", "data: "),
     ],
 )
-def test_a_folder_of_another_run_is_refused_and_left_alone(run_dir, prepared, shards, override, says):
+def test_a_folder_of_another_run_is_rejected_and_left_alone(run_dir, prepared, shards, override, says):
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=rf"is of another run \({says}"):
         train_here(run_dir, prepared, override.replace("another", str(shards)))
@@ -240,7 +240,7 @@ def test_an_owner_that_slept_while_the_next_one_began_does_not_replace_what_that
     assert store.manifest(6) == theirs and store.quarantined() == []
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused(prepared, tmp_path):
+def test_a_run_folder_that_cannot_be_written_is_rejected(prepared, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for location in ("/proc/baretrain", str(tmp_path / "file" / "run")):
         with pytest.raises(InputError, match="cannot write to"):

@@ -28,7 +28,7 @@ def called(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def refusal(capsys, *arguments):
+def rejection(capsys, *arguments):
     code, output = called(capsys, *arguments)
     assert code == 2 and output.out == "" and output.err.count("\n") == 1
     return output.err
@@ -150,9 +150,9 @@ def test_prune_says_what_would_go_and_removes_nothing_unless_asked(many, capsys)
     assert store_of(many).steps() == [1, 2, 6, 8, 9]
 
 
-def test_prune_is_refused_while_a_run_owns_the_folder(many, capsys):
+def test_prune_is_rejected_while_a_run_owns_the_folder(many, capsys):
     with Lease(LocalFolder(many), LeaseConfig().ttl_s):
-        assert "is in use by" in refusal(capsys, many, "prune", "--keep", 2, "--yes")
+        assert "is in use by" in rejection(capsys, many, "prune", "--keep", 2, "--yes")
         assert store_of(many).steps() == [1, 2, 3, 6, 8, 9]
     assert called(capsys, many, "prune", "--keep", 2, "--yes")[0] == 0  # released
     assert json.loads(max((many / "lease").iterdir()).read_text())["released"]
@@ -203,10 +203,10 @@ def set_config(run_dir, before, now):
 
 def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys):
     out = tmp_path / "out"
-    assert "no manifest.json" in refusal(capsys, run_dir, "export", out, "--data", tmp_path)
+    assert "no manifest.json" in rejection(capsys, run_dir, "export", out, "--data", tmp_path)
     identity = store_of(run_dir).manifest(3).identity
     set_manifest(run_dir, 3, identity={**identity, "data": "0123456789abcdef"})
-    assert "the run's data 0123456789ab:" in refusal(capsys, run_dir, "export", out, "--step", 3)
+    assert "the run's data 0123456789ab:" in rejection(capsys, run_dir, "export", out, "--step", 3)
     config = (run_dir / "config.yaml").read_text()
     for before, now, words in (
         ("hidden_size: 32", "hidden_size: 64", "model.hidden_size: 32 -> 64"),
@@ -215,10 +215,10 @@ def test_what_cannot_be_exported_is_one_line(run_dir, prepared, tmp_path, capsys
         ("kind: mlm", "kind: other", "other"),
     ):
         set_config(run_dir, before, now)
-        assert words in refusal(capsys, run_dir, "export", out)
+        assert words in rejection(capsys, run_dir, "export", out)
         (run_dir / "config.yaml").write_text(config)
     (run_dir / "config.yaml").unlink()
-    assert "config.yaml is missing" in refusal(capsys, run_dir, "export", out)
+    assert "config.yaml is missing" in rejection(capsys, run_dir, "export", out)
     assert not out.exists()
 
 
@@ -231,15 +231,15 @@ def test_the_server_that_a_run_names_is_not_asked_with_our_credentials(run_dir, 
         config["data"]["path"] = f"s3://{bucket.name}/nothing"
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
         flags = ["--endpoint", bucket.service.endpoint, "--path-style"]
-        assert "holds no manifest.json" in refusal(capsys, run_dir, "export", tmp_path / "out", *flags)
+        assert "holds no manifest.json" in rejection(capsys, run_dir, "export", tmp_path / "out", *flags)
         with pytest.raises(TimeoutError):
             listening.accept()
 
 
-def test_an_export_overwrites_nothing_and_a_damaged_step_is_refused(run_dir, tmp_path, capsys):
+def test_an_export_overwrites_nothing_and_a_damaged_step_is_rejected(run_dir, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    assert "is not empty" in refusal(capsys, run_dir, "export", tmp_path / "out")
+    assert "is not empty" in rejection(capsys, run_dir, "export", tmp_path / "out")
     flip(step_folder(run_dir, 6) / "model.pt")
     code, output = called(capsys, run_dir, "export", tmp_path / "new")
     assert code == 1 and re.fullmatch("error: step 6: model.pt has sha256 .*, the manifest says .*\n", output.err)
@@ -309,14 +309,14 @@ def test_tensors_are_compared_bit_by_bit():
     assert difference("a", torch.tensor(3), torch.tensor(3)).is_equal
 
 
-# ---- what it refuses -----------------------------------------------------------------------------------------------
+# ---- what it rejects -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "arguments", [["list"], ["verify"], ["prune", "--keep", "2"], ["export", "out"], ["diff", "1", "2"]]
 )
 def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys, arguments):
-    assert "is no run folder" in refusal(capsys, tmp_path, *arguments)
+    assert "is no run folder" in rejection(capsys, tmp_path, *arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -331,7 +331,7 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, capsys, arguments):
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
 def test_steps_and_numbers_that_will_not_do_are_one_line(finished, capsys, arguments, words):
-    assert words in refusal(capsys, finished, *arguments)
+    assert words in rejection(capsys, finished, *arguments)
     assert store_of(finished).steps() == [3, 6]
 
 

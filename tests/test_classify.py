@@ -131,7 +131,7 @@ def test_balanced_weights_are_those_of_scikit_learn():
     assert class_weights(ClassifyConfig(), LABELS, counts) is None
 
 
-def test_weights_that_do_not_fit_the_labels_are_refused():
+def test_weights_that_do_not_fit_the_labels_are_rejected():
     with pytest.raises(InputError, match=r"2 numbers for 3 labels \(bad, fair, good\)"):
         class_weights(ClassifyConfig(class_weights=[1, 2]), LABELS, np.ones(3))
     with pytest.raises(InputError, match="no training row has the label fair"):

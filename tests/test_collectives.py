@@ -130,12 +130,12 @@ def test_what_is_rejected(arguments, environ, said, monkeypatch, capsys):
 # ---- several ranks, each a process -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("refused", [0, 1])
-def test_a_machine_that_is_refused_ends_the_other_one(tmp_path, refused):
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_a_machine_that_is_rejected_ends_the_other_one(tmp_path, rejected):
     port, said = str(free_port()), [tmp_path / "0", tmp_path / "1"]
     ranks = []
     for rank, log in enumerate(said):
-        own = ["instance=p6"] if rank == refused else []
+        own = ["instance=p6"] if rank == rejected else []
         names = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         env = os.environ | names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         words = ["train.doctor.__main__", "--collectives", "backend.device=cpu", "backend.join_timeout_s=60", *own]
@@ -144,8 +144,8 @@ def test_a_machine_that_is_refused_ends_the_other_one(tmp_path, refused):
         rank.join()
     spoken = [log.read_text() for log in said]
     assert [rank.exitcode for rank in ranks] == [2, 2], spoken
-    assert "error: instance=p6: there is no such" in spoken[refused]
-    assert f"error: rank {refused} on {HOST} was refused: instance=p6: there is no such" in spoken[1 - refused]
+    assert "error: instance=p6: there is no such" in spoken[rejected]
+    assert f"error: rank {rejected} on {HOST} was rejected: instance=p6: there is no such" in spoken[1 - rejected]
 
 
 def test_two_ranks_on_xla():

@@ -16,7 +16,7 @@ from test_bad_inputs import MAINS
 import train
 from train import prepare
 from train.cli import compose as cli
-from train.cli.command import DONE, FAILED, INTERRUPTED, REFUSED, UNREAD, guarded
+from train.cli.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
 from train.cli.help import comments, explained_field, groups, shown_default
 from train.config import Failure, InputError, PrepareConfig, TrainConfig, Unreachable
 
@@ -81,7 +81,7 @@ def raises(error: BaseException):
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
-        (InputError("seed=x"), REFUSED, "error: seed=x\n"),
+        (InputError("seed=x"), REJECTED, "error: seed=x\n"),
         (Failure("no data"), FAILED, "error: no data\n"),
         (Unreachable("S3 is silent"), FAILED, "error: S3 is silent; try again later\n"),
         (OSError(28, "No space left on device", "/data/x"), FAILED, "error: /data/x: No space left on device\n"),
@@ -89,7 +89,7 @@ def raises(error: BaseException):
         (OSError("odd"), FAILED, "error: odd\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted\n"),
         (BrokenPipeError(32, "Broken pipe"), FAILED, "error: Broken pipe\n"),  # not of standard output
-        (InputError("two\nlines \x1b[31m"), REFUSED, "error: two lines \\x1b[31m\n"),
+        (InputError("two\nlines \x1b[31m"), REJECTED, "error: two lines \\x1b[31m\n"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -158,22 +158,24 @@ SMALL += ["backend.device=cpu", "backend.precision=fp32", "eval_examples=8", "ch
 
 
 def test_a_run_needs_no_asserts_no_home_and_no_folder_of_its_own(prepared, tmp_path):
-    """As `python -O` in somebody's folder, where HOME is not set: refused, and run."""
+    """As `python -O` in somebody's folder, where HOME is not set: rejected, and run."""
     (tmp_path / "conf").mkdir()  # somebody's own
     (tmp_path / "conf" / "train.yaml").write_text("max_steps: 1000000\n")
     words = ["train", *SMALL, f"data.path={prepared}"]
     runs = [
         start([*words, *more], tmp_path, flags=("-O",)) for more in (["run_dir=run"], ["run_dir=b", "task.kind=qa"])
     ]
-    (out, err), (_, refused) = (process.communicate(timeout=300) for process in runs)
+    (out, err), (_, rejected) = (process.communicate(timeout=300) for process in runs)
     assert runs[0].returncode == DONE, out + err
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
     assert (
-        runs[1].returncode == REFUSED and refused.startswith("error: task.kind=qa") and len(refused.splitlines()) == 1
+        runs[1].returncode == REJECTED
+        and rejected.startswith("error: task.kind=qa")
+        and len(rejected.splitlines()) == 1
     )
 
 
-def test_the_c_locale_prepares_the_same_data_and_refuses_names_that_it_cannot_hold(tmp_path):
+def test_the_c_locale_prepares_the_same_data_and_rejects_names_that_it_cannot_hold(tmp_path):
     """Python 3 takes the C locale for UTF-8 unless it is told not to, as here."""
     text = "\n\n".join(f"größer als {n} Maß" for n in range(200))
     (tmp_path / "ü").mkdir()
@@ -183,13 +185,13 @@ def test_the_c_locale_prepares_the_same_data_and_refuses_names_that_it_cannot_ho
     rows = [["corpus.path=text.txt", "output=data"], ['corpus.path="ü/text.txt"', "output=b"]]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "HOME": "/proc/none"}
     runs = [start(["train.prepare", *words, *more], tmp_path, **locale) for more in rows]
-    (out, err), (_, refused) = (process.communicate(timeout=300) for process in runs)
+    (out, err), (_, rejected) = (process.communicate(timeout=300) for process in runs)
     assert runs[0].returncode == DONE, err
     here = prepare.prepare(
         cli.load_config(PrepareConfig, [*words, f"corpus.path={tmp_path}/text.txt", f"output={tmp_path}/here"])
     )
     assert here is not None and f"id {here.id[:12]}" in out
-    assert runs[1].returncode == REFUSED and "set PYTHONUTF8=1" in refused and len(refused.splitlines()) == 1
+    assert runs[1].returncode == REJECTED and "set PYTHONUTF8=1" in rejected and len(rejected.splitlines()) == 1
 
 
 def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypatch, capsys):
@@ -197,7 +199,7 @@ def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypat
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "table.csv").write_text("text,label\n" + "".join(f"ba be bo {n},{n % 2}\n" for n in range(40)))
     given = ["task=classify", "data=csv", f"data.path={tmp_path}/table.csv", f"model.tokenizer={prepared}/tokenizer"]
-    assert MAINS["records"]([*given, "seq_len=32"]) == REFUSED
+    assert MAINS["records"]([*given, "seq_len=32"]) == REJECTED
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("... ")]  # what takes long
     assert len(errors) == 1 and "cannot write to /proc/none" in errors[0]
 
@@ -206,14 +208,14 @@ def test_a_home_that_cannot_be_written_to_is_named(prepared, tmp_path, monkeypat
     "given", ["run_dir=${nope}", "run_dir=${a}", "max_steps=???", "optim.lr=-1", "checkpoint=[]", "max_steps=ten", "-m"]
 )
 def test_a_configuration_that_cannot_be_is_not_printed(given, capsys):
-    assert MAINS["train"]([given, "--cfg", "job"]) == REFUSED
+    assert MAINS["train"]([given, "--cfg", "job"]) == REJECTED
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
 
 def test_a_group_of_which_there_may_be_none_takes_null(capsys):
     assert MAINS["train"](["experiment=null", "--cfg", "job"]) == DONE
-    assert MAINS["train"](["experiment=null"]) == REFUSED
+    assert MAINS["train"](["experiment=null"]) == REJECTED
     assert "run_dir is not set" in capsys.readouterr().err
 
 
@@ -233,7 +235,7 @@ SECRETS += ["http://host/?key=SECRET", "http://host/#SECRET", "http://user:SECRE
 
 
 @pytest.mark.parametrize("endpoint", SECRETS)
-def test_no_refusal_repeats_a_password(endpoint, capsys):
+def test_no_rejection_repeats_a_password(endpoint, capsys):
     for override in (f"s3.endpoint={endpoint}", f"s3.endpoint='{endpoint}'", f"+s3.endpoint={endpoint}"):
-        assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REFUSED
+        assert MAINS["train"](["run_dir=x", "max_steps=1", "micro_batch_size=1", "data.path=d", override]) == REJECTED
         assert "SECRET" not in capsys.readouterr().err

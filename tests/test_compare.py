@@ -21,7 +21,7 @@ from reported_runs import shown
 from running import ROOT, command, eventually, train_overrides
 
 from train.cli import compose as cli
-from train.cli.command import DONE, FAILED, REFUSED, STOPPED
+from train.cli.command import DONE, FAILED, REJECTED, STOPPED
 from train.compare.__main__ import main
 from train.compare.variants import make_variants
 from train.config import InputError, flatten
@@ -345,7 +345,7 @@ def test_what_a_variant_lacks_is_found_before_the_first_one_starts(missing, ques
     settings += [f"run_dir={tmp_path}/runs", "compare.run=[good,bad]"]
     settings += ["compare.variants={good: seed=0, bad: " + missing + "}"]
     settings += [each for each in questions[1] if each.startswith(missing.partition("=")[0])]
-    assert main(settings) == REFUSED
+    assert main(settings) == REJECTED
     assert "error: variant bad: " in capfd.readouterr().err and not (tmp_path / "runs").exists()
 
 
@@ -405,7 +405,7 @@ def test_a_variant_runs_at_its_largest_batch_too_unless_that_is_the_batch_of_all
         (["compare.ranks=0"], "compare.ranks=0"),
     ],
 )
-def test_variants_that_are_none_are_refused(given, says):
+def test_variants_that_are_none_are_rejected(given, says):
     with pytest.raises(InputError, match=re.escape(says)):
         variants_of(*given)
 

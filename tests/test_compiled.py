@@ -19,7 +19,7 @@ from running import lines, run, train_config, train_overrides
 from train import loop
 from train.attempt.preempt import StopRequest
 from train.backend.kernel_cache import KernelCache
-from train.cli.command import DONE, FAILED, REFUSED
+from train.cli.command import DONE, FAILED, REJECTED
 from train.config import InputError, ModelConfig
 from train.models.encoder import build_masked_lm
 
@@ -119,7 +119,7 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
 def test_a_machine_without_a_compiler_is_named(prepared, tmp_path):
     settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
     result = run(settings, env={**os.environ, "CXX": "no-such-compiler"})
-    assert result.returncode == REFUSED and "there is no no-such-compiler here: apt-get install g++" in result.stderr
+    assert result.returncode == REJECTED and "there is no no-such-compiler here: apt-get install g++" in result.stderr
 
 
 @compiles
@@ -127,7 +127,7 @@ def test_precompile_fills_the_cache_of_a_run_and_writes_nothing_else(prepared, t
     settings = train_overrides(tmp_path / "run", prepared, "backend=ddp", "backend.compile=layers")
     cache = f"backend.compile_cache={tmp_path / 'cache'}"
     words = [*settings, "--nproc-per-node=1"]
-    for more, code in (([], REFUSED), ([cache], DONE)):
+    for more, code in (([], REJECTED), ([cache], DONE)):
         done = run([*words, *more], module="train.precompile")
         assert done.returncode == code, done.stderr
         assert code == DONE or done.stderr.startswith("error: give backend.compile_cache, the folder or s3://")

@@ -1,4 +1,4 @@
-"""Settings: what is refused, in which words, and what follows from those that are given."""
+"""Settings: what is rejected, in which words, and what follows from those that are given."""
 
 from pathlib import Path
 
@@ -143,6 +143,6 @@ def test_the_learning_rate_scales_with_the_batch_when_asked():
         (["optim=albert_v1"], 1, "optim.warmup_steps=3125 is longer than the run of 10 steps"),
     ],
 )
-def test_an_impossible_size_is_refused(overrides, world_size, says):
+def test_an_impossible_size_is_rejected(overrides, world_size, says):
     with pytest.raises(InputError, match=says.replace("(", r"\(")):
         plan(*overrides, world_size=world_size)

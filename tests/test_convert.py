@@ -72,7 +72,7 @@ def test_sequences_packed_by_others_become_one_segment(prepared, tmp_path, capsy
         ({"tokens": [[5, 6]] * 3, "pivot": [2, 3, 1]}, "column pivot holds 3, beyond the sequence's 2"),
     ],
 )
-def test_what_cannot_be_shards_is_refused(prepared, tmp_path, capsys, columns, message):
+def test_what_cannot_be_shards_is_rejected(prepared, tmp_path, capsys, columns, message):
     given = ["from-arrow", save(tmp_path / "in", **columns), tmp_path / "out", "--tokenizer", prepared / "tokenizer"]
     code, output = run(capsys, *given)
     assert code == 2 and message in output.err

@@ -1,4 +1,4 @@
-"""Every source of text gives the documents it should, and bad input is named with its place."""
+"""Every source of text returns the documents it should, and bad input is named with its place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def texts(corpus: Corpus) -> list[str]:
 
 
 def error_of(kind: str, path: Path | str, **settings: Any) -> str:
-    """The message of the InputError that opening and reading gives; one line."""
+    """The message of the InputError that opening and reading returns; one line."""
     with pytest.raises(InputError) as caught:
         texts(files(kind, path, **settings))
     assert "\n" not in str(caught.value)
@@ -105,7 +105,7 @@ def test_the_fingerprint_changes_with_the_files_and_not_with_their_place(tmp_pat
     assert len({before, touched, files("text", path.parent).fingerprint()}) == 3
 
 
-def test_a_kind_that_is_unknown_or_not_that_of_the_settings_is_refused():
+def test_a_kind_that_is_unknown_or_not_that_of_the_settings_is_rejected():
     with pytest.raises(InputError, match=r"corpus\.kind=books .*pydocs, text, jsonl, csv, parquet, hf"):
         open_corpus(CorpusConfig(kind="books", name="test"))
     with pytest.raises(InputError, match="use corpus=text"):
@@ -147,12 +147,12 @@ def test_a_folder_that_cannot_be_listed_is_named_instead_of_left_out(tmp_path, m
     (tmp_path / "locked").mkdir()
     scandir = os.scandir
 
-    def refuse(path: str) -> Any:
+    def reject(path: str) -> Any:
         if str(path).endswith("locked"):
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "scandir", reject)
     with pytest.raises(InputError, match="locked cannot be read: Permission denied"):
         files("text", tmp_path)
 
@@ -193,7 +193,7 @@ def test_what_does_not_decode_is_replaced_on_demand(tmp_path):
     assert texts(files("jsonl", tmp_path, errors="replace")) == ["\ufffd \U0001f600"]
 
 
-def test_settings_that_no_text_can_be_read_with_are_refused(tmp_path):
+def test_settings_that_no_text_can_be_read_with_are_rejected(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("plain".encode("utf-16-le"))
     message = error_of("text", path, encoding="utf-16")
@@ -366,7 +366,7 @@ def test_every_kind_of_string_column_is_read(tmp_path):
         assert texts(files("parquet", tmp_path)) == TEXTS
 
 
-def test_bad_parquet_is_refused_before_anything_is_read(tmp_path):
+def test_bad_parquet_is_rejected_before_anything_is_read(tmp_path):
     write_rows(tmp_path / "a.parquet", [{"text": "fine"}])
     path = tmp_path / "b.parquet"
     path.write_bytes(b"no such thing")

@@ -486,7 +486,7 @@ class OneAnswer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def s3(monkeypatch):
-    """Asks a local server that gives the answer it is set to."""
+    """Asks a local server that returns the answer it is set to."""
     answer = type("Answer", (OneAnswer,), {})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -509,7 +509,7 @@ def s3(monkeypatch):
     server.server_close()
 
 
-def test_a_bucket_near_far_and_refused(s3, monkeypatch):
+def test_a_bucket_near_far_and_rejected(s3, monkeypatch):
     for state, status, region, *words in (
         ("ok", 200, "us-east-1", "in us-east-1 like this session"),
         ("ok", 200, "", "does not name its region"),

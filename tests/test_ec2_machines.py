@@ -158,7 +158,7 @@ def cloud(ec2, launched, bucket, monkeypatch) -> Iterator[Any]:
         monkeypatch.delenv("AWS_ENDPOINT_URL")
 
         def make(*cluster: str, interruption: str = "") -> Cloud:
-            run = launched("cluster.gate=false", *cluster)
+            run = launched("cluster.preflight=false", *cluster)
             monkeypatch.setattr(request_module, "user_data", lambda *_, **named: run.user_data(**named))
             return Cloud(
                 fake, run.record, run.job, bundle=BUNDLE.content, machines=ec2, interruption=interruption, stack=stack
@@ -185,13 +185,13 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, un
 
 def test_machines_that_are_not_fit_end_the_run(cloud):
     """Each knows itself by 127.0.1.1, which train.doctor takes for a fault."""
-    run = cloud("cluster.gate=true")
+    run = cloud("cluster.preflight=true")
     run.submit()
     assert run.launcher().run() == 1
     [ended] = run.events_of("ended")
     assert ended["outcome"] == "failed" and "0 of 2 nodes passed the preflight" in ended["reason"], run.says()
-    [gate] = run.events_of("gate")
-    assert set(gate["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
+    [preflight] = run.events_of("gate")
+    assert set(preflight["failed"]) == {"machine0", "machine1"} and run.ec2.anything() == []
 
 
 # ---- one machine -----------------------------------------------------------------------------------------------------

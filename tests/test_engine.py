@@ -1,4 +1,4 @@
-"""The engine's door: one from outside trains, evaluates, saves, resumes and exports through the unchanged loop."""
+"""The engine's interface: one from outside trains, evaluates, saves, resumes and exports through the unchanged loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(folder, engine):
             micro_batch_size=4,
         )
     except InputError as error:
-        sys.exit(f"refused: {error}")
+        sys.exit(f"rejected: {error}")
 
 
 def train(folder, engine, *, ranks):
@@ -87,9 +87,9 @@ def test_its_checkpoint_resumes_under_it_and_under_data_parallelism(plain, halve
     assert resumed.values("train", "loss")[6:] == pytest.approx(plain.values("train", "loss")[3:], rel=1e-5)
 
 
-def test_a_number_of_ranks_that_it_cannot_use_is_refused(tmp_path):
+def test_a_number_of_ranks_that_it_cannot_use_is_rejected(tmp_path):
     done = train(tmp_path, "halves", ranks=1)
-    assert done.returncode != 0 and "refused: parallel=halves needs 2 ranks, not 1" in done.stderr
+    assert done.returncode != 0 and "rejected: parallel=halves needs 2 ranks, not 1" in done.stderr
 
 
 if __name__ == "__main__":

@@ -238,13 +238,13 @@ def test_only_the_last_attempt_that_ended_counts(tmp_path):
         ),
     ],
 )
-def test_a_run_without_a_speed_is_refused_in_one_line(tmp_path, lines, says: str):
+def test_a_run_without_a_speed_is_rejected_in_one_line(tmp_path, lines, says: str):
     where = write_run(tmp_path / "run", lines)
     with pytest.raises(InputError, match=f"^calibrate={where}: its metrics.jsonl tells no speed: .*{says}"):
         read_calibration(where, S3Config())
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_no_run_is_rejected(tmp_path):
     with pytest.raises(InputError, match="is no run folder: it holds no metrics.jsonl"):
         read_calibration(str(tmp_path), S3Config())
     where = write_run(tmp_path / "run", LINES, "model.vocab_size=null")
@@ -267,7 +267,7 @@ def run_config() -> TrainConfig:
 @given(
     number=st.integers(0, len(LINES) - 1), changes=st.dictionaries(FIELDS, values, max_size=3), cut=st.integers(0, 40)
 )
-def test_any_metrics_give_a_speed_or_a_refusal_in_one_line(run_config, number: int, changes, cut: int):
+def test_any_metrics_give_a_speed_or_a_rejection_in_one_line(run_config, number: int, changes, cut: int):
     lines = [dict(each) for each in LINES]
     lines[number] |= changes
     content = "".join(json.dumps(each) + "\n" for each in lines).encode()

@@ -78,7 +78,7 @@ def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_p
     assert result[0] == result[1] != ""
 
 
-def test_a_step_of_other_data_is_refused(unexported, tmp_path, capsys):
+def test_a_step_of_other_data_is_rejected(unexported, tmp_path, capsys):
     path = unexported / "environment.json"
     content = json.loads(path.read_text())
     content["identity"]["data"] = "other"

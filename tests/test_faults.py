@@ -166,7 +166,7 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, tmp_path, prepar
     assert "_add_gradients" in (run_dir / "log/stacks_rank_0000.txt").read_text()
 
 
-def test_a_second_job_on_the_same_folder_is_refused(slow, tmp_path, prepared):
+def test_a_second_job_on_the_same_folder_is_rejected(slow, tmp_path, prepared):
     run_dir = tmp_path / "run"
     arguments = train_overrides(run_dir, prepared, *LONG, "max_steps=100000")
     first = start(arguments, script=slow)

@@ -1,4 +1,4 @@
-"""Fine-tuning through the loop: the same numbers on any number of ranks, the best model out, and what is refused."""
+"""Fine-tuning through the loop: the same numbers on any number of ranks, the best model out, and what is rejected."""
 
 import json
 import re
@@ -220,7 +220,7 @@ def best_step(run_dir):
     return json.loads((run_dir / "evaluation.json").read_text())["step"]
 
 
-# ---- refused -------------------------------------------------------------------------------------------------------
+# ---- rejected -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,15 @@ def best_step(run_dir):
         (["hub.push_to=nobody"], "hub.push_to=nobody"),
     ],
 )
-def test_what_is_refused_leaves_nothing(train, tmp_path, given, says):
-    with pytest.raises(InputError, match=says.replace("[", "\\[")) as refusal:
+def test_what_is_rejected_leaves_nothing(train, tmp_path, given, says):
+    with pytest.raises(InputError, match=says.replace("[", "\\[")) as rejection:
         train(tmp_path / "run", *given)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(rejection.value)
     left = {path.name for path in (tmp_path / "run").rglob("*")} - {"log", "rank_0000.txt", "outcome.json"}
     assert not left & {"metrics.jsonl", "checkpoints", "export"}, left
 
 
-def test_what_is_refused_on_several_ranks_is_said_once(overrides, tmp_path):
+def test_what_is_rejected_on_several_ranks_is_said_once(overrides, tmp_path):
     broken = tmp_path / "broken.csv"
     shutil.copy(TWEETS, broken)
     with Path(broken).open("a") as file:

@@ -112,7 +112,7 @@ class Bomb:
         return (open, (str(self.mark), "w"))
 
 
-def test_weights_that_are_a_pickle_with_code_are_refused(model, tmp_path, capsys):
+def test_weights_that_are_a_pickle_with_code_are_rejected(model, tmp_path, capsys):
     (model / "model.safetensors").unlink()
     for content in (None, pickle.dumps(Bomb(tmp_path / "executed"))):
         if content is None:
@@ -215,9 +215,9 @@ def test_a_configuration_that_is_none_is_one_line(tmp_path, content, capsys):
 
 @pytest.mark.parametrize("override", ["s3.profile=${oc.env:HOME}", "run_dir='${oc.env:HOME}'"])
 def test_settings_are_not_looked_up_either_as_config_yaml_would_keep_them(override):
-    with pytest.raises(InputError, match="let the shell do it") as refused:
+    with pytest.raises(InputError, match="let the shell do it") as rejected:
         cli.load_config(TrainConfig, [override])
-    assert os.environ["HOME"] not in str(refused.value)
+    assert os.environ["HOME"] not in str(rejected.value)
 
 
 # ---- credentials ---------------------------------------------------------------------------------------------------
@@ -234,26 +234,26 @@ WITH_CREDENTIALS = [
 
 
 @pytest.mark.parametrize("endpoint", WITH_CREDENTIALS)
-def test_credentials_in_an_endpoint_are_refused_and_not_repeated(endpoint, monkeypatch):
+def test_credentials_in_an_endpoint_are_rejected_and_not_repeated(endpoint, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    with pytest.raises(InputError, match="holds more than an address") as refused:
+    with pytest.raises(InputError, match="holds more than an address") as rejected:
         S3Config(endpoint=endpoint)
-    assert "hunter2" not in str(refused.value)
-    with pytest.raises(InputError) as refused:  # by botocore, if it cannot even be read as an address
+    assert "hunter2" not in str(rejected.value)
+    with pytest.raises(InputError) as rejected:  # by botocore, if it cannot even be read as an address
         S3Folder("s3://bucket/prefix", S3Config(region="us-east-1"))
-    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in str(rejected.value)
 
 
 @pytest.mark.parametrize("endpoint", ["host:9000", "ftp://host", "http://", "http://host:99999", "http://ho\nst"])
-def test_an_endpoint_that_is_no_address_is_refused(endpoint):
+def test_an_endpoint_that_is_no_address_is_rejected(endpoint):
     with pytest.raises(InputError, match="must be a server's address"):
         S3Config(endpoint=endpoint)
 
 
-def test_credentials_in_a_location_are_refused_and_not_repeated():
-    with pytest.raises(InputError, match="holds credentials") as refused:
+def test_credentials_in_a_location_are_rejected_and_not_repeated():
+    with pytest.raises(InputError, match="holds credentials") as rejected:
         S3Folder("s3://key:hunter2@bucket/prefix", S3Config())
-    assert "hunter2" not in str(refused.value)
+    assert "hunter2" not in str(rejected.value)
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------
@@ -291,9 +291,9 @@ def test_the_index_of_a_saved_data_set_names_files_of_its_folder_only(saved):
     ):
         before = path.read_text()
         edit(path, **{key: value})
-        with pytest.raises(InputError, match=f"it cannot be read as a saved data set: .*{path.name}: ") as refused:
+        with pytest.raises(InputError, match=f"it cannot be read as a saved data set: .*{path.name}: ") as rejected:
             load_saved(saved, "it")
-        assert "\n" not in str(refused.value)
+        assert "\n" not in str(rejected.value)
         path.write_text(before)
 
 
@@ -325,7 +325,7 @@ FACTS = {
 
 @quick
 @given(data=st.data())
-def test_changed_tables_are_refused_or_name_only_files_of_their_folder(data):
+def test_changed_tables_are_rejected_or_name_only_files_of_their_folder(data):
     body, root = data.draw(changed(FACTS)), Path("/a/folder")
     with suppress(ValueError, TypeError):  # what has no checksum
         body = {**body, "sha256": sha256_json(body)}

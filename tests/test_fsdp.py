@@ -184,7 +184,7 @@ def step(engine, batch, lr):
 
 
 def whole(parts):
-    """The state that ranks hold parts of, as the loader of checkpoints gives it."""
+    """The state that ranks hold parts of, as the loader of checkpoints returns it."""
     optimizers = [part["optimizer"] for part in parts]
     numbers = {number for optimizer in optimizers for number in optimizer["state"]}
     state = {
@@ -222,7 +222,7 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(pr
     assert ranks[0]["state"] > 20
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- what is rejected -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,13 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(pr
         (["parallel=local_sgd"], "there is no such parallel; choose one of: data, fsdp, pipeline"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused_in_one_line(prepared, tmp_path, overrides, message):
-    with pytest.raises(InputError) as refusal:
+def test_what_does_not_go_with_it_is_rejected_in_one_line(prepared, tmp_path, overrides, message):
+    with pytest.raises(InputError) as rejection:
         loop.run(train_config(tmp_path / "run", prepared, *overrides), StopRequest())
-    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message in str(rejection.value) and "\n" not in str(rejection.value)
 
 
-def test_a_model_without_known_layers_is_refused():
+def test_a_model_without_known_layers_is_rejected():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     network = Network(AutoModel.from_config(MPNetConfig(vocab_size=10, **sizes)))
     with pytest.raises(InputError, match="the layers of MPNetModel are not known.*choose parallel=data"):

@@ -1,4 +1,4 @@
-"""What would go wrong without an error is refused or said: each guard, provoked.
+"""What would go wrong without an error is rejected or said: each guard, provoked.
 
 Under torchrun this file is also the program of its own ranks, see `PROGRAMS`.
 """
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AlbertConfig, AlbertModel, BertConfig, BertModel
 
 from train import entry, loop
-from train.attempt import refusal as announcing
+from train.attempt import rejection as announcing
 from train.backend import guards, open_backend, xla_environment
 from train.backend.ddp import DDP
 from train.backend.graphs import Compilers, GraphBudget
@@ -74,7 +74,7 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def train(monkeypatch, capfd, tmp_path, prepared):
-    """`python -m train` in this process: gives its exit code and the lines on stderr."""
+    """`python -m train` in this process: returns its exit code and the lines on stderr."""
 
     def call(*overrides):
         monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *overrides)])
@@ -84,11 +84,11 @@ def train(monkeypatch, capfd, tmp_path, prepared):
     return call
 
 
-def refusal(result):
-    """The one line of a run that was refused."""
+def rejection(result):
+    """The one line of a run that was rejected."""
     code, lines = result
     (line,) = (line for line in lines if not line.startswith("starting "))
-    assert code == cli.REFUSED and line.startswith("error: ")
+    assert code == cli.REJECTED and line.startswith("error: ")
     return line
 
 
@@ -122,10 +122,10 @@ def test_a_run_goes_to_no_other_device_than_the_instance_has(train, monkeypatch,
     monkeypatch.setattr(machine, "installed_versions", lambda *names: versions)
     monkeypatch.setenv("PJRT_DEVICE", "CPU")  # left over from a test of somebody's: the instance counts for more
     instance = [] if any("instance=" in each for each in overrides) else ["instance=trn1.32xlarge"]
-    assert said in refusal(train(*instance, *overrides))
+    assert said in rejection(train(*instance, *overrides))
 
 
-def test_a_device_that_is_not_what_the_runtime_says_is_refused(monkeypatch):
+def test_a_device_that_is_not_what_the_runtime_says_is_rejected(monkeypatch):
     """The variable says NEURON, and what was opened is a CPU."""
     from train.backend import xla
 
@@ -181,12 +181,12 @@ def test_a_gpu_instance_whose_gpu_torch_does_not_see_is_no_cpu_unless_that_is_sa
         (["backend.grad_compression=bf16"], "leave them out with backend=xla"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused_before_a_device_opens(train, monkeypatch, overrides, message):
+def test_settings_that_do_not_go_together_are_rejected_before_a_device_opens(train, monkeypatch, overrides, message):
     def opens(*_, **__):
         raise AssertionError("a device was opened")
 
     monkeypatch.setattr(loop, "open_backend", opens)
-    assert message in refusal(train("backend=xla", *overrides))
+    assert message in rejection(train("backend=xla", *overrides))
 
 
 LAUNCHES = {
@@ -202,11 +202,11 @@ def launched_as(world, local):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_numbers_of_ranks_that_hang_are_refused_before_any_group(train, no_group, monkeypatch, tmp_path, launch):
+def test_numbers_of_ranks_that_hang_are_rejected_before_any_group(train, no_group, monkeypatch, tmp_path, launch):
     instance, world, local, said = LAUNCHES[launch]
     os.environ.update(launched_as(world, local))
     monkeypatch.setattr(announcing, "INFORM_S", 0.5)  # the second machine never comes
-    assert said in refusal(train(f"instance={instance}", "backend.device=auto"))
+    assert said in rejection(train(f"instance={instance}", "backend.device=auto"))
     assert not (tmp_path / "run").exists()
 
 
@@ -241,8 +241,8 @@ def test_variables_that_change_what_is_computed_are_rejected_and_those_without_e
 
 @pytest.fixture
 def on_trainium(monkeypatch):
-    """A machine that has the devices and the packages, as a process finds it that has not imported torch_xla yet; gives
-    the versions, which may be changed.
+    """A machine that has the devices and the packages, as a process finds it that has not imported torch_xla yet.
+    Returns the versions, which may be changed.
     """
     versions = dict(TRN1)
     monkeypatch.delitem(sys.modules, "torch_xla")
@@ -260,14 +260,14 @@ def on_trainium(monkeypatch):
         ({"torch": None, "torch-xla": None}, "needs PyTorch/XLA: pip install 'baretrain[xla]'"),
     ],
 )
-def test_packages_that_do_not_fit_are_refused_with_what_to_install(train, on_trainium, changed, said):
+def test_packages_that_do_not_fit_are_rejected_with_what_to_install(train, on_trainium, changed, said):
     for name, version in changed.items():
         on_trainium.pop(name)
         on_trainium.update({name: version} if version else {})
-    assert said in refusal(train("instance=trn1.32xlarge", "backend=xla", "backend.device=auto"))
+    assert said in rejection(train("instance=trn1.32xlarge", "backend=xla", "backend.device=auto"))
 
 
-def test_torch_xla_that_somebody_imported_before_is_refused_on_trainium_only(on_trainium, monkeypatch):
+def test_torch_xla_that_somebody_imported_before_is_rejected_on_trainium_only(on_trainium, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_xla", object())
     with pytest.raises(InputError, match="imported torch_xla before its environment was set"):
         xla_environment.ready(XLAConfig(device="neuron"), nodes=1, collects=False)
@@ -278,11 +278,11 @@ def test_torch_xla_that_somebody_imported_before_is_refused_on_trainium_only(on_
     assert os.environ["PJRT_DEVICE"] == "CPU" and "NEURON_CC_FLAGS" not in os.environ
 
 
-def test_a_compile_cache_on_nfs_is_refused(train, on_trainium, monkeypatch):
+def test_a_compile_cache_on_nfs_is_rejected(train, on_trainium, monkeypatch):
     mountinfo = ROOT / "tests/recorded/precompile/mountinfo_nfs.txt"
     monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mountinfo))
     monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/shared/home/me/cache")
-    line = refusal(train("instance=trn1.32xlarge", "backend.device=auto"))
+    line = rejection(train("instance=trn1.32xlarge", "backend.device=auto"))
     assert "compile cache /shared/home/me/cache is on nfs4" in line
 
 
@@ -317,7 +317,7 @@ def test_the_runtime_is_told_before_it_is_loaded(on_trainium, monkeypatch, log):
         ("cuda", None, ["/dev/neuron0"], "not on CUDA"),
     ],
 )
-def test_the_device_of_xla_is_what_was_asked_for_or_refused(monkeypatch, device, variable, devices, kind):
+def test_the_device_of_xla_is_what_was_asked_for_or_rejected(monkeypatch, device, variable, devices, kind):
     monkeypatch.setattr(machine, "neuron_devices", lambda: devices)
     del os.environ["PJRT_DEVICE"]
     os.environ.update({"PJRT_DEVICE": variable} if variable else {})
@@ -471,7 +471,7 @@ def test_ranks_that_the_device_runtime_does_not_join_or_that_draw_alike_are_reje
     assert "ranks share random states [101, 101]: they would drop out the same units" in ranks[0]["seeds"]
 
 
-def test_sums_that_reach_nobody_are_refused(ranks, monkeypatch):
+def test_sums_that_reach_nobody_are_rejected(ranks, monkeypatch):
     for result in ranks:
         assert "the process group 2, and ones summed over the ranks give 1" in result["ones"]
     os.environ.update(launched_as(2, 2))
@@ -507,7 +507,7 @@ def test_a_rank_that_cannot_read_the_data_of_an_evaluation_ends_the_run_with_the
     done = run(arguments, ranks=2, module="test_guards", env={"PYTHONPATH": str(ROOT / "tests")})
     assert done.returncode != 0
     exits = [json.loads((tmp_path / f"run/log/exit_rank_{rank:04d}.json").read_bytes()) for rank in (0, 1)]
-    assert [result["reason"] for result in exits] == ["refused: validation.bin is short"] * 2, done.stderr
+    assert [result["reason"] for result in exits] == ["rejected: validation.bin is short"] * 2, done.stderr
     assert len(lines(tmp_path / "run", "train")) == 1 and not lines(tmp_path / "run", "eval")
     assert not LocalStore(tmp_path / "run/checkpoints").steps()
 
@@ -610,7 +610,7 @@ def begun(backend=None, model=None, *, lr=0.1):
     return backend, model, optimizer
 
 
-def test_a_first_step_that_changes_no_weights_is_refused(monkeypatch):
+def test_a_first_step_that_changes_no_weights_is_rejected(monkeypatch):
     backend, model, optimizer = begun()
     with monkeypatch.context() as patch:
         patch.setattr(optimizer, "step", lambda: None)

@@ -1,4 +1,4 @@
-"""Heads for labels and spans: padding is not seen, on CPU and XLA; checkpoints give what they should or are refused."""
+"""Heads for labels and spans: padding is not seen, on CPU and XLA; checkpoints load or are rejected."""
 
 import json
 import logging
@@ -264,7 +264,7 @@ def test_labels_are_in_the_export_and_a_checkpoint_of_them_is_taken(labelled_fol
         (["bad", "good"], "labels bad, so so, good, the data has bad, good; model.new_head=true"),
     ],
 )
-def test_a_head_for_other_labels_is_refused_unless_a_new_one_is_wanted(labelled_folder, labels, says, log):
+def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(labelled_folder, labels, says, log):
     with pytest.raises(InputError, match=says):
         build("label", ModelConfig(pretrained=str(labelled_folder)), labels=labels)
     cfg = ModelConfig(pretrained=str(labelled_folder), new_head=True)
@@ -319,12 +319,12 @@ def changed(folder, target, change):
     ],
     ids=["another architecture", "a layer is missing", "another size", "another head"],
 )
-def test_a_checkpoint_that_does_not_hold_the_encoder_is_refused(encoder_folder, tmp_path, change, says):
+def test_a_checkpoint_that_does_not_hold_the_encoder_is_rejected(encoder_folder, tmp_path, change, says):
     with pytest.raises(InputError, match=says):
         build("label", changed(encoder_folder, tmp_path, change))
 
 
-def test_sizes_that_do_not_fit_are_refused(encoder_folder):
+def test_sizes_that_do_not_fit_are_rejected(encoder_folder):
     for head, cfg, message in (
         ("label", ModelConfig(pretrained=str(encoder_folder), hidden_size=64), "model.hidden_size=64, but"),
         ("label", sizes(max_positions=8), "seq_len=12 is longer than the model's 8 positions"),

@@ -1,4 +1,4 @@
-"""What PyTorch/XLA sends to the compiler, step and evaluation of every task, holds nothing that Trainium's refuses or
+"""What PyTorch/XLA sends to the compiler, step and evaluation of every task, holds nothing that Trainium's rejects or
 does one number at a time. The graphs are those of the CPU; Trainium's compiler never saw them.
 
 In a process of its own this file is also a program that trains as if on Trainium, see `train_on_neuron`.
@@ -20,10 +20,10 @@ from train.tasks.topk import topk
 torch_xla = pytest.importorskip("torch_xla")
 
 INSTRUCTION = re.compile(r"%?[\w.-]+ = (?P<type>\(.*?\)|\S+) (?P<name>[\w-]+)\((?P<rest>.*)")
-REFUSED = {"sort", "topk", "custom-call", "while", "conditional", "dynamic-slice", "dynamic-reshape"}
+REJECTED = {"sort", "topk", "custom-call", "while", "conditional", "dynamic-slice", "dynamic-reshape"}
 
 
-def refused(text):
+def rejected(text):
     """The instructions of graphs that Trainium's compiler has no way, or no fast way, for."""
     result = []
     for line in text.splitlines():
@@ -33,7 +33,7 @@ def refused(text):
         kind, name, rest = match["type"], match["name"], match["rest"]
         sizes = re.search(r"slice_sizes=\{([\d,]*)\}", rest)
         if (
-            name in REFUSED
+            name in REJECTED
             or "<=" in kind  # a size that is known at run time only
             or (name == "gather" and sizes is not None and set(sizes[1].split(",")) == {"1"})
             or (name == "scatter" and "update_window_dims={}" in rest)
@@ -63,15 +63,15 @@ def plain(hidden, positions):
     return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.size(-1)))
 
 
-def test_what_is_refused_is_found():
+def test_what_is_rejected_is_found():
     scores = torch.randn(2, 9).to(torch_xla.device())
-    result = refused(graph(*picked(plain)))
+    result = rejected(graph(*picked(plain)))
     assert len(result) == 2 and " gather(" in result[0] and " scatter(" in result[1]
-    assert " sort(" in refused(graph(*scores.topk(3)))[0]
-    assert " reduce(" in refused(graph(scores.argmax(-1)))[0]
-    assert refused("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
-    assert not refused(graph(*topk(scores, 3)))
-    assert not refused(graph(*picked(rows_at))) and not refused(graph(*picked(products_at)))
+    assert " sort(" in rejected(graph(*scores.topk(3)))[0]
+    assert " reduce(" in rejected(graph(scores.argmax(-1)))[0]
+    assert rejected("%nonzero.3 = (s32[<=4,1]{1,0}, s32[]) tuple(%a, %b)")
+    assert not rejected(graph(*topk(scores, 3)))
+    assert not rejected(graph(*picked(rows_at))) and not rejected(graph(*picked(products_at)))
     text = graph(*picked(products_at))
     assert " gather(" not in text and " scatter(" not in text
 
@@ -108,7 +108,7 @@ def test_the_step_and_the_evaluation_of_a_task(task, architecture, prepared, tex
     text = (tmp_path / "graphs.0").read_text()
     step, *evaluations = [part for part in text.split("[ScheduleSyncTensorsGraph]") if " gather(" in part]
     assert evaluations and " scatter(" in step and " scatter(" not in evaluations[-1]
-    assert refused(text) == []
+    assert rejected(text) == []
     lookups = 2 if architecture == "distilbert" else 3  # of tokens, positions and, mostly, segments
     assert step.count(" gather(") == step.count(" scatter(") == evaluations[-1].count(" gather(") == lookups
 

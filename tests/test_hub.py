@@ -211,7 +211,7 @@ def test_who_may_push_may_train(the_hub, tmp_path):
 
 NO_TOKEN, OFFLINE = {"HF_TOKEN": None}, {"HF_HUB_OFFLINE": True}
 NOBODY_THERE = {"ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-REFUSED = [
+REJECTED = [
     ({}, "tweets", "must be user/name"),
     ({}, "jane/a/b", "must be user/name"),
     ({}, "jane/two words", "must be user/name"),
@@ -235,8 +235,8 @@ def change_world(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> No
             monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("world", "to", "said"), REFUSED)
-def test_what_could_not_be_pushed_is_refused_before(the_hub, tmp_path, monkeypatch, world, to, said):
+@pytest.mark.parametrize(("world", "to", "said"), REJECTED)
+def test_what_could_not_be_pushed_is_rejected_before(the_hub, tmp_path, monkeypatch, world, to, said):
     change_world(monkeypatch, world)
     with pytest.raises(InputError, match=said) as rejected:
         hub.check_push(config(tmp_path, to, private=False))

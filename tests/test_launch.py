@@ -95,15 +95,15 @@ def test_machines_may_be_unlike_each_other(more: dict[str, str]):
 )
 def test_variables_that_contradict_each_other_are_one_line(change: dict[str, str | None], named: str):
     environ = {name: value for name, value in {**TWO, **change}.items() if value is not None}
-    with pytest.raises(InputError, match=f"^.*{named}") as refused:
+    with pytest.raises(InputError, match=f"^.*{named}") as rejected:
         launched(environ)
-    assert "\n" not in str(refused.value) and "start one torchrun a machine" in str(refused.value)
+    assert "\n" not in str(rejected.value) and "start one torchrun a machine" in str(rejected.value)
 
 
 def test_a_share_of_the_batch_is_not_trained_alone(monkeypatch, capsys, tmp_path, prepared):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared)])
-    assert entry.run_command_line() == cli.REFUSED
+    assert entry.run_command_line() == cli.REJECTED
     assert capsys.readouterr().err.startswith("error: WORLD_SIZE=2 without RANK: ")
     assert not (tmp_path / "run").exists()
 
@@ -189,11 +189,11 @@ def test_a_rank_that_dies_once_it_has_met_the_others_is_not_waited_for_longer_th
     port = int(os.environ["MASTER_PORT"])
     device = f"ddp on cpu, torch {torch.__version__}, baretrain {train.__version__}"
     other = rendezvous.Rendezvous(Launched(1, 2, master_addr="127.0.0.1", master_port=port), HANG_S, device)
-    meets = threading.Thread(target=other.poll, args=[other.arrive])
-    meets.start()
+    joins = threading.Thread(target=other.poll, args=[other.arrive])
+    joins.start()
     with pytest.raises(RuntimeError, match="timeout after 1500ms"):
         join("gloo", "ddp on cpu", timeout_s=HANG_S, join_timeout_s=1.5)
-    meets.join(HANG_S)
+    joins.join(HANG_S)
 
 
 LATE = """
@@ -214,7 +214,7 @@ def test_a_collective_has_its_own_timeout_once_all_have_joined(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_ranks_that_train_by_something_else_than_rank_0_are_refused_before_they_join():
+def test_ranks_that_train_by_something_else_than_rank_0_are_rejected_before_they_join():
     """One machine of four whose driver has failed, or whose torch is another one."""
     store = dist.HashStore()
     devices = ["ddp on cuda, bf16, torch 2.9.1", "ddp on cuda, bf16, torch 2.9.1", "ddp on cpu, fp32, torch 2.9.1"]
@@ -228,24 +228,24 @@ def test_ranks_that_train_by_something_else_than_rank_0_are_refused_before_they_
         ranks[0].arrive()
 
 
-def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_refusal():
+def test_the_machine_of_rank_0_stays_until_each_other_machine_knows_of_a_rejection():
     store = dist.HashStore()
 
-    def refuses(rank: int, local_rank: int) -> bool:
+    def rejects(rank: int, local_rank: int) -> bool:
         """Whether the rank may leave."""
         here = rendezvous.Rendezvous(Launched(rank, 4, local_rank, 2, master_addr="h", uses_agent_store=True), HANG_S)
         here.store = store
         for _ in range(3):  # as often as it waits, its machine counts once
             try:
-                here.reject("rank 1 on h was refused: no data")
+                here.reject("rank 1 on h was rejected: no data")
             except rendezvous.Absent:
                 continue
             return True
-        with pytest.raises(InputError, match="^rank 1 on h was refused: no data$"):
+        with pytest.raises(InputError, match="^rank 1 on h was rejected: no data$"):
             here.arrive()
         return False
 
-    assert [refuses(1, 1), refuses(0, 0), refuses(3, 1), refuses(2, 0), refuses(0, 0)] == [
+    assert [rejects(1, 1), rejects(0, 0), rejects(3, 1), rejects(2, 0), rejects(0, 0)] == [
         False,
         False,
         True,
@@ -372,7 +372,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def test_no_rank_outlives_a_torchrun_that_is_killed_while_they_start(tmp_path, prepared):
-    """As soon as there are ranks, and once the run folder is taken. A new start is not refused. A real torchrun: ranks
+    """As soon as there are ranks, and once the run folder is taken. A new start is not rejected. A real torchrun: ranks
     that it forks get a signal at its end from torch.
     """
     run_dir = tmp_path / "run"
@@ -403,14 +403,14 @@ def test_one_rank_of_a_machine_reports_and_always_its_first(monkeypatch, capsys,
     for rank in (2, 1, 0):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}/error.json"))
-        assert guarded(refuse) == cli.REFUSED
+        assert guarded(reject) == cli.REJECTED
         said.append(capsys.readouterr().err)
     assert said == ["error: no data\n", "", "error: no data\n"]
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # as under a torchrun without logs
     assert not is_reported() and not is_reported()
 
 
-def refuse() -> int:
+def reject() -> int:
     raise InputError("no data")
 
 
@@ -419,9 +419,9 @@ import os, sys
 from train import loop
 from train.config import InputError
 if os.environ["RANK"] == "1":
-    def refuse(*_):
+    def reject(*_):
         raise InputError("this rank has no data")
-    loop.run = refuse
+    loop.run = reject
 from train.__main__ import main
 sys.exit(main())
 """

@@ -66,7 +66,7 @@ def test_a_hostile_bundle_leaves_nothing(tmp_path, content):
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".py", "passwd", ".x"))]
 
 
-def test_a_bundle_that_was_changed_is_refused(tmp_path):
+def test_a_bundle_that_was_changed_is_rejected(tmp_path):
     with pytest.raises(InputError, match="does not match its checksum"):
         code.unpack(archive(), "2" * 64, tmp_path)
 
@@ -83,7 +83,7 @@ def test_a_job_comes_back_as_it_was(run_dir, python, overrides):
     [{"nodes": "1"}, {"kind": "shell"}, {"overrides": "rm"}, {"id": "../x"}, {"config_sha256": "x"}, {"more": 1}],
     ids=str,
 )
-def test_a_damaged_job_is_refused(tmp_path, changes):
+def test_a_damaged_job_is_rejected(tmp_path, changes):
     record = Record(str(tmp_path / "run"), S3Config())
     values = {**json.loads(job().to_json()), **changes}
     record.folder.write("job.json", json.dumps(values).encode())

@@ -19,7 +19,7 @@ from launch.record import Record
 from launch.spec import State
 from launch.status import lines_of, status
 from launch.values import columns, count, moment, number, shown_duration
-from train.cli.command import DONE, FAILED, REFUSED
+from train.cli.command import DONE, FAILED, REJECTED
 from train.config import InputError, Unreachable
 from train.storage.folders import LocalFolder
 
@@ -103,7 +103,7 @@ def test_a_preparation_has_no_steps_and_is_not_stopped(run, fake_scheduler, caps
     assert main(["status", "runs/mine"]) == DONE
     out = capsys.readouterr().out
     assert out.startswith("runs/mine: running\n") and "step" not in out
-    assert main(["stop", "runs/mine"]) == REFUSED
+    assert main(["stop", "runs/mine"]) == REJECTED
     assert "cancel runs/mine --yes" in capsys.readouterr().err and fake_scheduler.cancelled == []
 
 
@@ -132,7 +132,7 @@ def test_a_watch_prints_a_line_for_each_change(run, fake_scheduler, capsys):
     ],
 )
 def test_wrong_arguments_are_rejected_in_one_line(arguments, said, capsys):
-    assert main(arguments.split()) == REFUSED
+    assert main(arguments.split()) == REJECTED
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
 
@@ -224,9 +224,9 @@ def test_logs_of_a_rank_and_of_a_machine(run, capsys, flags, expected):
         ("--attempt 5 -f", "there is no attempt 5; there are: 1"),
     ],
 )
-def test_logs_that_the_job_does_not_have_are_refused(run, capsys, flags, says):
+def test_logs_that_the_job_does_not_have_are_rejected(run, capsys, flags, says):
     run.begin().log("attempt_0001/n2.txt", "")
-    assert main(["logs", "runs/mine", *flags.split()]) == REFUSED
+    assert main(["logs", "runs/mine", *flags.split()]) == REJECTED
     assert says in capsys.readouterr().err
 
 

@@ -28,7 +28,7 @@ from launch.__main__ import main
 from launch.code import Bundle
 from launch.engines import NAME, Engine, text_of
 from launch.schedulers import engine
-from train.cli.command import DONE, REFUSED
+from train.cli.command import DONE, REJECTED
 from train.config import S3Config
 from train.storage.folders import open_folder
 
@@ -88,7 +88,7 @@ def test_files_are_written_once_and_nothing_else(monkeypatch, tmp_path, capsys):
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == {task, Path(bundle)}
     assert Path(bundle).read_bytes() == code.pack().content
     task.write_text("edited: true\n")
-    assert main(["submit=true", *command]) == REFUSED
+    assert main(["submit=true", *command]) == REJECTED
     assert f"{task} is there and differs; remove it" in capsys.readouterr().err
     assert task.read_text() == "edited: true\n"
 

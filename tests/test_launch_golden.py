@@ -94,15 +94,17 @@ def test_an_attempt(monkeypatch, tmp_path, own: list[str], added: list[str]):
     check_golden("srun.txt", lines(words[: at - len(added)] + words[at:], runs=tmp_path))
 
 
-@pytest.mark.parametrize(("meets", "first"), [("static", "--node-rank=0"), ("c10d", "--rdzv-conf=is_host=1")])
-def test_the_torchrun_of_a_node(monkeypatch, tmp_path, meets: str, first: str):
+@pytest.mark.parametrize(("rendezvous", "first"), [("static", "--node-rank=0"), ("c10d", "--rdzv-conf=is_host=1")])
+def test_the_torchrun_of_a_node(monkeypatch, tmp_path, rendezvous: str, first: str):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    job = job_of(f"cluster.rendezvous={meets}", run_dir=str(tmp_path / "mine"))
+    job = job_of(f"cluster.rendezvous={rendezvous}", run_dir=str(tmp_path / "mine"))
     job, record = with_module(job, "train", b"")
     assert first in node(monkeypatch, record, "n1").torchrun("train", job.overrides)
     machine = node(monkeypatch, record, "n2")
     code = Path(machine.start_py()).parent
-    check_golden(f"torchrun_{meets}.txt", lines(machine.torchrun("train", job.overrides), runs=tmp_path, code=code))
+    check_golden(
+        f"torchrun_{rendezvous}.txt", lines(machine.torchrun("train", job.overrides), runs=tmp_path, code=code)
+    )
 
 
 @pytest.mark.services

@@ -1,4 +1,4 @@
-"""Runs launched on this machine: what is killed goes on, what is stopped resumes, what is refused ends at once."""
+"""Runs launched on this machine: what is killed goes on, what is stopped resumes, what is rejected ends at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from launching import LaunchedRun, settings_of_run
 from running import ROOT
 
 from launch.__main__ import main
-from train.cli.command import DONE, REFUSED, STOPPED
+from train.cli.command import DONE, REJECTED, STOPPED
 from train.config import S3Config
 from train.data.shards.format import read_manifest
 from train.run_folder.outcome import read_outcome
@@ -91,15 +91,15 @@ def test_ctrl_c_stops_with_a_checkpoint(launched, prepared):
 
 
 def test_what_the_trainer_rejects_ends_the_job_at_once(launched, prepared, tmp_path, capfd):
-    assert main(words(launched, tmp_path / "no_data")) == REFUSED
+    assert main(words(launched, tmp_path / "no_data")) == REJECTED
     assert not launched.exists()  # nothing was started
-    assert main([*words(launched, prepared, "processes_per_node=2"), "backend.device=cuda"]) == REFUSED
+    assert main([*words(launched, prepared, "processes_per_node=2"), "backend.device=cuda"]) == REJECTED
     details = launched.ended()
     assert details["outcome"] == "refused" and "cuda" in details["reason"], launched.logs()
     assert len(launched.of_kind("attempt_began")) == 1
     capfd.readouterr()
     assert main(["logs", launched.run_dir]) == DONE
-    reason = details["reason"].removeprefix("refused: ")
+    reason = details["reason"].removeprefix("rejected: ")
     assert reason in capfd.readouterr().out
 
 

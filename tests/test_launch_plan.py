@@ -1,4 +1,4 @@
-"""From a command line to a job: what is planned, what is refused, and that every setting arrives as it was typed."""
+"""From a command line to a job: what is planned, what is rejected, and that every setting arrives as it was typed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from launch.record import Record
 from launch.schedulers import scheduler
 from launch.slurm.batch import Batch
 from train.cli import compose as cli
-from train.cli.command import DONE, REFUSED
+from train.cli.command import DONE, REJECTED
 from train.config import InputError, S3Config, TrainConfig
 from train.run_folder.ownership import IDENTITY_KEYS
 from train.storage.schema import FileName
@@ -83,7 +83,7 @@ def test_what_a_run_learns_may_not_change_and_where_and_how_long_it_runs_may():
         check_unchanged(KEPT, {**KEPT, **now}, run_dir="runs/mine")
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is rejected ------------------------------------------------------------------------------------------------
 
 SLURM = ["cluster=slurm", "nodes=2"]
 
@@ -93,7 +93,7 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
     monkeypatch.setenv("PATH", str(tmp_path))  # as on a laptop
     assert main([*SLURM, "--", *OF_RUN]) == DONE
     assert "Not checked: partition" in capsys.readouterr().out
-    assert main([*SLURM, "submit=true", "--", *OF_RUN]) == REFUSED
+    assert main([*SLURM, "submit=true", "--", *OF_RUN]) == REJECTED
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and "is not on the PATH" in said[0]
     assert not list(tmp_path.iterdir())
@@ -152,7 +152,11 @@ def test_a_plan_for_slurm_needs_no_slurm_and_its_submission_does(monkeypatch, tm
         ([*TASK, "cluster.disk_gib=0"], IN_S3, "cluster.disk_gib=0 must be above 0"),
         ([*TASK, "cluster.folder=s3://bucket/x"], IN_S3, "cluster.folder=s3://bucket/x must be a folder of this mach"),
         (TASK, [*IN_S3, "run_dir=runs/mine"], "is on this machine; SkyPilot's need run_dir=s3://bucket/prefix"),
-        ([*TASK, "nodes=2", "instance=trn1.32xlarge"], IN_S3, "SkyPilot gives trn1.32xlarge no EFA; take nodes=1, or"),
+        (
+            [*TASK, "nodes=2", "instance=trn1.32xlarge"],
+            IN_S3,
+            "SkyPilot has no EFA for trn1.32xlarge; take nodes=1, or",
+        ),
         (
             [*TASK, "prepare=true"],
             ["corpus=text", "corpus.path=x", "output=y", "seq_len=32"],
@@ -187,7 +191,7 @@ def test_bad_settings_are_one_line_and_nothing_is_written(monkeypatch, tmp_path,
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    assert main([*own, "submit=true", "--", *of_run]) == REFUSED
+    assert main([*own, "submit=true", "--", *of_run]) == REJECTED
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     assert len(said) == 1 and said[0].startswith("error: ") and message in said[0]
     assert not list((tmp_path / "work").iterdir())
@@ -213,7 +217,7 @@ def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepare
     (tmp_path / "run" / "environment.json").write_text(json.dumps({"identity": dict.fromkeys(IDENTITY_KEYS, "")}))
     before = written()
     capsys.readouterr()
-    assert launch("optim.lr=0.01") == REFUSED
+    assert launch("optim.lr=0.01") == REJECTED
     assert "changed since it began (optim.lr: 0.003 -> 0.01); launch it with the same" in capsys.readouterr().err
     assert written() == before
     monkeypatch.setattr(sys, "executable", script(tmp_path / "stays", "exec sleep 600"))
@@ -221,7 +225,7 @@ def test_a_run_has_one_job_and_keeps_its_settings(monkeypatch, tmp_path, prepare
     before = written()
     try:
         capsys.readouterr()
-        assert launch("max_steps=12") == REFUSED
+        assert launch("max_steps=12") == REJECTED
         assert f"{tmp_path}/run has a job: process " in capsys.readouterr().err
         assert written() == before
     finally:

@@ -11,8 +11,8 @@ from running import train_overrides
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT / package).rglob("*.py"))
 
-# A room imports from the rooms above it in this list, and from itself. Types may come from anywhere (TYPE_CHECKING).
-ROOMS = """
+# A package imports from those above it in this list, and from itself. Types may come from anywhere (TYPE_CHECKING).
+PACKAGES = """
     config
     host
     cli
@@ -45,13 +45,13 @@ ROOMS = """
     entry
     __main__
 """.strip().splitlines()
-ROOMS = [[f"train.{room}" for room in line.split()] for line in ROOMS]
+PACKAGES = [[f"train.{package}" for package in line.split()] for line in PACKAGES]
 TOOLS = "bench report publish compare doctor precompile prepare convert shards records predict hub"
-TOOLS = {f"train.{room}" for room in TOOLS.split()}
+TOOLS = {f"train.{package}" for package in TOOLS.split()}
 # Of train, without torch.
 FOR_LAUNCH = "config host cli storage run_folder data.shards.format models.memory models.model_sizes "
 FOR_LAUNCH += "telemetry.lines"
-FOR_LAUNCH = tuple(f"train.{room}" for room in FOR_LAUNCH.split())
+FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
     "boto3": {"train/storage/s3.py", "ami/aws.py"},
@@ -96,24 +96,24 @@ def imports(path):
     return names
 
 
-ROWS = {name: number for number, rooms in enumerate(ROOMS) for name in rooms}
+ROWS = {name: number for number, packages in enumerate(PACKAGES) for name in packages}
 
 
-def room(module):
-    """The room of a module, and its row in the list."""
+def package(module):
+    """The package of a module, and its row in the list."""
     name = module
-    while name and name not in ROWS:  # train.cli.compose is a room of its own, train.cli another
+    while name and name not in ROWS:  # train.cli.compose is a package of its own, train.cli another
         name = name.rpartition(".")[0]
     return (name, ROWS[name]) if name else (None, None)
 
 
 def test_imports_go_downwards():
     for path in FILES:
-        here, row = room(name_of(path))
+        here, row = package(name_of(path))
         is_train = path.relative_to(ROOT).parts[0] == "train"
-        assert here or path.name == "__init__.py" or not is_train, f"{path} is in no room of the list"
+        assert here or path.name == "__init__.py" or not is_train, f"{path} is in no package of the list"
         for imported in imports(path) if here else ():
-            there, lower = room(imported)
+            there, lower = package(imported)
             late_export = (here, there) == ("train.loop", "train.publish")  # what a run does at its end
             assert not there or there == here or lower < row or late_export, f"{name_of(path)} imports {imported}"
             assert imported.split(".")[0] not in ("launch", "ami"), f"{name_of(path)} imports {imported}"
@@ -139,15 +139,17 @@ def test_launch_ami_and_what_reads_a_command_need_no_torch():
     assert not {"torch", "transformers"} & set(done.stdout.split())
 
 
-def test_every_room_is_there():
-    assert {name for rooms in ROOMS for name in rooms} == {room(name_of(path))[0] for path in FILES} - {None}
+def test_every_package_is_there():
+    assert {name for packages in PACKAGES for name in packages} == {package(name_of(path))[0] for path in FILES} - {
+        None
+    }
 
 
 def test_a_training_run_imports_no_tool():
     code = "import sys, train.entry, train.loop; print(*(name for name in sys.modules if name.startswith('train.')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert "train.loop" in done.stdout
-    assert not {room(module)[0] for module in done.stdout.split()} & TOOLS
+    assert not {package(module)[0] for module in done.stdout.split()} & TOOLS
 
 
 NOT_FOR_THE_FIRST_STEP = "boto3 botocore datasets matplotlib pandas pyarrow s3torchconnector sklearn torch_xla".split()

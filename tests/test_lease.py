@@ -1,4 +1,4 @@
-"""One job owns a run folder, on disk and in S3: which is refused, waits or takes over, and how the owner learns it."""
+"""One job owns a run folder, on disk and in S3: which is rejected, waits or takes over, and how the owner learns it."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_damaged_file_that_changes_has_an_owner(folder, new, monkeypatch):
 
 
 @S3
-def test_a_server_that_ignores_conditions_is_refused_at_once(bucket, folder, new):
+def test_a_server_that_ignores_conditions_is_rejected_at_once(bucket, folder, new):
     def forget(request, **_):
         del request.headers["If-None-Match"]
 
@@ -293,7 +293,7 @@ def test_the_old_owner_learns_that_it_has_lost_the_folder(folder, new, as_anothe
     words = f"the lease of {folder.location} is lost: job 4712, process 99 on node-2, since Monday owns it"
     eventually(lambda: old.lost)
     assert old.lost.startswith(words)
-    old.thread.join()  # it beats no more
+    old.thread.join()  # it heartbeats no more
     with pytest.raises(LeaseLost, match="^the lease of .* is lost: job 4712, process 99 on node-2"):
         old.check()
     old.release()
@@ -378,9 +378,9 @@ def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
     monkeypatch.setattr(folder, "create", create_together)
     takers = [new(0.2, on_wait=lambda _: None) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
-        refused = list(threads.map(take, takers))
-    (owner,) = (taker for taker, words in zip(takers, refused, strict=True) if words is None)
-    assert all("is in use by process" in words for words in refused if words is not None)
+        rejected = list(threads.map(take, takers))
+    (owner,) = (taker for taker, words in zip(takers, rejected, strict=True) if words is None)
+    assert all("is in use by process" in words for words in rejected if words is not None)
     owner.check()
     assert owner.number == (1 if before == "nobody" else 2)
 
@@ -398,8 +398,8 @@ def test_an_outage_is_survived_and_logged_once(bucket, folder, new, log):
     with pytest.raises(Exception, match="S3 answers 503 SlowDown"):
         owner.check()
     bucket.proxy.set()
-    beats = kept(folder, 1)["beats"]
-    eventually(lambda: kept(folder, 1)["beats"] > beats)
+    heartbeats = kept(folder, 1)["beats"]
+    eventually(lambda: kept(folder, 1)["beats"] > heartbeats)
     owner.check()
     assert owner.lost is None
     (failing,) = (text for text in log.messages if "not renewed" in text)

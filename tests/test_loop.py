@@ -1,4 +1,4 @@
-"""A run as its user sees it: what it writes, how it ends, what it refuses."""
+"""A run as its user sees it: what it writes, how it ends, what it rejects."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
     assert 0 < lines(tmp_path / "run", "eval")[0]["cost_usd"] <= first["cost_usd"]
 
 
-def test_a_pretrained_model_of_another_tokenizer_is_refused(finished, prepared, tmp_path):
+def test_a_pretrained_model_of_another_tokenizer_is_rejected(finished, prepared, tmp_path):
     other = prepare.prepare(prepare_config(tmp_path / "data", write_corpus(tmp_path / "t.txt", seed=5)))
     assert other.tokenizer.vocab_size == read_manifest(prepared).tokenizer.vocab_size
     cfg = train_config(tmp_path / "run", tmp_path / "data", f"model.pretrained={finished / 'export'}")
@@ -140,8 +140,8 @@ def test_only_rank_0_speaks(tmp_path, prepared):
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("step 6/6") == 1
     assert (tmp_path / "run" / "log" / "rank_0001.txt").is_file()
-    refused = run(train_overrides(tmp_path / "run", prepared, "seed=5"), ranks=2)
-    assert refused.stderr.count("error: ") == 1
+    rejected = run(train_overrides(tmp_path / "run", prepared, "seed=5"), ranks=2)
+    assert rejected.stderr.count("error: ") == 1
 
 
 def test_a_machine_without_git_runs(monkeypatch, tmp_path):
@@ -251,27 +251,27 @@ def test_a_failure_to_draw_comes_after_the_steps_before_it_and_ends_the_attempt_
         return draw(self, items)
 
     monkeypatch.setattr(Rows, "draw", fails)
-    assert refusal(toy, eval_every=None) == "shard 7 is damaged"
+    assert rejection(toy, eval_every=None) == "shard 7 is damaged"
     assert toy.values("train", "step") == [1, 2, 3]
     assert (toy.outcome()["outcome"], toy.outcome()["goes_on"]) == ("refused", False)
 
 
-def refusal(toy, **changes):
+def rejection(toy, **changes):
     with pytest.raises(InputError) as error:
         toy.train(**changes)
     return str(error.value)
 
 
-def test_an_exit_record_is_of_this_attempt_and_says_why_it_was_refused(toy):
+def test_an_exit_record_is_of_this_attempt_and_says_why_it_was_rejected(toy):
     toy.train(max_steps=1)
     record = toy.folder / "run/log/exit_rank_0000.json"
     assert json.loads(record.read_text())["reason"] == "done"
-    assert "no CUDA device" in refusal(toy, backend=BackendConfig(device="cuda"))
-    assert "refused: backend.device=cuda" in json.loads(record.read_text())["reason"]
+    assert "no CUDA device" in rejection(toy, backend=BackendConfig(device="cuda"))
+    assert "rejected: backend.device=cuda" in json.loads(record.read_text())["reason"]
 
 
 def test_a_run_that_never_took_a_step_does_not_keep_its_folder(toy):
-    assert "no CUDA device" in refusal(toy, backend=BackendConfig(device="cuda"))
+    assert "no CUDA device" in rejection(toy, backend=BackendConfig(device="cuda"))
     assert toy.train(seed=9) == ("done", 6)
 
 

@@ -70,7 +70,7 @@ def test_the_cache_is_where_the_flags_the_url_or_the_default_say(flags, url, loc
     assert machine.cache_location({name: value for name, value in given.items() if value is not None}) == location
 
 
-def test_a_quote_that_is_not_closed_is_refused():
+def test_a_quote_that_is_not_closed_is_rejected():
     with pytest.raises(InputError, match="fix its quotes"):
         machine.cache_location({"NEURON_CC_FLAGS": "--x='a"})
 

@@ -1,4 +1,4 @@
-"""Runs over several machines: restarts after which the ranks find each other again, and refusals that all learn of."""
+"""Runs over several machines: restarts after which the ranks join again, and rejections that all learn of."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, pr
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-REFUSED = """
+REJECTED = """
 import sys
 from train import entry
 entry.end_torchrun = lambda: None
@@ -196,21 +196,21 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize(
-    ("refused", "setting", "said"),
+    ("rejected", "setting", "said"),
     [(1, "data.path=/nowhere", "/nowhere"), (0, "seed=-1", "seed=-1 must be")],  # the data opened; settings read
 )
-def test_a_rank_that_is_refused_ends_those_of_the_other_machine(
-    machines, prepared, tmp_path, refused: int, setting: str, said: str
+def test_a_rank_that_is_rejected_ends_those_of_the_other_machine(
+    machines, prepared, tmp_path, rejected: int, setting: str, said: str
 ):
     script, log = tmp_path / "script.py", tmp_path / "log"
-    script.write_text(REFUSED)
+    script.write_text(REJECTED)
     arguments = train_overrides(tmp_path / "run", prepared, "backend.join_timeout_s=60")
-    agents = machines.torchrun(script, arguments, env={}, log=log, changes={refused: [setting]})
+    agents = machines.torchrun(script, arguments, env={}, log=log, changes={rejected: [setting]})
     assert ended(agents) == [1, 1]
     for number in (0, 1):
         spoken = log.with_suffix(f".{number}").read_text()
         (line,) = (line for line in spoken.splitlines() if line.startswith("error: "))
-        whose = "" if number == refused else f"rank {refused} on machine{refused} was refused: "
+        whose = "" if number == rejected else f"rank {rejected} on machine{rejected} was rejected: "
         assert line.startswith(f"error: {whose}") and said in line, spoken
         assert "exit code 2" in spoken
 

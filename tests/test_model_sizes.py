@@ -102,7 +102,7 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path):
         ("{" * 100_000, "it is not JSON"),
     ],
 )
-def test_a_damaged_configuration_is_refused_in_one_line(tmp_path, text: str, says: str):
+def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, text: str, says: str):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=f"config.json is damaged: {says}"):
         find_shape(ModelConfig(pretrained=str(tmp_path)))
@@ -115,7 +115,7 @@ KEYS = st.sampled_from([*NAMES, "type_vocab_size", "embedding_size", "num_hidden
 
 
 @given(st.dictionaries(KEYS, VALUES), st.sampled_from([*DEFAULTS, "x", None]))
-def test_any_configuration_gives_a_shape_nothing_or_a_refusal(values: dict[str, object], kind: object):
+def test_any_configuration_gives_a_shape_nothing_or_a_rejection(values: dict[str, object], kind: object):
     try:
         shape = shape_of({**values, "model_type": kind})
     except BadContent as error:

@@ -124,7 +124,7 @@ def test_flops_of_albert_base_are_the_published_figure():
         ({"pretrained": "/no/such/folder"}, "model.pretrained=/no/such/folder cannot be loaded"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused(changes, says):
+def test_a_model_that_does_not_fit_is_rejected(changes, says):
     with pytest.raises(InputError, match=says.replace("(", r"\(")):
         cfg = ModelConfig(**{"architecture": "albert", **COMMON, **ARCHITECTURES["albert"], **changes})
         build_masked_lm(cfg, vocab_size=V, pad_id=0, seq_len=S)

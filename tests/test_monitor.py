@@ -1,4 +1,4 @@
-"""The monitor: what it reads from each source, what it leaves out, and that nothing it meets stops a run.
+"""The monitor: what it reads from each source, what it leaves out, and that nothing it finds stops a run.
 
 `recorded/monitor` holds neuron-monitor lines of the shape that the Neuron SDK's guide documents, with made-up values;
 `effective_flops.jsonl` has the keys that published recordings show instead.

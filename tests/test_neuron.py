@@ -29,7 +29,7 @@ VERSION = "2.14.3.0.1"
 
 def pretend(put, versions):
     """Make this machine one of trn2, by `put(object, name, value)`: its device is the CPU, its collectives are gloo,
-    and neuron-monitor is not installed. Gives the package.
+    and neuron-monitor is not installed. Returns the package.
     """
     put(neuron, "DEVICE", "cpu")
     put(neuron, "COLLECTIVES", "gloo")
@@ -43,7 +43,7 @@ def pretend(put, versions):
 
 @pytest.fixture
 def versions(monkeypatch):
-    """On such a machine; gives the versions of its packages."""
+    """On such a machine; returns the versions of its packages."""
     result = {"torch": "2.14.0", "torch-neuronx": VERSION}
     monkeypatch.setitem(sys.modules, "torch_neuronx", pretend(monkeypatch.setattr, result))
     return result
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_neuron_goes_on_under_ddp(versions, by_ddp, prepared, tm
     assert losses(train(tmp_path / "run", prepared)) == losses(by_ddp)
 
 
-def test_ranks_that_do_not_reach_each_other_are_refused(versions, monkeypatch):
+def test_ranks_that_do_not_reach_each_other_are_rejected(versions, monkeypatch):
     for word in "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1".split():
         monkeypatch.setenv(*word.split("="))
     opened = []
@@ -184,7 +184,7 @@ def test_the_device_of_each_rank_draws_other_numbers(device):
     assert len(set(drawn)) == 8
 
 
-# ---- refusals ------------------------------------------------------------------------------------------------------
+# ---- rejections ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_the_device_of_each_rank_draws_other_numbers(device):
     ],
     ids=["none", "the XLA build", "the stub"],
 )
-def test_what_is_not_native_pytorch_is_refused(versions, version, said):
+def test_what_is_not_native_pytorch_is_rejected(versions, version, said):
     versions.pop("torch-neuronx")
     versions.update({"torch-neuronx": version} if version else {})
     with pytest.raises(InputError, match="backend=neuron needs native PyTorch") as error:
@@ -224,17 +224,17 @@ def without_devices(put):
         ({"precision": "tf32"}, None, "backend.precision=tf32 is for CUDA"),
     ],
 )
-def test_what_cannot_run_there_is_refused(versions, monkeypatch, settings, change, said):
+def test_what_cannot_run_there_is_rejected(versions, monkeypatch, settings, change, said):
     if change is not None:
         change(monkeypatch)
     with pytest.raises(InputError, match=said):
         neuron.Neuron(BackendConfig(**settings))
 
 
-def test_a_refusal_is_one_line_and_exit_code_2(prepared, tmp_path, monkeypatch, capfd):
+def test_a_rejection_is_one_line_and_exit_code_2(prepared, tmp_path, monkeypatch, capfd):
     """On this machine as it is."""
     monkeypatch.setattr(sys, "argv", ["train", *train_overrides(tmp_path / "run", prepared, *NEURON)])
-    assert program.main() == cli.REFUSED
+    assert program.main() == cli.REJECTED
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("starting ")]
     assert line.startswith("error: backend=neuron needs native PyTorch")
 

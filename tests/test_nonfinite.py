@@ -66,7 +66,7 @@ class Run:
         self.backend.ready(self.optimizer, self.parameters)
 
     def step(self, *scales):
-        """One micro batch for each scale of the loss. Gives the norm."""
+        """One micro batch for each scale of the loss. Returns the norm."""
         self.sync.begin(1.0)
         for number, scale in enumerate(scales, start=1):
             with self.sync.micro_batch(is_last=number == len(scales)):

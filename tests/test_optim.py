@@ -170,7 +170,7 @@ def test_a_saved_state_is_loaded_with_a_rate_for_the_head_and_without(kind):
     assert rates_of(second, head) == {1e-3: 0, 5e-3: 2}
 
 
-def test_a_state_of_other_frozen_parts_is_refused():
+def test_a_state_of_other_frozen_parts_is_rejected():
     model, head = encoder_and_head()
     state = saved(build_optimizer(OptimConfig(), model.parameters(), head=head))
     frozen = build_optimizer(OptimConfig(), head, head=head)

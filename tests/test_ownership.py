@@ -77,7 +77,7 @@ def check(folder):
         "lease/contract.pdf",
     ],
 )
-def test_a_folder_with_files_that_are_not_a_runs_is_refused(folder, name):
+def test_a_folder_with_files_that_are_not_a_runs_is_rejected(folder, name):
     put(folder, name, b"mine")
     with pytest.raises(
         InputError, match=r"^run_dir=.*run holds files that are not a run's \(.*\); choose another folder$"
@@ -129,7 +129,7 @@ def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
     check(RunFolder(str(tmp_path / "run")))
 
 
-def test_a_run_dir_out_of_a_variable_that_is_not_set_is_refused(prepared):
+def test_a_run_dir_out_of_a_variable_that_is_not_set_is_rejected(prepared):
     with pytest.raises(InputError, match="^run_dir= is empty"):
         train_config("", prepared)
 

@@ -239,7 +239,7 @@ def test_the_head_counts_in_the_cut():
     assert [len(part) for part in Chain(model).cut(2)] == [4, 4]
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- what is rejected -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ def test_a_wrong_split_is_one_line_before_a_device_opens(prepared, tmp_path, mon
     launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
     for name, value in {**launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as rejected:
         loop.run(train_config(tmp_path / "run", prepared, *MODELS["bert"], *options), StopRequest())
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(rejected.value) and "\n" not in str(rejected.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -287,7 +287,7 @@ def convolving():
     ],
     ids=["too_few_layers", "convolution", "unknown_layers", "no_encoder"],
 )
-def test_a_model_that_cannot_be_cut_is_refused(model, message):
+def test_a_model_that_cannot_be_cut_is_rejected(model, message):
     with pytest.raises(InputError, match=message):
         cut(model, PipelineConfig(stages=3))
 

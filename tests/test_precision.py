@@ -115,7 +115,7 @@ def test_tf32_is_for_those_who_name_it(cuda, precision, products):
         assert not torch.is_autocast_enabled("cuda")
 
 
-def test_tf32_is_refused_where_there_is_none(cuda):
+def test_tf32_is_rejected_where_there_is_none(cuda):
     with pytest.raises(InputError, match=r"precision=tf32 needs .* and this is a CPU; set"):
         DDP(BackendConfig(device="cpu", precision="tf32"))
     cuda.capability = (7, 5)

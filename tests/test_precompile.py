@@ -33,7 +33,7 @@ def executable(path, text):
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """The stand-in on PATH, in a fresh folder, with a local cache; gives the folder that directs it."""
+    """The stand-in on PATH, in a fresh folder, with a local cache; returns the folder that directs it."""
     for name in [*os.environ]:
         if name.startswith(("NEURON", "SLURM")):
             monkeypatch.delenv(name)
@@ -129,11 +129,11 @@ def test_a_small_host_retries_once(tool, instance, retries):
     assert calls(tool)[0]["env"]["NEURON_PARALLEL_COMPILE_MAX_RETRIES"] == retries
 
 
-def test_a_cache_on_nfs_is_refused_before_anything_runs(tool, monkeypatch, capfd):
+def test_a_cache_on_nfs_is_rejected_before_anything_runs(tool, monkeypatch, capfd):
     mountinfo = RECORDED / "mountinfo_nfs.txt"
     monkeypatch.setattr(machine, "filesystem", functools.partial(machine.filesystem, mountinfo=mountinfo))
     monkeypatch.setenv("NEURON_CC_FLAGS", "--cache_dir=/shared/home/me/cache")
-    assert precompile.main(RUN) == cli.REFUSED
+    assert precompile.main(RUN) == cli.REJECTED
     assert not calls(tool)
     (line,) = capfd.readouterr().err.splitlines()
     assert "/shared/home/me/cache is on nfs4" in line
@@ -158,7 +158,7 @@ def test_a_cache_in_s3_is_taken(tool, monkeypatch, capfd):
     ],
 )
 def test_what_cannot_run_is_one_line_before_the_tool(tool, capfd, arguments, said):
-    assert precompile.main(arguments) == cli.REFUSED
+    assert precompile.main(arguments) == cli.REJECTED
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line
     assert not calls(tool) and not list((tool.parent / "tmp").iterdir())
@@ -170,7 +170,7 @@ def test_it_says_how_it_is_to_be_started(tool, monkeypatch, capfd, missing):
         (tool.parent / "bin/neuron_parallel_compile").unlink()
     else:
         monkeypatch.setenv("LOCAL_RANK", "0")
-    assert precompile.main(RUN) == cli.REFUSED
+    assert precompile.main(RUN) == cli.REJECTED
     (line,) = capfd.readouterr().err.splitlines()
     assert (read_versions().sdk.install if missing else "without torchrun") in line and not calls(tool)
 
@@ -257,7 +257,7 @@ def test_under_slurm_the_job_says_which_machine_this_is(tool, monkeypatch, capfd
     assert precompile.main([*RUN, "--dry-run", *given]) == cli.DONE
     assert shlex.join(given) in capfd.readouterr().out
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert precompile.main([*RUN, "--dry-run"]) == cli.REFUSED
+    assert precompile.main([*RUN, "--dry-run"]) == cli.REJECTED
     assert "--ntasks-per-node=1" in capfd.readouterr().err
 
 

@@ -71,9 +71,9 @@ def same_answers(result, run):
     return {line["id"]: line["answer"] for line in result} == wanted
 
 
-def refused(capsys, *arguments):
+def rejected(capsys, *arguments):
     """The line that says what is wrong. (The runs of the fixtures have turned on what is logged.)"""
-    assert predict.main([str(argument) for argument in arguments]) == cli.REFUSED
+    assert predict.main([str(argument) for argument in arguments]) == cli.REJECTED
     result = capsys.readouterr()
     assert not result.out
     (line,) = [line for line in result.err.splitlines() if "random weights" not in line]
@@ -144,7 +144,7 @@ def test_the_threshold_decides_whether_there_is_an_answer_and_comes_from_the_eva
         assert {bool(line["answer"]) for line in result} == {has_answer}
     shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation.json", "checkpoints"))
     question = [tmp_path / "run", "--question", "ba ?", "--context", "ba be bo", *FP32]
-    assert "evaluation.json has no threshold" in refused(capsys, *question)
+    assert "evaluation.json has no threshold" in rejected(capsys, *question)
     assert predict.main([*map(str, question), "--null-threshold", "0"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"id", "answer", "score", "n_best"}
 
@@ -225,7 +225,7 @@ def test_a_run_and_rows_in_s3(answering, bucket, tmp_path, capsys):
     assert same_answers(result, run)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- what is rejected -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_bad_input_is_one_line_and_leaves_no_file(labelled, content, line, tmp_p
     (tmp_path / "new.csv").write_bytes(content)
     (tmp_path / "out.jsonl").write_text("older")
     given = [run, "--input", tmp_path / "new.csv", "--output", tmp_path / "out.jsonl", *FP32]
-    assert line in refused(capsys, *given)
+    assert line in rejected(capsys, *given)
     assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "out.jsonl"}
     assert (tmp_path / "out.jsonl").read_text() == "older"
 
@@ -255,24 +255,24 @@ def test_the_input_is_not_the_output_typed_texts_are_checked_and_it_is_one_proce
 ):
     rows = tmp_path / "new.jsonl"
     rows.write_text('{"text": "ba"}\n')
-    assert "is the input" in refused(capsys, folder, "--input", rows, "--output", rows)
+    assert "is the input" in rejected(capsys, folder, "--input", rows, "--output", rows)
     given = [folder, "--input", rows, "--text-pair", "x"]
-    assert "--text-pair: these flags do not go together" in refused(capsys, *given)
-    assert refused(capsys, folder, "--text", " ", *FP32) == "--text: it is empty"
-    assert refused(capsys, folder, "--text", "b\udcff", *FP32).startswith("--text: byte 0xff is not utf-8")
+    assert "--text-pair: these flags do not go together" in rejected(capsys, *given)
+    assert rejected(capsys, folder, "--text", " ", *FP32) == "--text: it is empty"
+    assert rejected(capsys, folder, "--text", "b\udcff", *FP32).startswith("--text: byte 0xff is not utf-8")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "start it without torchrun" in refused(capsys, "model", "--text", "x")
+    assert "start it without torchrun" in rejected(capsys, "model", "--text", "x")
 
 
 def test_what_a_model_is_not_for(labelled, answering, capsys):
     asks, labels = ["--question", "x", "--context", "y"], ["--text", "x"]
-    assert "labels texts: give --text, or --input" in refused(capsys, labelled[0], *asks, *FP32)
-    assert "answers questions: give --question and --context" in refused(capsys, answering[0], *labels, *FP32)
+    assert "labels texts: give --text, or --input" in rejected(capsys, labelled[0], *asks, *FP32)
+    assert "answers questions: give --question and --context" in rejected(capsys, answering[0], *labels, *FP32)
     pair = ["--text-pair", "y", *FP32]
-    assert "learnt without text_pair: see --text-pair" in refused(capsys, labelled[0], *labels, *pair)
+    assert "learnt without text_pair: see --text-pair" in rejected(capsys, labelled[0], *labels, *pair)
     more = ["--input", labelled[1], "--text-pair-column", "stars"]
-    assert "learnt without text_pair: see --text-pair-column" in refused(capsys, labelled[0], *more, *FP32)
+    assert "learnt without text_pair: see --text-pair-column" in rejected(capsys, labelled[0], *more, *FP32)
 
 
 def test_a_pretraining_has_no_head(tmp_path, tokenizer_folder, capsys):
@@ -280,16 +280,16 @@ def test_a_pretraining_has_no_head(tmp_path, tokenizer_folder, capsys):
     run.mkdir()
     (run / "config.yaml").write_text(yaml.safe_dump(to_dict(train_config(run, tmp_path))))
     (run / "metrics.jsonl").touch()
-    assert "is a run of task=mlm: its model has no head" in refused(capsys, run, "--text", "x", *FP32)
+    assert "is a run of task=mlm: its model has no head" in rejected(capsys, run, "--text", "x", *FP32)
     build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(tmp_path / "export")
     shutil.copytree(tokenizer_folder, tmp_path / "export", dirs_exist_ok=True)
-    line = refused(capsys, tmp_path / "export", "--text", "x", *FP32)
+    line = rejected(capsys, tmp_path / "export", "--text", "x", *FP32)
     assert "no head that predicts (its config.json names the architecture BertForMaskedLM)" in line
 
 
 def test_models_that_are_not_there(labelled, tmp_path, capsys):
     def line(model):
-        return refused(capsys, model, "--text", "x", *FP32)
+        return rejected(capsys, model, "--text", "x", *FP32)
 
     assert line("/nowhere/run") == "MODEL=/nowhere/run: there is no such folder"
     missing = line("runs/none")  # a run that is not there, or a name at the Hub
@@ -322,4 +322,4 @@ def test_models_that_are_not_whole_or_of_another_kind(folder, change, line, tmp_
     if change == "regression":
         config = json.loads((folder / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"problem_type": "regression"}))
-    assert line in refused(capsys, model, "--text", "x", *FP32)
+    assert line in rejected(capsys, model, "--text", "x", *FP32)

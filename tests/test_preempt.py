@@ -206,7 +206,7 @@ def test_a_token_is_renewed_before_its_end(imds, monkeypatch):
     now_s += 1
     service.get("spot/instance-action")
     assert len(imds.seen(TOKEN, "PUT")) == 2
-    assert [request.status for request in imds.seen()] == [404] * 3  # none was refused
+    assert [request.status for request in imds.seen()] == [404] * 3  # none was rejected
 
 
 def test_a_token_that_was_forgotten_is_renewed(imds, stop, warnings):
@@ -341,7 +341,7 @@ def test_the_run_leaves_a_capacity_block_in_time(stop, wall_clock):
     assert stop.kind == "capacity_block"
 
 
-def test_a_block_that_has_no_time_left_is_refused(stop, wall_clock):
+def test_a_block_that_has_no_time_left_is_rejected(stop, wall_clock):
     wall_clock.now = NOW + timedelta(minutes=29)
     with pytest.raises(InputError, match=r"block_end=2026-11-20T09:00:00Z .* it is 2026-11-20T08:29:00Z"):
         watching(stop, block_end="2026-11-20T09:00:00Z", notices="off")

@@ -1,4 +1,4 @@
-"""Preparation: what it writes, that it is the same every time, that it goes on, and what it refuses."""
+"""Preparation: what it writes, that it is the same every time, that it goes on, and what it rejects."""
 
 import errno
 import os
@@ -257,10 +257,10 @@ def test_special_tokens_spelt_in_a_text_do_not_structure_it(corpus, tmp_path):
     assert (tokens == info.sep_id).sum() < 2 * len(tokens) + 120  # two a sequence, and the ends of 120 documents
 
 
-# ---- refused -------------------------------------------------------------------------------------------------------
+# ---- rejected -------------------------------------------------------------------------------------------------------
 
 
-def refused(output, corpus, *overrides):
+def rejected(output, corpus, *overrides):
     with pytest.raises(InputError) as error:
         prepare.prepare(prepare_config(output, corpus, *overrides))
     assert "\n" not in str(error.value)
@@ -282,20 +282,20 @@ def refused(output, corpus, *overrides):
         (b"one", ["validation_fraction=0.999999"], "none of 1 documents is left for the tokenizer by validation_fr"),
     ],
 )
-def test_text_that_is_too_little_or_none_is_refused(tmp_path, prepared, content, overrides, expected):
+def test_text_that_is_too_little_or_none_is_rejected(tmp_path, prepared, content, overrides, expected):
     (tmp_path / "text.txt").write_bytes(content)
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
-    assert expected in refused(
+    assert expected in rejected(
         tmp_path / "out", tmp_path / "text.txt", *(text.format(ready=ready) for text in overrides)
     )
 
 
 @pytest.mark.parametrize("asked_for", [8000, 20])
-def test_a_vocabulary_that_does_not_suit_the_text_is_refused_with_one_that_does(tmp_path, corpus, asked_for):
-    said = refused(tmp_path / "out", corpus, f"tokenizer.vocab_size={asked_for}")
+def test_a_vocabulary_that_does_not_suit_the_text_is_rejected_with_one_that_does(tmp_path, corpus, asked_for):
+    said = rejected(tmp_path / "out", corpus, f"tokenizer.vocab_size={asked_for}")
     assert said.startswith(f"tokenizer.vocab_size={asked_for} is ")
     advice = re.search(r"set (tokenizer\.vocab_size=\d+) or", said)[1]
-    prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the refused call stands in the way
+    prepare.prepare(prepare_config(tmp_path / "out", corpus, advice))  # nothing of the rejected call stands in the way
 
 
 def test_an_interrupt_while_the_tokenizer_is_trained_is_one():
@@ -307,12 +307,12 @@ def test_an_interrupt_while_the_tokenizer_is_trained_is_one():
         tokenizer.train_tokenizer(texts(), vocab_size=30, lowercase=True, train_bytes=1000)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, corpus):
-    assert "cannot write /proc/baretrain/source.json: No such file" in refused(
+def test_a_folder_that_cannot_be_written_is_rejected(tmp_path, corpus):
+    assert "cannot write /proc/baretrain/source.json: No such file" in rejected(
         ROOT.__class__("/proc/baretrain"), corpus
     )
     (tmp_path / "file").write_text("in the way")
-    assert "cannot write" in refused(tmp_path / "file" / "out", corpus)
+    assert "cannot write" in rejected(tmp_path / "file" / "out", corpus)
 
 
 @pytest.mark.parametrize(
@@ -325,16 +325,16 @@ def test_a_full_temporary_folder_is_one_line(tmp_path, corpus, monkeypatch, erro
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-        assert refused(tmp_path / "out", corpus).startswith(f"{tmp_path} is full; free some space, or set TMPDIR")
+        assert rejected(tmp_path / "out", corpus).startswith(f"{tmp_path} is full; free some space, or set TMPDIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    assert refused(tmp_path / "out", corpus).startswith("no temporary folder can be made: No such file")
+    assert rejected(tmp_path / "out", corpus).startswith("no temporary folder can be made: No such file")
 
 
 def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, corpus, tmp_path):
     copy = shutil.copytree(prepared, tmp_path / "copy")
     before = content(copy)
-    assert "seq_len: 32 there, 64 here" in refused(copy, corpus, "seq_len=64")
-    assert "tokenizer.vocab_size: 120 there, 100 here" in refused(copy, corpus, "tokenizer.vocab_size=100")
+    assert "seq_len: 32 there, 64 here" in rejected(copy, corpus, "seq_len=64")
+    assert "tokenizer.vocab_size: 120 there, 100 here" in rejected(copy, corpus, "tokenizer.vocab_size=100")
     more = tmp_path / "text.txt"
     more.write_text(corpus.read_text() + "\nMore.\n")
     with pytest.raises(InputError, match="the corpus has changed"):
@@ -342,18 +342,18 @@ def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, 
     assert content(copy) == before
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("precious")
-    assert "not empty and not a preparation" in refused(tmp_path / "out", corpus)
+    assert "not empty and not a preparation" in rejected(tmp_path / "out", corpus)
     assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 
-def test_a_refused_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_path, corpus, prepared):
+def test_a_rejected_preparation_leaves_nothing_in_the_way_of_better_settings(tmp_path, corpus, prepared):
     ready = f"tokenizer.pretrained={prepared / 'tokenizer'}"
     output = tmp_path / "out"
-    assert "or less, or give more text" in refused(output, corpus, "tokenizer.vocab_size=30000")
-    assert "raise validation_fraction" in refused(output, corpus, ready, "validation_fraction=0.001")
+    assert "or less, or give more text" in rejected(output, corpus, "tokenizer.vocab_size=30000")
+    assert "raise validation_fraction" in rejected(output, corpus, ready, "validation_fraction=0.001")
     assert [path for path in output.rglob("*") if path.is_file()] == []
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\xff")
-    assert "is not utf-8" in refused(output, tmp_path / "bad.txt", ready)
+    assert "is not utf-8" in rejected(output, tmp_path / "bad.txt", ready)
     prepare.prepare(prepare_config(output, corpus))
 
 
@@ -375,6 +375,6 @@ def test_a_damaged_shard_is_named(prepared, tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": 5}', '{"settings": {"parts": "x"}}'])
 def test_a_claim_of_another_making_is_one_line(tmp_path, corpus, content):
     (tmp_path / "source.json").write_text(content)
-    with pytest.raises(InputError, match="source.json is damaged: ") as refused:
+    with pytest.raises(InputError, match="source.json is damaged: ") as rejected:
         prepare.prepare(prepare_config(tmp_path, corpus))
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)

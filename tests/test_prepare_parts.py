@@ -1,4 +1,4 @@
-"""Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and refused."""
+"""Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and rejected."""
 
 import json
 import multiprocessing
@@ -51,7 +51,7 @@ def merged(folder, corpus, *overrides):
     return prepare.prepare(prepare_config(folder, corpus, SMALL, *overrides, "merge=true"))
 
 
-def refused(folder, corpus, *overrides):
+def rejected(folder, corpus, *overrides):
     with pytest.raises(InputError) as error:
         prepare.prepare(prepare_config(folder, corpus, SMALL, *overrides))
     assert "\n" not in str(error.value)
@@ -99,7 +99,7 @@ def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
 
 
 def test_parts_draw_their_own_cuts(ready, tmp_path):
-    """One long document in each part gives the same sequences, cut in two at other positions."""
+    """One long document in each part makes the same sequences, cut in two at other positions."""
     text = write_corpus(tmp_path / "once.txt").read_text().replace("\n\n", "\n")
     (tmp_path / "text.txt").write_text(f"{text}{20 * chr(10)}{text}\n")
     for number in (1, 2):
@@ -128,7 +128,7 @@ def test_finished_parts_are_not_done_twice(parts, corpus, ready):
 def test_a_killed_part_continues_to_the_same_bytes(in_three, corpus, ready, tmp_path):
     output = tmp_path / "killed"
     killed_at(output, corpus, "preparation.write_shard", 3, ready, "part=2/3")
-    assert "part 1/3, part 2/3, part 3/3 are not finished" in refused(output, corpus, ready, "merge=true")
+    assert "part 1/3, part 2/3, part 3/3 are not finished" in rejected(output, corpus, ready, "merge=true")
     for number in (1, 2, 3):
         prepare.prepare(prepare_config(output, corpus, SMALL, ready, f"part={number}/3"))
     merged(output, corpus, ready)
@@ -176,17 +176,17 @@ def test_a_tokenizer_is_seen_when_all_its_files_are_there(prepared, tmp_path, mo
     assert len(written) > 1 and written[-1] == tokenizer.PUBLISHED
 
 
-# ---- refused -------------------------------------------------------------------------------------------------------
+# ---- rejected -------------------------------------------------------------------------------------------------------
 
 
 def test_missing_parts_and_shards_are_named(parts, corpus, ready, tmp_path):
     (parts / "train-2of3-00001.safetensors").unlink()
-    assert "train-2of3-00001.safetensors is gone" in refused(parts, corpus, ready, "merge=true")
+    assert "train-2of3-00001.safetensors is gone" in rejected(parts, corpus, ready, "merge=true")
     (parts / state_name(Part(1, 3))).unlink()
-    message = refused(parts, corpus, ready, "merge=true")
+    message = rejected(parts, corpus, ready, "merge=true")
     assert "part 2/3 is not finished; part=2/3 continues the first" in message
     assert len(list(parts.glob("train-*"))) > 5  # nothing was taken back
-    assert "holds no parts to merge" in refused(tmp_path / "out", corpus, "merge=true")
+    assert "holds no parts to merge" in rejected(tmp_path / "out", corpus, "merge=true")
     assert not (tmp_path / "out").exists()
 
 
@@ -194,10 +194,10 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
     published = parts / "tokenizer" / "tokenizer.json"
     published.write_text(published.read_text().replace("▁", "_"))
     expected = "the tokenizer of part 1/3, part 2/3, part 3/3 are not the published one"
-    assert expected in refused(parts, corpus, ready, "merge=true")
+    assert expected in rejected(parts, corpus, ready, "merge=true")
     (parts / state_name(Part(2, 3))).unlink()
     prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
-    assert "the tokenizer of part 1/3, part 2/3 are not the published one" in refused(
+    assert "the tokenizer of part 1/3, part 2/3 are not the published one" in rejected(
         parts, corpus, ready, "merge=true"
     )
 
@@ -206,16 +206,16 @@ def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus,
     path = parts / state_name(Part(0, 3))
     state = PartState.from_bytes(path.read_bytes())
     path.write_bytes(b"{")
-    assert f"{path} is damaged" in refused(parts, corpus, ready, "part=1/3")
+    assert f"{path} is damaged" in rejected(parts, corpus, ready, "part=1/3")
     path.write_bytes(type(state)(**{**vars(state), "identity": "other"}).to_bytes())
-    assert f"{path} is of a preparation with other settings" in refused(parts, corpus, ready, "merge=true")
+    assert f"{path} is of a preparation with other settings" in rejected(parts, corpus, ready, "merge=true")
 
 
-def test_other_settings_in_the_same_output_are_refused(parts, corpus, ready):
+def test_other_settings_in_the_same_output_are_rejected(parts, corpus, ready):
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
-    assert "parts: 3 there, 4 here" in refused(parts, corpus, ready, "part=1/4")
-    assert "parts: 3 there, 6 here" in refused(parts, corpus, ready, "part=1/3", "processes=2")
-    assert "seed: 0 there, 1 here" in refused(parts, corpus, ready, "merge=true", "seed=1")
+    assert "parts: 3 there, 4 here" in rejected(parts, corpus, ready, "part=1/4")
+    assert "parts: 3 there, 6 here" in rejected(parts, corpus, ready, "part=1/3", "processes=2")
+    assert "seed: 0 there, 1 here" in rejected(parts, corpus, ready, "merge=true", "seed=1")
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
 
@@ -228,7 +228,7 @@ def test_text_that_an_earlier_version_split_otherwise_is_kept_if_finished_and_ne
     now = (parts / "source.json").read_bytes()
     by_earlier_version()
     for what in ("merge=true", "part=1/3"):
-        assert "split_rule: 1 there, 2 here" in refused(parts, corpus, ready, what)
+        assert "split_rule: 1 there, 2 here" in rejected(parts, corpus, ready, what)
     (parts / "source.json").write_bytes(now)
     manifest = merged(parts, corpus, ready)
     by_earlier_version()
@@ -236,7 +236,7 @@ def test_text_that_an_earlier_version_split_otherwise_is_kept_if_finished_and_ne
 
 
 def test_parts_with_too_little_text_for_a_split_leave_nothing_behind(ready, corpus, tmp_path):
-    message = refused(tmp_path / "out", corpus, ready, "processes=2", "validation_fraction=0.001")
+    message = rejected(tmp_path / "out", corpus, ready, "processes=2", "validation_fraction=0.001")
     assert "the validation part has 0 tokens, less than one sequence of 32; raise validation_fraction" in message
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
@@ -246,7 +246,7 @@ def test_parts_with_too_little_text_for_a_split_leave_nothing_behind(ready, corp
 
 def test_the_error_of_one_process_is_one_line_and_stops_the_others(corpus, ready, tmp_path):
     (tmp_path / "bad.txt").write_bytes(corpus.read_bytes() + b"\n\n\xff")
-    assert "byte 0xff is not utf-8" in refused(tmp_path / "out", tmp_path / "bad.txt", ready, "processes=2")
+    assert "byte 0xff is not utf-8" in rejected(tmp_path / "out", tmp_path / "bad.txt", ready, "processes=2")
     assert not multiprocessing.active_children()
 
 
@@ -316,7 +316,7 @@ def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(bucket,
 def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(bucket, corpus, ready, local):
     output = bucket.location("out")
     bucket.proxy.set(Fault("status", match="PUT .*train-00002", code=403, error="AccessDenied", times=1))
-    assert "train-00002.safetensors: no permission to write" in refused(output, corpus, ready, *bucket.overrides())
+    assert "train-00002.safetensors: no permission to write" in rejected(output, corpus, ready, *bucket.overrides())
     assert "out/manifest.json" not in bucket.keys("out/")
     if "out/part-1of1.safetensors" in bucket.keys("out/"):
         state = PartState.from_bytes(bucket.get("out/part-1of1.safetensors"))
@@ -326,8 +326,8 @@ def test_an_upload_that_fails_ends_the_preparation_before_its_state_names_it(buc
     assert in_bucket(bucket, "out") == content(local)
 
 
-def test_a_bucket_that_may_not_be_written_to_is_refused_before_any_work(bucket, corpus, ready, monkeypatch):
+def test_a_bucket_that_may_not_be_written_to_is_rejected_before_any_work(bucket, corpus, ready, monkeypatch):
     bucket.proxy.set(Fault("status", match="PUT", code=403, error="AccessDenied"))
     monkeypatch.setattr(prepare, "vocabulary_of", None)  # would be the first work
-    assert "no permission to write" in refused(bucket.location("out"), corpus, ready, *bucket.overrides())
+    assert "no permission to write" in rejected(bucket.location("out"), corpus, ready, *bucket.overrides())
     assert not bucket.keys("out/")

@@ -160,7 +160,7 @@ def test_an_answer_is_the_tokens_that_hold_it_all(begin, end, tokens):
     assert answer_tokens(2, 7, OFFSETS[1:], 5) == answer_tokens(0, 1, OFFSETS[:0], 5) == (0, 0)  # begins before it
 
 
-def test_windows_without_room_and_tokenizers_without_cls_in_front_are_refused(tokenizer):
+def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(tokenizer):
     with pytest.raises(InputError, match="task.max_question_tokens=12 of seq_len=48 .* which leaves 33 "):
         featurizer(tokenizer, stride=40)
     with pytest.raises(InputError, match="which leaves 0 for the context"):

@@ -26,10 +26,10 @@ def test_a_single_process_agrees_with_itself():
     assert ONE.all_gather_object("a") == ONE.gather("a") == ["a"]
     assert ONE.agree(lambda: 3) == ONE.run_on_rank0(lambda: 3) == 3
     with pytest.raises(InputError, match="no such file"):
-        ONE.agree(refuse)
+        ONE.agree(reject)
 
 
-def refuse():
+def reject():
     raise InputError("no such file")
 
 
@@ -68,7 +68,7 @@ def message(call, *arguments):
 
 def rank_of_three(folder):
     dist.init_process_group("gloo")
-    world, beats = World(), []
+    world, heartbeats = World(), []
     rank = world.rank
     answer = {
         "sum": world.sum([1.0, rank]),
@@ -81,7 +81,7 @@ def rank_of_three(folder):
     if rank > 0:
         world.sendrecv(3 - rank, torch.tensor([float(rank)]), received)
     answer["tensors"], answer["exchanged"] = summed.tolist(), world.all_gather_object(received.item())
-    answer["first"] = world.run_on_rank0(lambda: f"by {rank}", lambda: beats.append(1))
+    answer["first"] = world.run_on_rank0(lambda: f"by {rank}", lambda: heartbeats.append(1))
 
     def fails_on(number, error):
         if rank == number:

@@ -1,4 +1,4 @@
-"""Labelled rows and questions of any format as the same tables; what cannot be used is named, counted and refused."""
+"""Labelled rows and questions of any format as the same tables; what cannot be used is named, counted and rejected."""
 
 import gzip
 import json
@@ -121,7 +121,7 @@ BAD = {  # a row, and why it is left out
 }
 
 
-def test_bad_rows_are_named_by_line_counted_and_left_out_or_refused(folder):
+def test_bad_rows_are_named_by_line_counted_and_left_out_or_rejected(folder):
     bad = put(folder, "a.csv", b"\n".join([b"text,label", *BAD]))
     path = put(folder, "good.csv", csv_of(ROWS))
     settings = {"validation": "a.csv", "labels": ["0", "1"]}

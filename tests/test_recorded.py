@@ -28,7 +28,7 @@ from train.attempt.preempt import StopRequest
 from train.checkpoints.__main__ import main as checkpoints
 from train.checkpoints.manifest import OtherVersion
 from train.cli import compose as cli
-from train.cli.command import DONE, FAILED, REFUSED
+from train.cli.command import DONE, FAILED, REJECTED
 from train.config import S3Config, TrainConfig
 from train.data.shards.format import read_manifest
 from train.report.__main__ import main as report
@@ -150,7 +150,7 @@ def test_all_runs_are_in_one_report(there, capsys):
 
 
 def test_prepared_data_is_looked_into(capsys):
-    assert all(shards.main([verb, "shards"]) == DONE for verb in ("ls", "verify", "head", "stats"))
+    assert all(shards.main([action, "shards"]) == DONE for action in ("ls", "verify", "head", "stats"))
     made = read_manifest(LocalFolder(Path("shards")))
     assert made.id == WHOLE["data"]["shards"] and made.id[:12] in capsys.readouterr().out
     for name, settings in {"labelled": CLASSIFY, "answers": ANSWERS}.items():
@@ -222,12 +222,12 @@ PREDICT = ["classify", "--input", "rows.jsonl"]
 NEWER: list[tuple[str, Callable[[str], str], Callable[[list[str]], int], list[str], int, str]] = [
     ("alone/checkpoints/step_00000002/manifest.json", SEALED, checkpoints, ["alone", "verify"], FAILED, "format 99"),
     ("fsdp/checkpoints/step_00000002/manifest.json", SEALED, checkpoints, ["fsdp", "verify"], FAILED, "format 99"),
-    ("shards/manifest.json", ID, shards.main, ["ls", "shards"], REFUSED, "format 99"),
-    ("shards/source.json", future, prepare.main, PREPARE.split(), REFUSED, "format: 99"),
-    ("labelled/tables.json", SEALED, records.main, CLASSIFY.split(), REFUSED, "another version"),
-    ("launched.launch/job.json", future, launch_main, ["status", "launched"], REFUSED, "format 99"),
-    ("classify/config.yaml", unknown, predict.main, PREDICT, REFUSED, "future"),
-    ("done/samples.json", unknown, report, ["done"], REFUSED, "'future' is not known"),
+    ("shards/manifest.json", ID, shards.main, ["ls", "shards"], REJECTED, "format 99"),
+    ("shards/source.json", future, prepare.main, PREPARE.split(), REJECTED, "format: 99"),
+    ("labelled/tables.json", SEALED, records.main, CLASSIFY.split(), REJECTED, "another version"),
+    ("launched.launch/job.json", future, launch_main, ["status", "launched"], REJECTED, "format 99"),
+    ("classify/config.yaml", unknown, predict.main, PREDICT, REJECTED, "future"),
+    ("done/samples.json", unknown, report, ["done"], REJECTED, "'future' is not known"),
 ]
 
 

@@ -397,7 +397,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize(("name", "content", "said"), DAMAGED)
-def test_damaged_files_on_the_data_are_refused_by_name(tmp_path, capsys, name, content, said):
+def test_damaged_files_on_the_data_are_rejected_by_name(tmp_path, capsys, name, content, said):
     run = finished_run.write(tmp_path / "run")
     (run / name).write_text(content)
     error = rejected(capsys, run)
@@ -513,7 +513,7 @@ def test_a_place_in_s3_that_is_no_run_or_damaged_is_named(bucket, in_s3, capsys)
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_silent_s3_is_a_failure_and_no_refusal(bucket, capsys, monkeypatch):
+def test_a_silent_s3_is_a_failure_and_no_rejection(bucket, capsys, monkeypatch):
     monkeypatch.setattr("train.storage.s3_retry.ATTEMPTS", 1)
     bucket.proxy.set(Fault("status"))
     assert report_command.main([bucket.location("run"), *bucket.config().flags()]) == 1

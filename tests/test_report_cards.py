@@ -243,7 +243,7 @@ HOSTILE: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("content", "why"), HOSTILE, ids=[why for _, why in HOSTILE])
-def test_damaged_samples_are_refused_by_name(tmp_path, content, why):
+def test_damaged_samples_are_rejected_by_name(tmp_path, content, why):
     run = write_run(tmp_path / "run", whole_run())
     (run / "samples.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=rf"samples\.json is damaged: .*{why}") as error:

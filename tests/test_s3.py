@@ -1,4 +1,4 @@
-"""Folders on disk and in S3: what both do alike, and every way in which S3 refuses, against a real server."""
+"""Folders on disk and in S3: what both do alike, and every way in which S3 rejects, against a real server."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_large_file_goes_in_parts_and_a_small_one_at_once(bucket):
 
 
 def everything(folder):
-    """Each operation with the verb that a refusal of it names."""
+    """Each operation with the action that a rejection of it names."""
     return [
         ("read", lambda: folder.read("a")),
         ("read", lambda: folder.size("a")),
@@ -255,7 +255,7 @@ def test_half_a_minute_is_waited_each_time(bucket, monkeypatch, pauses):
 
 EUROPE = {"x-amz-bucket-region": "eu-west-3"}
 IN_EUROPE = "the bucket is in region eu-west-3, not us-east-1; set s3.region"
-REFUSALS = {  # code and status of S3, and what is said of them
+REJECTIONS = {  # code and status of S3, and what is said of them
     ("RequestTimeTooSkewed", 403): "this machine's clock is wrong",
     ("NotImplemented", 501): "S3 answers 501 NotImplemented: by the fault proxy",
     ("ExpiredToken", 400): "the AWS credentials have expired (ExpiredToken); renew them (aws sso login)",
@@ -266,10 +266,10 @@ REFUSALS = {  # code and status of S3, and what is said of them
 }
 
 
-@pytest.mark.parametrize(("error", "code"), REFUSALS)
+@pytest.mark.parametrize(("error", "code"), REJECTIONS)
 def test_what_no_try_changes_is_asked_once_and_named(bucket, error, code):
     bucket.proxy.set(Fault("status", code=code, error=error, headers=EUROPE))
-    with pytest.raises(InputError, match=f"^s3://.*/runs/data/a: {re.escape(REFUSALS[error, code])}"):
+    with pytest.raises(InputError, match=f"^s3://.*/runs/data/a: {re.escape(REJECTIONS[error, code])}"):
         in_s3(bucket).read("a")
     assert len(bucket.proxy.requests()) == 1 + (error == "ExpiredToken")  # ~/.aws may hold others by now
 
@@ -290,7 +290,7 @@ def test_a_body_that_breaks_off_is_read_again(bucket, monkeypatch, fault):
 
 
 def test_a_byte_that_changed_on_the_way_is_noticed(bucket):
-    """Where the server gives a checksum, as AWS does and this one does not."""
+    """Where the server returns a checksum, as AWS does and this one does not."""
     content = os.urandom(3 * MIB)
     bucket.put("runs/data/a", content)
     checksum = base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()
@@ -374,9 +374,9 @@ def test_credentials_and_settings_that_cannot_be_used_are_named_in_one_line(buck
     environment, settings, says = UNUSABLE[case]
     for name, value in environment.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=f"^{says}") as refused:
+    with pytest.raises(InputError, match=f"^{says}") as rejected:
         in_s3(bucket, **settings).read("a")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_bucket_that_is_not_there_or_cannot_be_is_named(bucket):
@@ -388,16 +388,18 @@ def test_a_bucket_that_is_not_there_or_cannot_be_is_named(bucket):
 
 
 def test_a_missing_permission_is_named(bucket, monkeypatch):
-    """By every operation, with its verb."""
+    """By every operation, with its action."""
     bucket.put("runs/data/a", b"x")
     key, secret = bucket.service.server.add_user()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    for verb, act in everything(in_s3(bucket)):
-        with pytest.raises(InputError, match=f"/[ab]: no permission to {verb} it.*; the role or user needs") as raised:
+    for action, act in everything(in_s3(bucket)):
+        with pytest.raises(
+            InputError, match=f"/[ab]: no permission to {action} it.*; the role or user needs"
+        ) as raised:
             act()
-        assert ("or it is missing" in str(raised.value)) == (verb == "read")
-        assert isinstance(raised.value, NotPermitted) == (verb == "delete")  # which a run continues without
+        assert ("or it is missing" in str(raised.value)) == (action == "read")
+        assert isinstance(raised.value, NotPermitted) == (action == "delete")  # which a run continues without
     assert bucket.keys() == ["runs/data/a"]
 
 
@@ -439,18 +441,18 @@ def test_credentials_renewed_in_a_file_are_taken_up(bucket, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("verb", "do"),
+    ("action", "do"),
     [("read", "stall"), ("download", "delay"), ("size", "delay")],
 )
-def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tmp_path, verb, do):
+def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(bucket, tmp_path, action, do):
     """Two layers that ask again, of boto3 and of its transfers or ours, do not multiply."""
     bucket.put("runs/data/a", b"x" * 1000)
     folder = in_s3(bucket, timeout_s=1.2)
-    arguments = {"download": ["a", tmp_path / "a"]}.get(verb, ["a"])
-    bucket.proxy.set(Fault(do, match="^GET" if verb != "size" else ""))
+    arguments = {"download": ["a", tmp_path / "a"]}.get(action, ["a"])
+    bucket.proxy.set(Fault(do, match="^GET" if action != "size" else ""))
     words = rf"^s3://.*/runs/data/a: no whole answer from {bucket.service.endpoint}: "
     with pytest.raises(Unreachable, match=words):
-        getattr(folder, verb)(*arguments)
+        getattr(folder, action)(*arguments)
     assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_retry.SILENT_ATTEMPTS + 1
 
 
@@ -493,8 +495,8 @@ def threshold(folder):
     ],
     ids=["manifest", "state of a part", "tables", "precision of a run", "threshold of a run"],
 )
-def test_what_s3_refuses_is_not_taken_for_damage(tmp_path, read, error):
-    class Refusing(LocalFolder):
+def test_what_s3_rejects_is_not_taken_for_damage(tmp_path, read, error):
+    class Rejecting(LocalFolder):
         def read(self, name):
             raise error
 
@@ -502,7 +504,7 @@ def test_what_s3_refuses_is_not_taken_for_damage(tmp_path, read, error):
             return 1
 
     with pytest.raises(type(error), match=f"^{error}$"):
-        read(Refusing(tmp_path))
+        read(Rejecting(tmp_path))
 
 
 def test_a_file_in_place_of_prepared_data_is_named(tmp_path):

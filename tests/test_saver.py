@@ -30,7 +30,7 @@ PATIENCE_S = 300.0  # never waited for unless a test fails
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class Gate(LocalStore):
+class HeldStore(LocalStore):
     """Saves wait before the first byte is written until it is opened."""
 
     def __init__(self, path):
@@ -80,7 +80,7 @@ def save(saver, step, trained, **options):
 
 
 def saved(saver, step, trained):
-    """Save and wait; gives the failure."""
+    """Save and wait; returns the failure."""
     save(saver, step, trained)
     saver.wait()
     (result,) = saver.take()
@@ -97,7 +97,7 @@ def left(store):
 
 
 def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_path):
-    store, trained, progress = Gate(tmp_path), built(), Progress(step=3, window={"steps": 2})
+    store, trained, progress = HeldStore(tmp_path), built(), Progress(step=3, window={"steps": 2})
     saver = saver_of(store)
     wanted = [tensor.detach().clone() for tensor in tensors(*trained)]
     torch.manual_seed(7)
@@ -125,7 +125,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
 
 def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
     """It is no failure, before more work is at risk than may be lost."""
-    store, trained = Gate(tmp_path), built()
+    store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.01, max_failures=2)
     wanted = trained[0][0].weight.detach().clone()
     save(saver, 3, trained)
@@ -148,7 +148,7 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path):
 
 
 def test_a_run_that_leaves_at_once_waits_for_no_save(tmp_path):
-    store, trained = Gate(tmp_path), built()
+    store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store)
     save(saver, 3, trained)
     assert store.reached.wait(PATIENCE_S)
@@ -158,7 +158,7 @@ def test_a_run_that_leaves_at_once_waits_for_no_save(tmp_path):
 
 
 def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
-    store, trained = Gate(tmp_path), built()
+    store, trained = HeldStore(tmp_path), built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
     save(saver, 6, trained, must=True, on_wait=store.opened.set)  # without one it would wait for ever
@@ -208,41 +208,41 @@ def test_tied_weights_are_stored_once_and_load_tied(tmp_path, prepared, options)
 # ---- saves that fail ------------------------------------------------------------------------------------------------
 
 
-class Refusing(LocalStore):
-    """A disk that has no room for a file of the save, or for what comes after."""
+class Rejecting(LocalStore):
+    """A disk that has no space for a file of the save, or for what comes after."""
 
-    refused = ""
+    rejected = ""
 
     def begin(self, step, num_bytes):
         folder = super().begin(step, num_bytes)
-        if self.refused.endswith(".pt"):
-            (folder / self.refused).symlink_to("/dev/full")  # the kernel refuses every byte, as on a full disk
+        if self.rejected.endswith(".pt"):
+            (folder / self.rejected).symlink_to("/dev/full")  # the kernel rejects every byte, as on a full disk
         return folder
 
     def commit(self, scratch, manifest):
-        if self.refused == "commit":
+        if self.rejected == "commit":
             raise FULL
         super().commit(scratch, manifest)
 
 
-@pytest.mark.parametrize("refused", ["model.pt", "optimizer.pt", "ranks.pt", "commit"])
-def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_path, refused):
-    store, trained = Refusing(tmp_path), built()
+@pytest.mark.parametrize("rejected", ["model.pt", "optimizer.pt", "ranks.pt", "commit"])
+def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_path, rejected):
+    store, trained = Rejecting(tmp_path), built()
     saver = saver_of(store, max_failures=2)
     assert saved(saver, 3, trained) is None
-    store.refused = refused
+    store.rejected = rejected
     assert "No space left on device" in saved(saver, 6, trained)
     assert (store.steps(), left(store), saver.newest, saver.failure) == ([3], [], 3, None)
-    store.refused = ""
+    store.rejected = ""
     assert saved(saver, 9, trained) is None
     assert store.steps() == [3, 9]
 
 
 def test_several_failures_in_a_row_end_the_run_and_a_success_forgives_them(tmp_path):
-    store, trained = Refusing(tmp_path), built()
+    store, trained = Rejecting(tmp_path), built()
     saver, seen = saver_of(store, max_failures=2), []
-    for number, refused in enumerate(["model.pt", "", "commit", "model.pt"], start=1):
-        store.refused = refused
+    for number, rejected in enumerate(["model.pt", "", "commit", "model.pt"], start=1):
+        store.rejected = rejected
         saved(saver, number, trained)
         seen.append(saver.failure)
     assert seen[:3] == [None] * 3
@@ -321,14 +321,14 @@ def test_a_run_has_failed_if_its_last_save_has(tmp_path, prepared, monkeypatch, 
         last_begins.set()
         wait(self, *options)
 
-    def refusing(self, now, num_bytes):
+    def rejecting(self, now, num_bytes):
         if now == step:
             assert last_begins.wait(PATIENCE_S)
             raise FULL
         return begin(self, now, num_bytes)
 
     monkeypatch.setattr(AsyncSaver, "wait", waiting)
-    monkeypatch.setattr(LocalStore, "begin", refusing)
+    monkeypatch.setattr(LocalStore, "begin", rejecting)
     if step == 5:
         assert train(tmp_path / "run", prepared) == ("done", 6)
         assert outcome(tmp_path / "run")["checkpoint"] == 6

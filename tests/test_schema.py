@@ -1,4 +1,4 @@
-"""Files that others may have written: no name leads out of its folder, and what cannot be is refused in one line."""
+"""Files that others may have written: no name leads out of its folder, and what cannot be is rejected in one line."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def test_no_accepted_name_leads_out_of_its_folder(name):
 
 
 @pytest.mark.parametrize("name", [*EVIL_NAMES[:5], *EVIL_NAMES[9:]], ids=ascii)
-def test_names_that_lead_astray_are_refused(name):
+def test_names_that_lead_astray_are_rejected(name):
     if name != "~/x":  # a folder called "~": nothing expands it
         with pytest.raises(BadContent):
             RelativePath(name)
@@ -150,22 +150,22 @@ FORGED = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_a_forged_manifest_of_data_is_refused_in_one_line(data, case):
+def test_a_forged_manifest_of_data_is_rejected_in_one_line(data, case):
     change, says = FORGED[case]
     forge(data, change)
-    with pytest.raises(InputError, match=says) as refused:
+    with pytest.raises(InputError, match=says) as rejected:
         read_manifest(data)
-    assert is_one_line(refused.value) and "prepare the data again" in str(refused.value)
+    assert is_one_line(rejected.value) and "prepare the data again" in str(rejected.value)
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"[" * 100_000, b"[]", b"null", b"\xff", b'{"format": 1, "id": "\\ud800", "a": "\\ud800"}']
 )
-def test_what_is_no_manifest_is_refused_in_one_line(tmp_path, content):
+def test_what_is_no_manifest_is_rejected_in_one_line(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as rejected:
         read_manifest(tmp_path)
-    assert is_one_line(refused.value)
+    assert is_one_line(rejected.value)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_is_no_manifest_is_refused_in_one_line(tmp_path, content):
         (b'"format": 1', b'"format": 9', "format 9 is not 1"),
     ],
 )
-def test_a_manifest_of_data_that_was_changed_is_refused(data, before, after, says):
+def test_a_manifest_of_data_that_was_changed_is_rejected(data, before, after, says):
     path = data / "manifest.json"
     path.write_bytes(path.read_bytes().replace(before, after, 1))
     with pytest.raises(InputError, match=says):
@@ -184,7 +184,7 @@ def test_a_manifest_of_data_that_was_changed_is_refused(data, before, after, say
 
 @quick
 @given(data=st.data())
-def test_a_changed_manifest_of_data_is_refused_or_names_only_files_of_its_folder(good, data):
+def test_a_changed_manifest_of_data_is_rejected_or_names_only_files_of_its_folder(good, data):
     body = data.draw(changed(good))
     try:
         manifest = parse_manifest(signed(body))
@@ -240,12 +240,12 @@ FORGED_SHARDS = {
 
 
 @pytest.mark.parametrize("case", FORGED_SHARDS)
-def test_a_forged_shard_is_refused_when_it_is_read(data, case):
+def test_a_forged_shard_is_rejected_when_it_is_read(data, case):
     change, says = FORGED_SHARDS[case]
     put_shard(data, save(change(tensors_of(data))))
-    with pytest.raises(InputError, match=says) as refused:
+    with pytest.raises(InputError, match=says) as rejected:
         ShardSet(data, read_manifest(data), "train").rows(np.arange(2))
-    assert is_one_line(refused.value)
+    assert is_one_line(rejected.value)
 
 
 @quick
@@ -321,9 +321,9 @@ def test_a_changed_manifest_of_a_checkpoint_is_damaged_or_names_only_files_of_it
     ],
 )
 def test_a_forged_manifest_of_a_checkpoint_is_damaged(key, value):
-    with pytest.raises(Damaged, match="cannot be read") as refused:
+    with pytest.raises(Damaged, match="cannot be read") as rejected:
         Manifest.from_json(signed_checkpoint({**CHECKPOINT, key: value}))
-    assert is_one_line(refused.value)
+    assert is_one_line(rejected.value)
 
 
 def test_a_manifest_of_a_checkpoint_is_read_as_it_was_written():
@@ -331,7 +331,7 @@ def test_a_manifest_of_a_checkpoint_is_read_as_it_was_written():
     assert json.loads(manifest.to_json()) == CHECKPOINT and manifest.folder == "00000001-0123abcd"
 
 
-def test_data_without_what_pretraining_needs_is_refused_by_its_task(data, tmp_path):
+def test_data_without_what_pretraining_needs_is_rejected_by_its_task(data, tmp_path):
     forge(data, lambda body: body["counts"].pop("unigram_entropy"))
     with pytest.raises(InputError, match="has no validation sequences or no unigram_entropy; prepare the data again"):
         build_task(train_config(tmp_path / "run", data))

@@ -17,7 +17,7 @@ from s3_fixtures import Bucket
 from safetensors.torch import load_file
 from saved_steps import flip
 from services.fault_proxy import Fault
-from test_saver import DRAFT, FULL, Refusing, left
+from test_saver import DRAFT, FULL, Rejecting, left
 from torch import nn
 
 from train import loop
@@ -64,7 +64,7 @@ def test_every_rank_writes_its_rows_under_one_manifest(four):
     assert manifest.files.keys() == {"ranks.pt", *names}
     sizes = [manifest.files[name]["bytes"] for name in manifest.files_of("model")]
     assert max(sizes) < 0.4 * sum(sizes)  # names and tensors of few rows are not divided by four
-    assert json.loads(manifest.to_json())["format"] == 3  # so that a version that knows no parts refuses it
+    assert json.loads(manifest.to_json())["format"] == 3  # so that a version that knows no parts rejects it
     assert left(store_of(four)) == []
 
 
@@ -105,7 +105,7 @@ def test_it_is_inspected_and_exported_as_a_whole_one(run_dir, tmp_path, capsys):
 
 
 def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(bucket: Bucket, prepared, tmp_path):
-    """The first upload of rank 1 is refused: the alarm names it. The next save removes what that one has left."""
+    """The first upload of rank 1 is rejected: the alarm names it. The next save removes what that one has left."""
     bucket.proxy.set(Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied"))
     location, cache = bucket.location("run"), f"data.cache_dir={tmp_path / 'cache'}"
     arguments = train_overrides(location, prepared, *FSDP, "micro_batch_size=4", cache, *bucket.overrides())
@@ -139,18 +139,18 @@ class Divided(Replica):
         return {"model": {"weight": rows}, "optimizer": own}
 
 
-class Failing(Refusing):
-    """A disk that refuses a file, or all; or a rank that dies while it writes."""
+class Failing(Rejecting):
+    """A disk that rejects a file, or all; or a rank that dies while it writes."""
 
-    refused = ""
+    rejected = ""
 
     def begin(self, step, num_bytes):
-        if self.refused == "begin":
+        if self.rejected == "begin":
             raise FULL
         return super().begin(step, num_bytes)
 
     def join(self, *arguments):
-        if self.refused == "rank":
+        if self.rejected == "rank":
             os._exit(0)
         return super().join(*arguments)
 
@@ -166,9 +166,9 @@ def main(folder):
     engine = Divided(backend, model, torch.optim.SGD(model.parameters()))
     saver = AsyncSaver(CheckpointConfig(max_failures=99, keep=0), store, engine, backend, DRAFT, **options)
     failures = []
-    for step, store.refused in FAULTS.items():
-        model.weight.data.fill_(float("nan" if store.refused == "NaN" and backend.world.rank == 1 else step))
-        saver.save(Progress(step=step), {}, metric=None, must=store.refused != "rank")
+    for step, store.rejected in FAULTS.items():
+        model.weight.data.fill_(float("nan" if store.rejected == "NaN" and backend.world.rank == 1 else step))
+        saver.save(Progress(step=step), {}, metric=None, must=store.rejected != "rank")
         failures.append(getattr(saver.pending.result(), "failure", None))
     (Path(folder) / "failures.json").write_text(json.dumps([failures, store.steps(), left(store)]))
     os._exit(0)  # the group has lost a rank
@@ -206,16 +206,16 @@ def test_a_save_lacks_no_part_whichever_rank_fails(tmp_path):
 ROWS = torch.arange(6.0).reshape(3, 2)
 
 
-def refused(folder, contents, read):
-    """The refusal of a step with these files, whose checksums are right."""
+def rejected(folder, contents, read):
+    """The rejection of a step with these files, whose checksums are right."""
     files = {}
     for name, content in contents.items():
         torch.save(content, folder / name)
         files[FileName(name)] = {"bytes": (folder / name).stat().st_size, "sha256": "0" * 64}
-    with pytest.raises(Untrusted, match=r"who wrote it\?$") as refusal, fitting(folder):
+    with pytest.raises(Untrusted, match=r"who wrote it\?$") as rejection, fitting(folder):
         dict(read(folder, Manifest(1, 1, {}, {}, {}, 2, "ddp", None, files=files)))
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
+    assert "\n" not in str(rejection.value)
+    return str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -234,18 +234,18 @@ def refused(folder, contents, read):
         (ROWS, "model_00001.pt: 'w' is in model.pt as well"),
     ],
 )
-def test_pieces_that_do_not_make_a_tensor_are_refused(tmp_path, second, message):
+def test_pieces_that_do_not_make_a_tensor_are_rejected(tmp_path, second, message):
     contents = {"model.pt": {"w": piece(ROWS[:1], 0, 3)}, "model_00001.pt": {"w": second}}
-    assert message in refused(tmp_path, contents, read_weights)
+    assert message in rejected(tmp_path, contents, read_weights)
 
 
-def test_a_part_that_is_none_or_lacks_moments_is_refused(tmp_path):
-    assert "model_00001.pt: it holds 5" in refused(tmp_path, {"model.pt": {}, "model_00001.pt": 5}, read_weights)
+def test_a_part_that_is_none_or_lacks_moments_is_rejected(tmp_path):
+    assert "model_00001.pt: it holds 5" in rejected(tmp_path, {"model.pt": {}, "model_00001.pt": 5}, read_weights)
     first = {"state": {0: {"m": ROWS}}, "param_groups": [{"params": [0, 1]}]}
     contents = {"optimizer.pt": first, "optimizer_00001.pt": {"state": {}}}
-    assert "optimizer_00001.pt: no moments of parameter 1" in refused(tmp_path, contents, read_optimizer)
+    assert "optimizer_00001.pt: no moments of parameter 1" in rejected(tmp_path, contents, read_optimizer)
     contents["optimizer_00001.pt"] = {"state": {0: {"m": ROWS}, 1: {"m": ROWS}}}
-    assert "optimizer_00001.pt: 'm' is in optimizer.pt as well" in refused(tmp_path, contents, read_optimizer)
+    assert "optimizer_00001.pt: 'm' is in optimizer.pt as well" in rejected(tmp_path, contents, read_optimizer)
 
 
 def test_a_file_that_the_manifest_does_not_name_is_not_read(four, tmp_path):

@@ -61,7 +61,7 @@ class Reducing:
         self.sync = backend.grad_sync(self.model, accumulation=accumulation)
 
     def step(self, number, *scales):
-        """One row a micro batch. Gives all gradients before the division, in one tensor, and the divisor."""
+        """One row a micro batch. Returns all gradients before the division, in one tensor, and the divisor."""
         self.sync.begin(1.0 + self.rank)
         for micro, scale in enumerate(scales or (1.0,), start=1):
             with self.sync.micro_batch(is_last=micro == len(scales or (1,))):
@@ -195,7 +195,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
         assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------
+# ---- what is rejected -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_resumed_is_uninterrupted_bit_for_bit(prepared, tmp_path):
         (["backend.grad_compression=powersgd", "backend.precision=fp16"], "set bf16 or fp32"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused_in_one_line(prepared, tmp_path, overrides, message):
-    with pytest.raises(InputError) as refusal:
+def test_settings_that_do_not_go_together_are_rejected_in_one_line(prepared, tmp_path, overrides, message):
+    with pytest.raises(InputError) as rejection:
         loop.run(train_config(tmp_path / "run", prepared, *overrides), StopRequest())
-    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+    assert message in str(rejection.value) and "\n" not in str(rejection.value)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a Slurm job does at its time limit, where Slurm refuses something, and when a node never answers."""
+"""What a Slurm job does at its time limit, where Slurm rejects something, and when a node never answers."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ texts = st.one_of(
 
 @quick
 @given(texts)
-def test_damaged_output_is_refused_or_read_never_a_traceback(text: str):
+def test_damaged_output_is_rejected_or_read_never_a_traceback(text: str):
     def expand(hosts: str) -> tuple[str, ...]:
         return tuple(hosts.split(","))
 
@@ -204,11 +204,11 @@ def test_an_estimate_submits_nothing(slurm, tmp_path):
         (["--bogus"], "unrecognized option '--bogus'"),
     ],
 )
-def test_a_refused_job_says_why_and_what_to_do(slurm, tmp_path, options: list[str], said: str):
+def test_a_rejected_job_says_why_and_what_to_do(slurm, tmp_path, options: list[str], said: str):
     script = write_script(tmp_path / "s", "true")
-    with pytest.raises(InputError, match=said) as refused:
+    with pytest.raises(InputError, match=said) as rejected:
         Slurm().submit(options, script)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(rejected.value)
 
 
 def test_a_time_limit_with_which_a_job_would_wait_for_ever_is_rejected(slurm):

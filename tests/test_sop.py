@@ -157,7 +157,7 @@ def test_only_models_with_a_head_for_the_order_can_learn_it():
 
 
 def test_data_whose_documents_are_shorter_than_a_sequence_has_no_order_to_learn(corpus, tmp_path):
-    """Refused at the start: the first evaluation, which needs such a sequence, may be thousands of steps away."""
+    """Rejected at the start: the first evaluation, which needs such a sequence, may be thousands of steps away."""
     words = corpus.read_text().split()
     text = tmp_path / "short.txt"
     text.write_text("\n".join("\n".join(words[at : at + 2]) + "\n" for at in range(0, 4000, 2)))

@@ -166,14 +166,14 @@ def test_a_tokenizer_neither_cuts_nor_pads(folder, tmp_path):
     ],
     ids=["slow", "no sep", "no pad", "empty folder", "damaged"],
 )
-def test_a_tokenizer_that_will_not_do_is_refused(make, says, tmp_path):
+def test_a_tokenizer_that_will_not_do_is_rejected(make, says, tmp_path):
     make(tmp_path)
     with pytest.raises(InputError, match=f"tokenizer {tmp_path} {says}") as error:
         task_tokenizer(ModelConfig(tokenizer=str(tmp_path)))
     assert "\n" not in str(error.value)
 
 
-def test_weights_without_a_tokenizer_are_refused(folder, tmp_path):
+def test_weights_without_a_tokenizer_are_rejected(folder, tmp_path):
     """transformers makes one that knows no word."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(folder / name)
@@ -184,7 +184,7 @@ def test_weights_without_a_tokenizer_are_refused(folder, tmp_path):
         task_tokenizer(ModelConfig())
 
 
-def test_a_tokenizer_of_other_words_than_the_weights_is_refused(folder, tmp_path):
+def test_a_tokenizer_of_other_words_than_the_weights_is_rejected(folder, tmp_path):
     same, other = write_tokenizer(tmp_path / "same"), write_tokenizer(tmp_path / "other", words=WORDS[::-1])
     assert len(task_tokenizer(ModelConfig(pretrained=str(folder), tokenizer=str(same)))) == 10
     with pytest.raises(InputError, match="another vocabulary than that of the weights"):

@@ -85,7 +85,7 @@ def test_in_v2_nothing_agrees_with_nothing_only():
 
 
 def reached(threshold, odds, scores, has_answer):
-    """Mean score, 0 to 100, of the answers that a threshold gives."""
+    """Mean score, 0 to 100, of the answers with a threshold."""
     return 100 * np.where(odds > threshold, ~has_answer, scores).mean()
 
 

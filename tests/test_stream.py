@@ -92,7 +92,7 @@ def test_ranks_that_read_different_data_are_rejected():
         check_same_data(["a" * 64, "b" * 64])
 
 
-def test_a_run_whose_data_is_not_there_is_refused_in_one_line(bucket, monkeypatch, tmp_path, capsys):
+def test_a_run_whose_data_is_not_there_is_rejected_in_one_line(bucket, monkeypatch, tmp_path, capsys):
     for location, words in {
         "s3://nowhere-at-all/data": "there is no such bucket",
         bucket.location("data"): "holds no manifest.json",
@@ -135,7 +135,7 @@ FAULTS = {
     "no answer, twice": Fault("stall", "large", times=2),
     "an answer that stops in the middle": Fault("stall", "large", after=700, times=2),
     "a byte flipped on the way": Fault("flip", "large", after=900, times=2),
-    "credentials refused as expired, at first": Fault("status", "large", times=2, code=400, error="ExpiredToken"),
+    "credentials rejected as expired, at first": Fault("status", "large", times=2, code=400, error="ExpiredToken"),
 }
 
 
@@ -195,7 +195,7 @@ def client_of(bucket):
 
 
 def test_renewed_credentials_are_taken_up(bucket, large, without_credentials, monkeypatch, tmp_path):
-    """A file of ~/.aws is read again for each new client, and a refusal as expired makes one."""
+    """A file of ~/.aws is read again for each new client, and a rejection as expired makes one."""
     file, server, opened = tmp_path / "credentials", bucket.service.server, []
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     file.write_text(f"[default]\naws_access_key_id={server.key}\naws_secret_access_key=wrong\n")

@@ -17,7 +17,7 @@ def run(fake_scheduler, tmp_path, monkeypatch):
     return Launched("runs/mine", fake_scheduler).job()
 
 
-def test_of_two_launches_at_once_one_is_refused(run):
+def test_of_two_launches_at_once_one_is_rejected(run):
     job = run.record.job()
     first, second = submit.check_idle(run.record), submit.check_idle(run.record)
     submit.claim(run.record, job, first)

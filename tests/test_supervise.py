@@ -126,7 +126,7 @@ def test_a_service_that_does_not_answer_is_asked_again(monkeypatch):
 
     assert retry(ask, "you") == "here, you"
     with pytest.raises(InputError):
-        retry(lambda: check(False, "no patience helps"))
+        retry(lambda: check(False, "no retry helps"))
 
 
 class Run:
@@ -185,7 +185,7 @@ def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
     stop.ask("the time limit is near")
     stop.ask("SIGTERM from Slurm")
     stop.write()
-    assert not (tmp_path / "run").exists()  # the trainer would refuse a folder that holds only STOP
+    assert not (tmp_path / "run").exists()  # the trainer would reject a folder that holds only STOP
     record.run.write("environment.json", b"{}")
     stop.write()
     assert record.run.size(STOP_FILE) == 0 and stop.reason == "the time limit is near"

@@ -224,7 +224,7 @@ def test_a_damaged_folder_is_made_anew(cfg):
 # ---- without reading the raw data again ----------------------------------------------------------------------------
 
 
-def test_raw_data_that_changes_while_it_is_read_is_refused(cfg, raw):
+def test_raw_data_that_changes_while_it_is_read_is_rejected(cfg, raw):
     words = Words()
     words.kind = replace(CLASSIFY_ROWS, read=lambda row: (raw.touch(), CLASSIFY_ROWS.read(row))[1])
     with pytest.raises(InputError, match="train.csv changed while it was read; start again"):
@@ -239,7 +239,7 @@ def test_raw_data_that_is_gone_is_named(cfg, raw):
         open_tables(cfg, Words())
 
 
-def test_tables_with_more_bad_rows_than_this_run_allows_are_refused(cfg, raw):
+def test_tables_with_more_bad_rows_than_this_run_allows_are_rejected(cfg, raw):
     made = open_tables(cfg, Words())
     assert is_reused(with_data(cfg, max_bad_rows=7), made)
     with pytest.raises(InputError, match=f"train: 1 bad rows, data.max_bad_rows=0 are allowed: {raw}:1202: 1 fields"):
@@ -250,7 +250,7 @@ def test_tables_with_more_bad_rows_than_this_run_allows_are_refused(cfg, raw):
 # ---- nothing half-written ------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_on_the_way_leaves_nothing(cfg):
+def test_what_is_rejected_on_the_way_leaves_nothing(cfg):
     def no_room():
         raise OSError(28, "No space left on device")
 
@@ -285,7 +285,7 @@ def test_what_a_killed_process_left_is_removed(cfg):
     assert open_tables(cfg, Words()).id == made.id and not left.exists()
 
 
-def test_names_of_splits_that_are_taken_are_refused(cfg):
+def test_names_of_splits_that_are_taken_are_rejected(cfg):
     for name in ("tokenizer", "train_examples", "../up"):
         with pytest.raises(InputError, match="cannot be the name of a split"):
             open_tables(with_data(cfg, more_validation={name: "x"}), Words())
@@ -345,10 +345,10 @@ def test_one_rank_of_a_machine_prepares_and_the_others_wait(ranks):
 
 
 def test_if_the_rank_that_prepares_dies_or_fails_another_one_does(ranks):
-    def refuse():
+    def reject():
         raise InputError("train: 3 bad rows")
 
-    for rank, before in enumerate((lambda: os._exit(9), refuse)):
+    for rank, before in enumerate((lambda: os._exit(9), reject)):
         ranks.before = before
         ranks.start(rank).join()
     ranks.before = lambda: None
@@ -395,7 +395,7 @@ def test_saved_data_is_read_by_its_path_alone_whatever_format_the_raw_data_had(c
     assert is_reused(from_saved(cfg, tmp_path, **files), replace(saved, folder=tmp_path / "saved"))
 
 
-def test_saving_twice_is_once_and_over_something_else_is_refused(cfg, saved, tmp_path):
+def test_saving_twice_is_once_and_over_something_else_is_rejected(cfg, saved, tmp_path):
     target = tmp_path / "saved"
     before = (target / "tables.json").stat().st_mtime_ns
     open_tables(with_data(cfg, save_to=str(target)), Words())
@@ -409,7 +409,7 @@ def test_saving_twice_is_once_and_over_something_else_is_refused(cfg, saved, tmp
     assert open_tables(from_saved(cfg, tmp_path), Words()).facts == saved.facts
 
 
-def test_saved_data_of_other_settings_is_refused(cfg, saved, tmp_path):
+def test_saved_data_of_other_settings_is_rejected(cfg, saved, tmp_path):
     there = from_saved(cfg, tmp_path)
     cases = [
         (there, Words(version=2), "was prepared with version=1, this run has 2"),
@@ -428,7 +428,7 @@ def test_saved_data_of_other_settings_is_refused(cfg, saved, tmp_path):
     assert open_tables(with_data(there, labels=["n", "p"]), Words()).id == saved.id
 
 
-def test_damaged_saved_data_is_refused(cfg, saved, tmp_path):
+def test_damaged_saved_data_is_rejected(cfg, saved, tmp_path):
     files = saved.facts["files"] | {"../evil": {"bytes": 1, "sha256": "0"}}
     for damage, message in (
         (lambda folder: flip(folder / "train" / ARROW), "train/data-00000-of-00001.arrow has sha256"),

@@ -136,7 +136,7 @@ def test_another_process_gets_the_names_of_files(table):
     assert all(torch.equal(there[name], here[name]) for name in here)
 
 
-def test_what_does_not_fit_is_refused(table):
+def test_what_does_not_fit_is_rejected(table):
     with pytest.raises(InputError, match="no column title; there are input_ids, length"):
         token_rows(table, columns={"labels": "title"})
     with pytest.raises(InputError, match="a row of 20 tokens, longer than 16"):

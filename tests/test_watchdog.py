@@ -60,7 +60,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def environment(run_dir: Path, rank: int = 0, local: int = 1, world: int | None = None) -> dict[str, str]:
-    """As torchrun gives it to a rank of its first machine."""
+    """As torchrun hands it to a rank of its first machine."""
     return {
         "TORCHELASTIC_RUN_ID": str(run_dir),
         "RANK": str(rank),

@@ -1,7 +1,7 @@
 """A task that learns in microseconds, for tests of what the loop does: a line is fitted to two numbers a row.
 
 Its runs go through `train.loop.run` with the real engine, backend, checkpoints and run folder; only model and data are
-small. The fixture `toy` chooses what each loss and each evaluation gives.
+small. The fixture `toy` chooses what each loss and each evaluation returns.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from train.attempt.preempt import StoppedEarly, StopRequest
-from train.attempt.refusal import inform_others
+from train.attempt.rejection import inform_others
 from train.cli import compose as cli
 from train.cli.console import use_console
 from train.config import InputError, TrainConfig
@@ -46,8 +46,8 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
         ),
         keys=USED,
     )
-    code = cli.run(TrainConfig, attempt, parser, arguments=arguments, after_refusal=inform_others)
-    if code == cli.REFUSED:  # and would be again at every restart
+    code = cli.run(TrainConfig, attempt, parser, arguments=arguments, after_rejection=inform_others)
+    if code == cli.REJECTED:  # and would be again at every restart
         end_torchrun()
     return code
 
@@ -67,7 +67,7 @@ def attempt(cfg: TrainConfig) -> int:
         # transformers imports accelerate where it finds it, and accelerate torch_xla, unless this variable says
         # otherwise: two seconds for nothing, and before the backend has set what torch_xla reads.
         os.environ.setdefault("USE_TORCH_XLA", "0")
-        from train import loop  # late: torch takes seconds to import, and refusals come before
+        from train import loop  # late: torch takes seconds to import, and rejections come before
         from train.attempt.attempt import ENDS, kind_of
         from train.ranks import AGREED
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from train.cli.command import DONE, EXITS, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, EXITS, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.config import S3Config
 from train.publish.push import check_name, gathered, name_of, run_here, send
 from train.run_folder.folder import RunFolder
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "runs/tweets --to jane/tweets-bert",
             "s3://bucket/runs/tweets --to jane/tweets-bert --public",
         ),
-        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REFUSED: "arguments, or the push, rejected"},
+        exits={**EXITS, FAILED: "the Hub or S3 did not answer", REJECTED: "arguments, or the push, rejected"},
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run that has ended: a folder or s3://bucket/prefix")
     parser.add_argument("--to", metavar="USER/NAME", required=True, help="repository on the Hub, made if need be")

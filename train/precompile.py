@@ -87,7 +87,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "Compile every graph of a run on Trainium before it starts. Run it on each machine of the run, with the\n"
         "settings of the run; under Slurm: srun --ntasks-per-node=1 python -m train.precompile ...",
         examples=(f"{EXAMPLE} --dry-run", EXAMPLE, f"{EXAMPLE} --nnodes 2 --node-rank 0 --master-addr host0"),
-        exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REFUSED: "arguments rejected"},
+        exits={cli.DONE: "all graphs are compiled", cli.FAILED: "some are not", cli.REJECTED: "arguments rejected"},
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, see python -m train --help")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this machine [instance.devices]")

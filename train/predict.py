@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
-from train.cli.command import DONE, EXITS, REFUSED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, EXITS, REJECTED, add_s3_flags, command_parser, run_flags
 from train.config import (
     BackendConfig,
     ColumnsConfig,
@@ -204,8 +204,8 @@ def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     purpose = "Label texts, or answer questions, by a run, a folder of transformers or a model of the Hub."
-    examples = ('RUN --text "hello"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
-    exits = {**EXITS, REFUSED: "arguments or input rejected; then there is no output file"}
+    examples = ('RUN --text "so good"', "RUN --input a.csv --output b.jsonl", 'RUN --question "Who?" --context "Ann."')
+    exits = {**EXITS, REJECTED: "arguments or input rejected; then there is no output file"}
     parser = command_parser("train.predict", purpose, examples=examples, exits=exits)
     parser.add_argument("model", metavar="MODEL", help="run_dir of a run, a folder of transformers, or a Hub id")
     what = parser.add_mutually_exclusive_group(required=True)

@@ -311,7 +311,7 @@ def closing(head: bytes) -> bytes:
 
 
 def with_etag(answer: Head, body: bytes, asked: bytes) -> bytes:
-    """An answer to CompleteMultipartUpload with the ETag that S3 gives and Ceph 16 leaves empty.
+    """An answer to CompleteMultipartUpload with the ETag that S3 returns and Ceph 16 leaves empty.
 
     That of a multipart object is the MD5 of its parts' MD5s, and their number. The AWS CRT client insists on it.
     """

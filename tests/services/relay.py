@@ -26,7 +26,7 @@ class Forward(socketserver.BaseRequestHandler):
 
 @contextmanager
 def relaying(listener: socket.socket, port: int) -> Iterator[str]:
-    """Pass on what comes to `listener` to 127.0.0.1:`port`. Gives the address of `listener` as host:port."""
+    """Pass on what comes to `listener` to 127.0.0.1:`port`. Returns the address of `listener` as host:port."""
     host, own_port = listener.getsockname()
     relay = Relay((host, 0), Forward, bind_and_activate=False)
     relay.socket.close()

@@ -142,7 +142,7 @@ def start_store(folder: Path, processes: list[Process]) -> None:
     do(folder, "monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[{monitor}]", monmap)
     do(folder, "ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
     everything = ("--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *")
-    for name in ("client.admin", "osd.0"):  # without keys an OSD asks before it knows its cluster, and is refused
+    for name in ("client.admin", "osd.0"):  # without keys an OSD asks before it knows its cluster, and is rejected
         do(folder, "ceph-authtool", keyring, "--gen-key", "-n", name, *everything)
     do(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", monmap, "--keyring", keyring)
     processes.append(start(folder, "ceph-mon", "-f", "-i", "a"))

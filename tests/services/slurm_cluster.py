@@ -1,9 +1,9 @@
 """A real Slurm cluster that lasts as long as a test run: munged, slurmctld, and for each node a slurmd in a machine of
 its own, with its own name, address and processes. There is no DNS and no accounting database.
 
-The nodes' network cards meet at a switch, which also gives the host a card: jobs reach the host there, and the commands
-of Slurm run on the host. Switch and nodes are namespaces of Linux, and end with the process that holds each; the host's
-card ends with the switch. Needs root.
+The nodes' network cards are joined by a switch, which has one for the host too: jobs reach the host there, and the
+commands of Slurm run on the host. Switch and nodes are namespaces of Linux, and end with the process that holds each;
+the host's card ends with the switch. Needs root.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     if not attempt.watch.is_ours or attempt.folder.is_lost:  # the folder is another job's
         return
     if kind == "refused":
-        outcome, reason = "refused", f"refused: {error}"
+        outcome, reason = "refused", f"rejected: {error}"
     elif isinstance(error, StoppedEarly):
         outcome, reason = "stopped", f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):

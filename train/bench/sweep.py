@@ -28,7 +28,7 @@ from train.cli.help import groups
 from train.config import Failure, InputError, TrainConfig, check, make_plan
 from train.host.launched import launched
 from train.host.memory import available_bytes, count_oom_kills, find_oom_counter
-from train.host.torchrun import REFUSAL
+from train.host.torchrun import REJECTION
 from train.report.texts import plural
 from train.run_folder.outcome import OUT_OF_MEMORY
 from train.storage.atomic_io import write_atomic
@@ -219,7 +219,8 @@ def try_size(command: Sequence[str], size: int, accumulation: int, work: Path) -
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     why = (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
-    if done.returncode == cli.REFUSED or any(work.rglob(REFUSAL)):  # torchrun exits with 1 whatever a rank's code was
+    # torchrun exits with 1 whatever a rank's code was.
+    if done.returncode == cli.REJECTED or any(work.rglob(REJECTION)):
         raise InputError(why)
     raise Failure(f"the try of micro_batch_size={size} failed with exit status {done.returncode}: {why}")
 

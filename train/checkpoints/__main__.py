@@ -16,14 +16,14 @@ from pathlib import Path
 from train.checkpoints.manifest import Damaged, Manifest, step_name
 from train.checkpoints.retention import ALWAYS_VALID, Retention, best, look_at_all
 from train.checkpoints.store import Store, open_store
-from train.cli.command import DONE, FAILED, REFUSED, add_s3_flags, command_parser, run_flags
+from train.cli.command import DONE, FAILED, REJECTED, add_s3_flags, command_parser, run_flags
 from train.cli.saved import read_config
 from train.config import InputError, LeaseConfig, S3Config, check
 from train.host import machine
 from train.run_folder.lease import Lease, LeaseLost
 from train.storage.folders import Folder, LocalFolder, is_s3, local_path, make_folder, open_folder
 
-REFUSED_TEXT = "arguments rejected, or a job holds the run"
+REJECTED_TEXT = "arguments rejected, or a job holds the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 
@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train.checkpoints",
         "Inspect the checkpoints of a run, on disk or in S3.",
         examples=("runs/mine", "s3://bucket/runs/mine verify", "runs/mine export FOLDER --step 1000"),
-        exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REFUSED: REFUSED_TEXT},
+        exits={DONE: "done", FAILED: "a checkpoint is damaged, or S3 did not answer", REJECTED: REJECTED_TEXT},
     )
     parser.add_argument("run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix")
     add_s3_flags(parser)

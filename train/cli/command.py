@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 import train
 from train.config import Failure, InputError, S3Config, Unreachable, check_printable
-from train.host.torchrun import is_reported, leave_refusal
+from train.host.torchrun import is_reported, leave_rejection
 
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+DONE, FAILED, REJECTED, STOPPED = 0, 1, 2, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
 INTERRUPTED, UNREAD = 128 + signal.SIGINT, 128 + signal.SIGPIPE  # as shells report these signals
-EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REFUSED: "arguments or input rejected"}
+EXITS = {DONE: "done", FAILED: "failed, or a service did not answer", REJECTED: "arguments or input rejected"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -102,13 +102,13 @@ def run_flags(
 def guarded(
     act: Callable[[], int],
     *,
-    after_refusal: Callable[[str], object] = leave_refusal,
+    after_rejection: Callable[[str], object] = leave_rejection,
     interrupted: tuple[str, int] = ("interrupted", INTERRUPTED),
 ) -> int:
     """Act and return the exit code.
 
     An error is printed as one line on standard error, after a traceback if it is a mistake of the program; of the ranks
-    of a machine, one prints it. `after_refusal` is called with what was rejected, and by default repeats it below
+    of a machine, one prints it. `after_rejection` is called with what was rejected, and by default repeats it below
     torchrun's traceback; `interrupted` is the line and the exit code after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -119,7 +119,7 @@ def guarded(
         code = act()
         sys.stdout.flush()
     except InputError as error:
-        line, code = f"error: {error}", REFUSED
+        line, code = f"error: {error}", REJECTED
     except Failure as error:
         line, code = f"error: {error}{'; try again later' if isinstance(error, Unreachable) else ''}", FAILED
     except KeyboardInterrupt:
@@ -137,8 +137,8 @@ def guarded(
     if line and not is_reported():
         with suppress(OSError, ValueError):  # standard error may be full, or closed
             print(printable(line), file=sys.stderr, flush=True)
-    if code == REFUSED:
-        after_refusal(printable(line).removeprefix("error: "))
+    if code == REJECTED:
+        after_rejection(printable(line).removeprefix("error: "))
     return code
 
 

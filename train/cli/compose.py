@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from train.cli.command import DONE, EXITS, FAILED, REFUSED, STOPPED, Parser, command_parser, guarded
+from train.cli.command import DONE, EXITS, FAILED, REJECTED, STOPPED, Parser, command_parser, guarded
 from train.cli.help import groups, settings_help
 from train.config import (
     SPLITS,
@@ -44,11 +44,11 @@ from train.config import (
     check_printable,
     check_values,
 )
-from train.host.torchrun import leave_refusal
+from train.host.torchrun import leave_rejection
 from train.optim import OPTIMIZERS, check_optimizer
 from train.tasks import TASKS, spec_of
 
-__all__ = ["DONE", "FAILED", "REFUSED", "STOPPED"]  # names that actions import from this module
+__all__ = ["DONE", "FAILED", "REJECTED", "STOPPED"]  # names that actions import from this module
 
 SCHEMAS: list[tuple[str, str, type]] = [  # (group, name, dataclass): what the option of a group selects
     *(("task", kind, spec.settings) for kind, spec in TASKS.items()),
@@ -282,10 +282,10 @@ def run(
     *,
     arguments: Sequence[str] | None = None,
     given: Sequence[str] = (),
-    after_refusal: Callable[[str], object] = leave_refusal,
+    after_rejection: Callable[[str], object] = leave_rejection,
 ) -> int:
     """Read the command line, which goes before the overrides `given`, check it and act; returns the exit code. What was
-    rejected is printed and then passed to `after_refusal`.
+    rejected is printed and then passed to `after_rejection`.
     """
 
     def act() -> int:
@@ -304,7 +304,9 @@ def run(
         print(OmegaConf.to_yaml(composed), end="")
         return DONE
 
-    return guarded(act, after_refusal=after_refusal, interrupted=("interrupted; the same command resumes it", STOPPED))
+    return guarded(
+        act, after_rejection=after_rejection, interrupted=("interrupted; the same command resumes it", STOPPED)
+    )
 
 
 def check_what_is_set(composed: DictConfig, schema: type[Config], overrides: Sequence[str]) -> None:

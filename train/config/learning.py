@@ -43,7 +43,7 @@ class ModelConfig(Section, prefix="model."):
     tokenizer: str | None = None  # Hub id, folder or run, for tasks on records; None: the one of the weights
     freeze_embeddings: bool = False  # embeddings are not trained
     freeze_layers: int = setting(0, least=0)  # layers, from the bottom, that are not trained, nor the embeddings then
-    new_head: bool = False  # drop a checkpoint's head that is for other labels, instead of refusing it
+    new_head: bool = False  # drop a checkpoint's head that is for other labels, instead of rejecting it
     architecture: str = "albert"  # `model_type` of transformers, for a model made from sizes
     vocab_size: int | None = setting(None, above=0)  # None: the size of the tokenizer that prepared the data
     max_positions: int | None = setting(None, above=0)  # longest sequence in tokens; None here and below: the

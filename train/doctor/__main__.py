@@ -20,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from train.attempt.refusal import inform_others
-from train.cli.command import DONE, FAILED, REFUSED, command_parser, guarded
+from train.attempt.rejection import inform_others
+from train.cli.command import DONE, FAILED, REJECTED, command_parser, guarded
 from train.config import check
 from train.doctor import checks
 from train.doctor.finding import Finding, is_red, screen, wrap
@@ -33,8 +33,8 @@ from train.host.launched import check_launch, launched
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # Without --collectives this process is no rank of a job, even where the environment is that of one.
-    after_refusal = inform_others if "--collectives" in arguments else lambda _: None
-    return guarded(lambda: examine(read_arguments(arguments)), after_refusal=after_refusal)
+    after_rejection = inform_others if "--collectives" in arguments else lambda _: None
+    return guarded(lambda: examine(read_arguments(arguments)), after_rejection=after_rejection)
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         exits={
             DONE: "nothing to fix, or the error is known",
             FAILED: "something is red, or the error is not known",
-            REFUSED: "arguments rejected",
+            REJECTED: "arguments rejected",
         },
     )
     parser.add_argument("--instance", choices=instance_names(), help="instance type (default: that of the firmware)")

@@ -15,7 +15,7 @@ from pathlib import Path
 from train.host.processes import end_with_parent
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-REFUSAL = "refused.txt"  # in torchrun's folder of a start of its ranks: what they refused
+REJECTION = "rejected.txt"  # in torchrun's folder of a start of its ranks: what they rejected
 
 
 def is_under_torchrun() -> bool:
@@ -53,14 +53,14 @@ def is_reported() -> bool:
     return False
 
 
-def leave_refusal(refusal: str) -> None:
+def leave_rejection(rejection: str) -> None:
     """Leave what was rejected in a file for what started torchrun, whose exit code is 1 for every failure. The first
     rank of a machine that does so also has it printed below torchrun's report.
     """
     with suppress(OSError):  # torchrun keeps no such files, or another rank was here first
-        with file_of_start(REFUSAL).open("x") as file:
-            file.write(refusal)
-        print_after_torchrun(f"rejected: {refusal}")
+        with file_of_start(REJECTION).open("x") as file:
+            file.write(rejection)
+        print_after_torchrun(f"rejected: {rejection}")
 
 
 def print_after_torchrun(line: str) -> None:

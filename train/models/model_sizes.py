@@ -20,7 +20,7 @@ CONFIGS = ("config.json", "export/config.json", "model/config.json")  # of trans
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes by the names that transformers gives them."""
+    """Sizes by the names that they have in transformers."""
 
     model_type: str
     vocab_size: int

@@ -116,7 +116,7 @@ class FSDP(DataParallel):
         return pieces
 
     def _own_rows(self, num_rows: int) -> slice:
-        """The rows that fully_shard gives to this rank."""
+        """The rows of this rank under fully_shard."""
         share = -(-num_rows // self.data_size)
         return slice(self.data_rank * share, (self.data_rank + 1) * share)
 

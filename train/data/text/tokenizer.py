@@ -207,16 +207,16 @@ def published_vocabulary(folder: Folder) -> Vocabulary:
     return Vocabulary(tokenizer.backend_tokenizer.to_str(), info, tokenizer.unk_token_id)
 
 
-def check_same_vocabulary(source: str, ours: dict[str, int], refusal: str) -> None:
-    """InputError with `refusal` for a pretrained model whose tokenizer has another vocabulary: its embeddings would be
-    of other pieces. A model that comes without a tokenizer cannot be checked, and a warning says so.
+def check_same_vocabulary(source: str, ours: dict[str, int], rejection: str) -> None:
+    """InputError with `rejection` for a pretrained model whose tokenizer has another vocabulary: its embeddings would
+    be of other pieces. A model that comes without a tokenizer cannot be checked, and a warning says so.
     """
     try:
         theirs = load_tokenizer(source, needs=())
     except InputError as error:
         logger.warning("model.pretrained=%s comes without a tokenizer to compare with (%s)", source, error)
         return
-    check(theirs.get_vocab() == ours, refusal)
+    check(theirs.get_vocab() == ours, rejection)
 
 
 def read_vocabulary(folder: Path) -> dict[str, int]:

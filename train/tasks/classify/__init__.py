@@ -33,7 +33,7 @@ SPEC = TaskSpec(
     head="SequenceClassification",
     card=CardText(
         pipeline="text-classification",
-        sentence="It gives a text, or a pair of texts, one of {labels} labels: {names}.",
+        sentence="It labels a text, or a pair of texts, with one of {labels} labels: {names}.",
         example='"A text."',
         settings=(
             ("Label smoothing", "task.label_smoothing"),

@@ -24,7 +24,7 @@ SPEC = TaskSpec(
     head="TokenClassification",
     card=CardText(
         pipeline="token-classification",
-        sentence="It gives each word of a text one of {labels} tags: {names}.",
+        sentence="It tags each word of a text with one of {labels} tags: {names}.",
         example='"Anna lives in Bonn ."',
     ),
     headline=("f1",),

@@ -57,7 +57,7 @@ def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float
 
 @dataclass(frozen=True)
 class Window:
-    """The scores that a model gives to one window of a context."""
+    """The scores of a model for one window of a context."""
 
     null_score: float  # start and end at [CLS]
     start_scores: np.ndarray  # [k], with LOWEST outside of the context

@@ -63,7 +63,7 @@ class QAFeaturizer(TextFeaturizer):
     """Windows of [CLS] question [SEP] context [SEP]. See `train.data.records.kinds.Featurizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, seq_len: int, task: QAConfig) -> None:
-        """InputError for a tokenizer that does not begin with [CLS], and for windows without room to overlap."""
+        """InputError for a tokenizer that does not begin with [CLS], and for windows without space to overlap."""
         names = ("stride", "max_question_tokens", "unanswerable")
         super().__init__(tokenizer, seq_len=seq_len, **{name: getattr(task, name) for name in names})
         self.task, self.kind = task, qa_rows(task)
@@ -77,7 +77,7 @@ class QAFeaturizer(TextFeaturizer):
         left = seq_len - special - task.max_question_tokens
         check(
             task.stride < left,
-            f"task.stride={task.stride} leaves no room: a question may take task.max_question_tokens="
+            f"task.stride={task.stride} leaves no space: a question may take task.max_question_tokens="
             f"{task.max_question_tokens} of seq_len={seq_len} and special tokens take {special}, which leaves "
             f"{max(left, 0)} for the context; raise seq_len or lower one of the others",
         )

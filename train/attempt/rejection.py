@@ -8,18 +8,18 @@ from contextlib import suppress
 
 from train.config import InputError
 from train.host.launched import launched
-from train.host.torchrun import leave_refusal
+from train.host.torchrun import leave_rejection
 
 logger = logging.getLogger("train")
-INFORM_S = 60.0  # the first machine, if it is refused, stays for machines that come later by up to this
+INFORM_S = 60.0  # the first machine, if it is rejected, stays for machines that come later by up to this
 
 
-def inform_others(refusal: str) -> None:
+def inform_others(rejection: str) -> None:
     """Let who started torchrun, and ranks elsewhere, know that this one is rejected; torchrun ends those of this
     machine.
     """
-    leave_refusal(refusal)
-    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was refused
+    leave_rejection(rejection)
+    with suppress(InputError, KeyboardInterrupt):  # the launcher's variables may be what was rejected
         launch = launched()
         if launch.is_one_machine:
             return
@@ -28,4 +28,4 @@ def inform_others(refusal: str) -> None:
         except ImportError as error:
             logger.warning("the other machines do not learn of it: %s", error)
             return
-        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was refused: {refusal}", INFORM_S)
+        rendezvous.announce(f"rank {launch.rank} on {socket.gethostname()} was rejected: {rejection}", INFORM_S)
