@@ -59,7 +59,7 @@ class History:
     cancelled_unix_s: float | None = None
     excluded: list[str] = field(default_factory=list)  # nodes that requeues kept the job from
     ended: Ended | None = None
-    faults: int = 0  # attempts, and requeues without one, but those that stopped in order and had saved something new
+    faults: int = 0  # attempts that failed or saved nothing new, and requeues without an attempt
     idle: int = 0  # of them those in a row, up to now, that saved nothing new
     is_tried: bool = False  # an attempt was made since the last requeue
     damaged: list[str] = field(default_factory=list)  # events that cannot be read

@@ -78,7 +78,7 @@ def decide(
         return Decision("end", "stopped", "stopped as asked")
     if ended == "stopped" and asked is None and kind not in TAKEN_BACK:
         return Decision("end", "stopped", reason)
-    # Stopping in order loses nothing, so that such attempts count as idle only if they saved nothing new.
+    # An attempt that stopped in order lost nothing: it is no fault unless it saved nothing new.
     if limit := exhausted(history, cluster):
         return Decision("end", "failed", f"{limit}; the last one {ended}: {reason}")
     is_here = asked is None and (ended == "failed" or (kind == KILLED and not cluster.signals_ranks))
@@ -177,7 +177,7 @@ def supervise(
         number, before, saved = len(history.attempts) + 1, retry(read_outcome, run), retry(newest_checkpoint, run) or 0
         began = {"number": number, "nodes": nodes, "checkpoint": saved}
         history.add(Event("attempt_began", 0.0, "", began))
-        if limit := exhausted(history, cluster):  # by attempts whose machines were lost
+        if limit := exhausted(history, cluster):  # attempts whose machines were lost were judged by nobody until now
             return Decision("end", "failed", limit)
         retry(record.append_event, "attempt_began", **began)
 

@@ -11,7 +11,7 @@ from running import train_overrides
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for package in ("train", "launch", "ami") for path in (ROOT / package).rglob("*.py"))
 
-# A package imports from those above it in this list, and from itself. Types may come from anywhere (TYPE_CHECKING).
+# Bottom to top: a package imports from those before it, and from itself. Types may come from anywhere (TYPE_CHECKING).
 PACKAGES = """
     config
     host
@@ -54,7 +54,7 @@ FOR_LAUNCH += "telemetry.lines"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "torch_xla": {"train/backend/xla.py"},
-    "boto3": {"train/storage/s3.py", "ami/aws.py"},
+    "boto3": {"train/storage/s3.py"},
     "psutil": {"train/host/rank_setup.py", "train/telemetry/monitor.py", "train/doctor/checks.py"},
     "pynvml": {"train/telemetry/monitor.py", "train/doctor/checks.py"},
     "matplotlib": {"train/report/figures.py"},

@@ -41,7 +41,8 @@ class TrainData:
         self.prefetcher = world.agree(lambda: task.prefetcher(order, is_first_on_machine=world.local_rank == 0))
         self.consumed = self.prefetcher.consumed  # by the number of examples that all ranks have seen
         held_back = HELD_BACK + plan.accumulation  # the loop draws a step ahead
-        # No deadlock: batches drawn together must not need a shard that comes only once some of them are consumed.
+        # Batches that are drawn together must not need a shard that is fetched only after some of them are consumed:
+        # that would be a deadlock.
         multi_batch = max(1, order.window_rows // (plan.micro_batch_size * engine.data_size) - held_back)
         micro_batches = Batches(
             task.train_data(),

@@ -139,9 +139,9 @@ def train(
     progress = metrics.progress
     if progress.owes_evaluation:
         score = evaluate(attempt, backend, engine, metrics)
-        if progress.owes_evaluation:  # which the checkpoint of this step says already
+        if progress.owes_evaluation:  # it was stopped; the checkpoint of this step says that it is due
             return who_asked(attempt, votes)
-        if is_over(attempt, progress):  # no later checkpoint would say that it was done
+        if is_over(attempt, progress):  # else the next start would evaluate once more
             checkpoints.save(score, is_last=True)
     batches = [] if is_over(attempt, progress) else draw_first(attempt, data, metrics, votes)
     while not is_over(attempt, progress):

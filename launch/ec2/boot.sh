@@ -42,8 +42,8 @@ end_when_silent() {
     shutdown -P now
 }
 
-# End the machine when it boots again: its timers are gone, and its part in the run is lost. A machine whose disk was
-# made of an image of this one has another id.
+# End the machine when it boots again: its timers are gone, and its part in the run is lost. A machine that
+# is started from an image of this disk has another id and is left alone.
 end_after_reboot() {
     local script=/var/lib/cloud/scripts/per-boot/baretrain.sh
     mkdir -p "${script%/*}"

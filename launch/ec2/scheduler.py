@@ -20,7 +20,7 @@ from launch.ec2.account import EFA, EFA_ONLY, INTERFACE, OWN_IMAGE, Resolved, Si
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
 from launch.ec2.launcher import Launcher, undo
-from launch.ec2.request import MOST_BYTES, name_of, placement_name, run_instances
+from launch.ec2.request import MOST_BYTES, SPARE_S, name_of, placement_name, run_instances
 from launch.engines import INSTANCE
 from launch.job import Job
 from launch.record import Record
@@ -183,11 +183,12 @@ def plan_lines(job: Job, cluster: Ec2Config, record: Record, cfg: LaunchConfig) 
     if is_made:
         yield f"placement group {name} is made"
     price_name = "usd_per_hour_spot" if cluster.market == "spot" else "usd_per_hour"
-    price, limit = getattr(cfg.instance, price_name), f"{shown_duration(cluster.max_run_s)} (cluster.max_run_s)"
+    price, longest_s = getattr(cfg.instance, price_name), cluster.max_run_s + SPARE_S  # a timer ends the machines then
+    limit = f"{shown_duration(longest_s)} (cluster.max_run_s and {shown_duration(SPARE_S)} to save)"
     if price is None:
         yield f"cost: {cfg.nodes} machines for {limit} at the most; the price is not known (instance.{price_name})"
-    else:  # whatever happens, the machines end after max_run_s and half an hour
-        usd = cfg.nodes * price * cluster.max_run_s / 3600
+    else:
+        usd = cfg.nodes * price * longest_s / 3600
         yield f"cost: at most ${usd:,.0f}: {cfg.nodes} x ${price:.2f} an hour x {limit}; disks besides"
     yield f"undo: python -m launch cancel {record.run_dir} --yes; python -m launch clean {record.run_dir} --yes"
     yield (

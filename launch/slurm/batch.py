@@ -88,7 +88,7 @@ class Batch:
         decision = self.preflight() if self.cluster.gate else None
         if decision is None:
             decision = supervise(self.record, self.cluster, self.attempt, nodes=self.nodes, stop=self.stop)
-        is_end = decision.next != "requeue" or not self.is_ending  # else Slurm may start the job again by itself
+        is_end = decision.next != "requeue" or not self.is_ending  # else Slurm itself may requeue the job
         if is_end:
             decision = self.requeue(decision)
             self.end(decision)
@@ -188,8 +188,8 @@ class Batch:
 
     def requeue(self, decision: Decision) -> Decision:
         """Ask Slurm to start the job again, which ends this process: at once by SIGTERM, which is ignored here, and
-        some time later (KillWait) for good. Meanwhile the job waits, and only then does Slurm take nodes from it. The
-        decision that is returned says why that was not done.
+        some time later (KillWait) for good. The job waits meanwhile: Slurm accepts nodes to exclude only when it is
+        pending. The decision that is returned says why a requeue was not possible.
         """
         decision = settled(decision, self.record, self.cluster)
         if decision.next != "requeue":

@@ -13,7 +13,8 @@ from train.config import check, setting
 @dataclass(kw_only=True)
 class SlurmConfig(ClusterConfig):
     """A Slurm site. One YAML a site in conf/cluster/ holds what differs from this. What sbatch says of an option with
-    `--test-only` is not examined here: values are its arguments, and pass through no shell.
+    `--test-only` is not examined here: values are its arguments, and but for `prologue` pass through
+    no shell.
     """
 
     signals_ranks: ClassVar[bool] = True

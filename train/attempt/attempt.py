@@ -159,7 +159,7 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
 
 
 def record_failure(error: BaseException, attempt: Attempt) -> None:
-    """Record that the run failed. The first rank's outcome stays."""
+    """Record that the run failed. Of several ranks, the outcome of the one that failed first stays."""
     kind = str(error) if isinstance(error, StoppedEarly) else kind_of(error)
     attempt.folder.is_lost |= kind == "lease_lost"
     if not attempt.watch.is_ours or attempt.folder.is_lost:  # the folder is another job's

@@ -32,7 +32,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None  # leave at the next step, with a checkpoint
-        self.kind = ""  # of the reason, for programs: an identifier; empty: the reason is one
+        self.kind = ""  # an identifier of the reason, for programs; empty where the reason itself is one
         self.saves_soon: str | None = None  # save at the next step and continue
         self.save_s = 0.0  # seconds that the last save took
         self.signal: str | None = None  # the first one's name

@@ -112,7 +112,7 @@ def checked(composed: DictConfig, schema: type[Config], overrides: Sequence[str]
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(explain(error, schema, overrides)) from error
     assert isinstance(config, schema)
-    if isinstance(config, TrainConfig):  # the tables have what it names, and its settings are those of the entry
+    if isinstance(config, TrainConfig):  # the task and the optimizer are in their tables, with settings of their kind
         spec_of(config.task)
         check_optimizer(config.optim)
     return config

@@ -25,7 +25,7 @@ def is_under_torchrun() -> bool:
 def die_with_torchrun() -> None:
     """Get SIGTERM when torchrun ends: no orphan holds the device or the run folder, and it can still save.
 
-    The kernel means the end of the thread that started this process: torchrun's main thread, which is its last one.
+    The kernel sends it when the thread that started this process ends: torchrun's main thread, its last one.
     Where torchrun ended before this call, its store is gone as well, and joining the other ranks fails.
     """
     if is_under_torchrun():
@@ -33,8 +33,8 @@ def die_with_torchrun() -> None:
 
 
 def file_of_start(name: str) -> Path:
-    """A file of this start of the ranks of this machine. torchrun names an error file in a folder of each rank, side by
-    side in one of the start; without it, the file is one that cannot be made.
+    """The path of a file that the ranks of this machine have in common in this start: two folders above the error file
+    that torchrun names for each rank. Without torchrun it is a path at which no file can be made.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)

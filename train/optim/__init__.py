@@ -54,8 +54,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of `parameters`, in the groups of `parameter_groups`; those in `head` learn at cfg.head_lr.
 
-    `adamw` chooses one of torch's implementations; with `capturable`, all that changes from step to step is on the
-    device, the rate included. The state is float32 and exists from the start: if the first step made it, that step
-    would be another graph than the others.
+    `adamw` holds options of torch's implementation, for LAMB too; with `capturable`, all that changes from step to step
+    is on the device, the rate included. The state is float32 and exists from the start: if the first step made it, that
+    step would be another graph than the others.
     """
     return OPTIMIZERS[cfg.name].build(cfg, parameter_groups(cfg, parameters, head), adamw or {"fused": True})

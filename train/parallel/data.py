@@ -172,7 +172,7 @@ class ShardedOptimizer(DataParallel):
             f"parallel.shard_optimizer=true: this model trains {len(self.numbered)} tensors, too few for "
             f"{self.data_size} ranks; leave it out",
         )
-        # The order of the model decides the order of the groups, here as there.
+        # Groups follow the order of the model's weights, as they do in the optimizer of all weights.
         own = [self.numbered[number] for number in self.own]
         return build_optimizer(optim, own, adamw=self.backend.adamw, head=head)
 

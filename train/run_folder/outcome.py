@@ -72,7 +72,7 @@ def read_outcome(folder: Folder) -> dict[str, Any]:
 def what_is_over(outcome: dict[str, Any]) -> dict[str, Any]:
     """The last outcome (empty if there is none) if it is of this torchrun and final, so that a restart cannot help;
     else empty. torchrun takes every exit code but 0 for a failure and starts the run again. A stop by SIGTERM is not
-    final: torchrun itself ended a process that it then starts again, because of ranks elsewhere.
+    final: torchrun itself sends it to ranks that it starts again because a rank elsewhere failed.
     """
     if not outcome or outcome["launch"] != launched().torchrun or outcome["kind"] == "SIGTERM":
         return {}

@@ -19,7 +19,8 @@ EXAMINED_AT_ONCE = 16  # files: hashing runs outside of Python's lock, a look at
 def fault_of(entry: FileEntry, size: int | None, sha256: Callable[[], str] | None = None) -> str | None:
     """The difference from the manifest, as text that follows the name of the file; None if there is none.
 
-    `size` is the length in bytes, None for a file that is missing; `sha256` returns the checksum, None leaves it out.
+    `size` is the length in bytes, None for a file that is missing; `sha256` computes the checksum; with None only the
+    length is compared.
     """
     if size is None:
         return "is missing"

@@ -47,7 +47,7 @@ class TaskSpec:
     """A task's entry in `train.tasks.TASKS`."""
 
     settings: type[TaskConfig]  # a class of its own; its `learns_from` says which data the task reads
-    module: str  # its TASK is a class: a `Task`, or a `train.tasks.texts.TextTask`. It imports torch
+    module: str  # its TASK is a class: a `Task`, or a `train.tasks.finetune.TextTask`. It imports torch
     head: str  # transformers loads an export as AutoModelFor<head>
     card: CardText
     headline: tuple[str, ...] = ("loss",)  # the metric that a report leads with: the first of these that a run has
@@ -95,7 +95,7 @@ class Task(Protocol):
     def eval_data(self) -> Drawable: ...
 
     def loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Loss summed over the labels of a micro batch (a scalar); the loop divides by the global count."""
+        """Loss summed over the labels of a micro batch (a scalar); the engine divides by the global count."""
 
     def eval_statistics(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """[B, n] float32: the values of each example of a batch that the metrics need."""

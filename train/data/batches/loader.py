@@ -32,8 +32,8 @@ class Drawable(Protocol):
     """A data set that makes several micro batches at once."""
 
     def draw(self, items: np.ndarray) -> Batch:
-        """The batch of items [K, B]: "inputs", tensors [K, B, ...], "count", K numbers (or weights) of labels, and
-        "tokens", K numbers of tokens without padding.
+        """The batch of items [K, B]: "inputs", tensors [K, B, ...], "count", the number (or weight) of labels of
+        each [K], and "tokens", the number of tokens of each without padding [K].
         """
 
 

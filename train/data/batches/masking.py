@@ -1,4 +1,4 @@
-"""Tokens to hide: n-gram masking for a whole batch at once, the same for a sequence wherever it is drawn.
+"""Tokens to hide: n-gram masking for a whole batch at once, the same for a sequence on any rank, in any batch.
 
 ALBERT hides runs of up to three tokens, p(n) ~ 1/n (https://arxiv.org/abs/1909.11942, section 4.1); of the hidden
 tokens 80 % become [MASK], 10 % a random token and 10 % stay (BERT, https://arxiv.org/abs/1810.04805, section 3.1).

@@ -33,7 +33,7 @@ class RowKind:
     target: str  # the key of what is to be predicted, which new rows may lack
     split_by: str  # the key of the text that stays in one split
     tokens: dict[str, Any]  # columns of a row of tokens beside TOKENS, with their types
-    # From the target's value, the texts, and whether the row is to be learnt from; None: the target is a label's name.
+    # Takes the value of the target, the texts, and whether the row is for training. None: the target is a label's name.
     read_target: Callable[[Any, dict[str, Any], bool], Any] | None = None
     check_each: Callable[[str], None] | None = None  # the target is a list of labels, each checked; BadRow
     has_unique_ids: bool = False

@@ -49,7 +49,7 @@ put_here: dict[str, str] = {}  # credentials that this process has put into its 
 
 
 class Doubtful(RuntimeError):
-    """The object is denied or does not match the manifest: a few more attempts may help, many will not."""
+    """The bucket is missing, or the object does not match the manifest: a few more attempts may help, many will not."""
 
 
 class Client:

@@ -94,7 +94,7 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
     """Copy the tokenizer's files to this node. InputError if it is not the one that made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:
-        path, is_known = folder / name, name == TOKENIZER_FILE  # its checksum is; the other file is read each time
+        path, is_known = folder / name, name == TOKENIZER_FILE  # by its checksum; the other file is always read
         if not (is_known and path.is_file() and sha256_file(path) == manifest.tokenizer.sha256):
             sha256, fault = manifest.tokenizer.sha256 if is_known else None, "is not the tokenizer that made the shards"
             advice = "put the original back or prepare the data again"
