@@ -1,11 +1,9 @@
 """Preparation: what it writes, that it is the same every time, that it goes on, and what it rejects."""
 
-import errno
 import os
 import re
 import shutil
 import signal
-import tempfile
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from forks import run_forked
 from running import ROOT, SEQ_LEN, prepare_config
 from saved_steps import flip
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from train import prepare
 from train.config import InputError
@@ -313,21 +310,6 @@ def test_a_folder_that_cannot_be_written_is_rejected(tmp_path, corpus):
     )
     (tmp_path / "file").write_text("in the way")
     assert "cannot write" in rejected(tmp_path / "file" / "out", corpus)
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
-)
-def test_a_full_temporary_folder_is_one_line(tmp_path, corpus, monkeypatch, error):
-    def full(*_, **__):
-        raise error
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-        assert rejected(tmp_path / "out", corpus).startswith(f"{tmp_path} is full; free some space, or set TMPDIR")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    assert rejected(tmp_path / "out", corpus).startswith("no temporary folder can be made: No such file")
 
 
 def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, corpus, tmp_path):
