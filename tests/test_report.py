@@ -414,7 +414,7 @@ HALF = '{"kind": "tr'
 @pytest.mark.parametrize(
     ("lines", "tail", "damage", "said"),
     [
-        (None, "", {}, "holds no metrics.jsonl"),
+        (None, "", {}, "is not a folder"),
         ([], "", {}, "holds no line yet"),
         ([], HALF, {}, "holds no line yet"),
         ([train_line(10)], f"{HALF}\n{json.dumps(train_line(20))}\n", {}, "metrics.jsonl line 2 "),

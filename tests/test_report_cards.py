@@ -231,7 +231,7 @@ HOSTILE: list[tuple[Any, str]] = [
     ([1], "not a JSON object"),
     ({"step": 1, "samples": "many"}, "samples holds 'many'"),
     ({"step": -1, "samples": []}, "step holds -1, not a count"),
-    ({"step": 1, "samples": [SAMPLE] * 33}, "33 samples, more than 32"),
+    ({"step": 1, "samples": [SAMPLE] * 33}, "33 items instead of 0 to 32"),
     (samples_with(text="x" * 201), "201 characters"),
     (samples_with(text=5), r"samples\[0\].text holds 5, not a text"),
     (samples_with(answers=[]), "0 items instead of 1 to 8"),

@@ -49,12 +49,14 @@ class Run:
 def read_run(folder: Folder | Path) -> Run:
     """Read a run folder; InputError, one line, if it is none or if a file in it is damaged."""
     folder = LocalFolder(folder) if isinstance(folder, Path) else folder
+    if isinstance(folder, LocalFolder):
+        check(folder.path.is_dir(), f"{folder.location} is not a folder; name the run_dir of a training run")
     where = f"{folder.location}/metrics.jsonl"
     try:
         content = folder.read("metrics.jsonl")
     except FileNotFoundError:
         content = None
-    check(content is not None, f"{folder.location} is not a run folder: it holds no metrics.jsonl; name a run_dir")
+    check(content is not None, f"{folder.location} is not a run folder: it holds no metrics.jsonl")
     lines = list(parse_lines(content or b"", where=where, is_strict=True))
     check(bool(lines), f"{where} holds no line yet: there is nothing to report")
     config = dict(flatten(read_mapping(folder, "config.yaml", read_yaml)))
