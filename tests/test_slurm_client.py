@@ -190,6 +190,8 @@ def test_an_estimate_submits_nothing(slurm, tmp_path):
     said = Slurm().estimate(["--nodes=2"], write_script(tmp_path / "s", "true"))
     assert said.startswith("to start at 20") and "on nodes n[1-2] in partition main" in said
     assert Slurm().job_ids("s") == []
+    with pytest.raises(InputError, match="node configuration is not available; `sinfo --Node .* ask for fewer"):
+        Slurm().estimate(["--nodes=9"], tmp_path / "s")  # which sbatch would accept, and the job would wait for ever
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,6 @@ def test_an_estimate_submits_nothing(slurm, tmp_path):
         (["--partition=nosuch"], "invalid partition specified: nosuch; .*`sinfo --summarize` shows"),
         (["--constraint=fast"], "Invalid feature specification; `sinfo --format='%N %f'`"),
         (["--reservation=x"], "Requested reservation is invalid; `scontrol show reservations`"),
-        (["--nodes=9"], "node configuration is not available; `sinfo --Node --long` shows the nodes; ask for fewer"),
         (["--nodelist=n9"], "Invalid node name specified; `sinfo --Node"),
         (["--gres=gpu:1"], "Invalid generic resource .gres. specification; `sinfo --format='%N %G'`"),
         (["--bogus"], "unrecognized option '--bogus'"),
