@@ -55,7 +55,7 @@ def ours(endpoint: str, shards: list[Any], folder: Path) -> Fetch:
     cache.hold(alone=True)
     downloader = Downloader(source, cache)
     by_name = {shard.file: shard for shard in shards}
-    return lambda name: downloader.download(by_name[name])
+    return lambda name: downloader.download(by_name[name], limit_s=300)
 
 
 def connector(endpoint: str, shards: list[Any], folder: Path) -> Fetch:

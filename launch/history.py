@@ -23,6 +23,11 @@ class Submission:
     rejection: str = ""  # why the job could not be started
 
 
+def attempt_name(number: int) -> str:
+    """Return the name of an attempt, which is that of its folder in logs/ too."""
+    return f"attempt_{number:04d}"
+
+
 @dataclass
 class AttemptEntry:
     number: int
@@ -37,6 +42,10 @@ class AttemptEntry:
     begun_at: int = 0  # the newest checkpoint when it began
     next: str = ""  # again | requeue | end
     is_over: bool = False
+
+    @property
+    def name(self) -> str:
+        return attempt_name(self.number)
 
 
 @dataclass
@@ -99,7 +108,7 @@ class History:
                 number, nodes = count(details, "number") or 0, texts(details, "nodes")
                 self.attempts.append(AttemptEntry(number, nodes, at_unix_s, begun_at=begun_at))
                 self.ended, self.is_tried = None, True
-            case "refused" if last is not None:  # before it took the run folder
+            case "refused" if last is not None and details.get("attempt") == last.name:
                 last.reason = last.reason or text(details, "reason")
             case "attempt_ended" if last is not None:
                 last.ended_unix_s, last.exit_code, last.is_over = at_unix_s, count(details, "exit_code"), True

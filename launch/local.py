@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from launch import spec
 from launch.config import ClusterConfig, LaunchConfig
-from launch.history import read_history
+from launch.history import attempt_name, read_history
 from launch.job import Job
 from launch.preflight import run_preflight
 from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import CODES, Decision, StopRequest, attempt_name, prepared, recording_failure, retry, supervise
+from launch.supervise import CODES, Decision, StopRequest, prepared, recording_failure, retry, supervise
 from launch.values import count
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import Unreachable, check

@@ -187,12 +187,13 @@ def follow(record: Record, wanted: Wanted, *, poll_s: float | None = None, ask_s
             # The scheduler is asked before the files are read: an ended job has written all of them.
             if history.has_end or time.monotonic() - asked_s >= ask_s:
                 answer, asked_s = ask(record, history.submission), time.monotonic()
-                is_over, problem = answer.is_active is False, answer.failure
+                is_unanswered = history.submission is not None and not history.submission.handle
+                is_over, problem = answer.is_active is False or is_unanswered, answer.failure
                 history = read_history(record.events())
             printer.show_new(history, is_over=is_over)
         except Unreachable as error:
             is_over, problem = False, str(error)
         if problem and problem != before:
-            print(f"{printable(problem)}; asked again", file=sys.stderr, flush=True)
+            print(f"{printable(problem)}{'' if is_over else '; asked again'}", file=sys.stderr, flush=True)
         if not is_over:
             time.sleep(pause_s)

@@ -145,11 +145,6 @@ class StopRequest:
             print(f"the run cannot be asked to stop: {error}; tried again", flush=True)
 
 
-def attempt_name(number: int) -> str:
-    """Return the name of the folder in logs/ that holds what an attempt printed."""
-    return f"attempt_{number:04d}"
-
-
 def supervise(
     record: Record,
     cluster: ClusterConfig,

@@ -158,7 +158,7 @@ def cloud(ec2, launched, bucket, monkeypatch) -> Iterator[Any]:
         monkeypatch.delenv("AWS_ENDPOINT_URL")
 
         def make(*cluster: str, interruption: str = "") -> Cloud:
-            run = launched("cluster.preflight=false", *cluster)
+            run = launched("cluster.gate=false", *cluster)
             monkeypatch.setattr(request_module, "user_data", lambda *_, **named: run.user_data(**named))
             return Cloud(
                 fake, run.record, run.job, bundle=BUNDLE.content, machines=ec2, interruption=interruption, stack=stack
@@ -185,7 +185,7 @@ def test_an_interrupted_run_resumes_on_new_machines_to_the_same_losses(cloud, un
 
 def test_machines_that_are_not_fit_end_the_run(cloud):
     """Each knows itself by 127.0.1.1, which train.doctor takes for a fault."""
-    run = cloud("cluster.preflight=true")
+    run = cloud("cluster.gate=true")
     run.submit()
     assert run.launcher().run() == 1
     [ended] = run.events_of("ended")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize("shared_slurm", [3], indirect=True)
 
 def launch(run_dir: object, data: object, *overrides: str, settings: tuple[str, ...] = ()) -> LaunchedRun:
     """Submit a run of two nodes; its record."""
-    own = ["cluster=slurm", "nodes=2", "cluster.preflight=false", *settings, "submit=true"]
+    own = ["cluster=slurm", "nodes=2", "cluster.gate=false", *settings, "submit=true"]
     assert main([*own, "--", *settings_of_run(run_dir, data, *overrides)]) == DONE
     given = dict(each.split("=", 1) for each in overrides if each.startswith("s3."))
     s3 = {"endpoint": given["s3.endpoint"], "region": given["s3.region"], "path_style": True} if given else {}
@@ -127,14 +127,14 @@ def test_a_node_that_does_not_see_the_record_is_replaced_by_the_spare(slurm, pre
     parent.mkdir()
     slurm.exec("n2", "mount", "-t", "tmpfs", "tmpfs", str(parent))
     try:
-        settings = ("cluster.preflight=true", "spares=1", "cluster.drain=true")
+        settings = ("cluster.gate=true", "spares=1", "cluster.drain=true")
         record = launch(parent / "run", prepared, "max_steps=20", settings=settings)
         assert record.ended()["outcome"] == "done", record.logs()
         preflight = record.of_kind("gate")[0].details
         assert preflight["passed"] == ["n1", "n3"] and "does not see that folder" in preflight["failed"]["n2"]
         assert record.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]
         assert "drain" not in slurm.run("sinfo", "--noheader", "--nodes=n2", "--format=%T").lower()
-        other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.preflight=true",))
+        other = launch(parent / "other", prepared, "max_steps=20", settings=("cluster.gate=true",))
         eventually(lambda: other.of_kind("requeued"))
         assert other.ended()["outcome"] == "done", other.logs()
         assert other.of_kind("attempt_began")[0].details["nodes"] == ["n1", "n3"]  # n2 is excluded

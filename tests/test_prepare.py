@@ -1,9 +1,11 @@
 """Preparation: what it writes, that it is the same every time, that it goes on, and what it rejects."""
 
+import errno
 import os
 import re
 import shutil
 import signal
+import tempfile
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from forks import run_forked
 from running import ROOT, SEQ_LEN, prepare_config
 from saved_steps import flip
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from train import prepare
 from train.config import InputError
@@ -18,8 +21,10 @@ from train.data.random_bits import text_uniform
 from train.data.shards.format import ShardSet, check_files, read_manifest
 from train.data.text import preparation, tokenizer
 from train.data.text.corpus import open_corpus
+from train.data.text.documents import WHOLE
 from train.data.text.encoding import starts_of
 from train.data.text.packing import Packer
+from train.storage.folders import LocalFolder
 
 
 def content(folder):
@@ -310,6 +315,26 @@ def test_a_folder_that_cannot_be_written_is_rejected(tmp_path, corpus):
     )
     (tmp_path / "file").write_text("in the way")
     assert "cannot write" in rejected(tmp_path / "file" / "out", corpus)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), Exception("No space left on device (os error 28)")]
+)
+def test_a_full_temporary_folder_is_one_line(tmp_path, corpus, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    assert rejected(tmp_path / "out", corpus).startswith(f"{tmp_path} is full; free some space, or set TMPDIR")
+
+
+def test_what_others_put_into_an_output_stays_where_its_preparation_ends_in_vain(tmp_path):
+    folder = LocalFolder(tmp_path / "out")
+    for name in ("source.json", "part-00001-of-00001.safetensors", "mine/thesis.txt"):
+        folder.write(name, b"{}")
+    prepare.take_back(folder, WHOLE, everything=True)
+    assert folder.names() == ["mine/thesis.txt"]
 
 
 def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, corpus, tmp_path):

@@ -19,7 +19,7 @@ from train.config import InputError, TrainConfig
 from train.host import rank_setup
 from train.host.launched import Launched, launched
 from train.host.runtime import search_rarely
-from train.host.torchrun import end_torchrun
+from train.host.torchrun import end_torchrun, is_first
 from train.run_folder.folder import RunFolder
 from train.run_folder.outcome import may_continue, what_is_over
 from train.storage.folders import is_s3
@@ -57,9 +57,9 @@ def attempt(cfg: TrainConfig) -> int:
     use_console("stdout")
     launch = launched()
     if launch.restart_count > 0 and (over := what_is_over(RunFolder(cfg.run_dir, cfg.s3).last_outcome())):
-        if launch.rank == 0:
-            print(f"not started again: it {over['outcome']} ({over['reason']})", file=sys.stderr)
-        end_torchrun()
+        if is_first("over"):  # the others do not end torchrun before the line is printed
+            print(f"not started again: it {over['outcome']} ({over['reason']})", file=sys.stderr, flush=True)
+            end_torchrun()
         return {"done": cli.DONE, "stopped": cli.STOPPED}.get(over["outcome"], cli.FAILED)
     with announced(cfg, launch):
         rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)

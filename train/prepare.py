@@ -27,7 +27,7 @@ from train.cli import progress
 from train.cli.progress import Stage
 from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
 from train.data.random_bits import text_uniform
-from train.data.shards.format import FORMAT, Manifest, read_manifest
+from train.data.shards.format import FORMAT, SPLITS, Manifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.documents import WHOLE, Part
 from train.data.text.encoding import Vocabulary
@@ -207,7 +207,7 @@ def difference(old: Any, new: Any, key: str = "") -> str:
 
 
 def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
-    """Empty the folder, for a call with better settings, if what is there is of no use.
+    """Leave the folder as it was, for a call with better settings, if what is there is of no use.
 
     That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
     """
@@ -215,8 +215,10 @@ def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
     begun = any(name.startswith(STATE_NAMES) for name in names)
     others = job.count > 1 and "tokenizer/tokenizer.json" in names
     if everything or not (begun or others):
-        for name in sorted(names, key=lambda name: (name == "source.json", name)):
-            folder.remove(name)
+        for prefix in (STATE_NAMES, *(f"{split}-" for split in SPLITS), "tokenizer/", "source.json"):
+            for name in names:
+                if name.startswith(prefix):
+                    folder.remove(name)
 
 
 # ---- the tokenizer -------------------------------------------------------------------------------------------------

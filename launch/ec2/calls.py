@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from launch.ec2.api import Api
 from launch.ec2.request import RUN_TAG, run_id
@@ -48,7 +49,7 @@ class Call:
     operation: str
     region: str
     submission: str  # id of what the settings came to, see launch.ec2.account
-    process: str  # that makes the call, see train.host.processes.owner_name
+    process: Any  # owner_name of the one that makes the call; earlier versions wrote a table, which is never "gone"
     sent_unix_s: float
     answered_unix_s: float | None = None
     made: list[str] = field(default_factory=list)  # ids of machines, of a security group; name of a placement group
@@ -77,7 +78,7 @@ class Call:
                 stopped_unix_s = event.time_unix_s
         if stopped_unix_s is None:
             return float("inf")
-        signed_s = 0.0 if is_gone(self.process) else SIGNED_S
+        signed_s = 0.0 if is_gone(str(self.process)) else SIGNED_S
         return max(stopped_unix_s, self.sent_unix_s) + signed_s + LISTS_S  # clocks differ, hence the later one
 
 
@@ -155,17 +156,18 @@ def remove(
     clock: Clock,
     *,
     say: Callable[[str], None] = lambda _: None,
+    only: Sequence[str] = KINDS,
 ) -> list[Resource]:
-    """End and delete all of it, until nothing is there and nothing more can come to be listed. Returns what is left.
-    Nothing more must be made meanwhile.
+    """End and delete all of it, or the kinds `only`, until nothing is there and nothing more can come to be listed.
+    Returns what is left. Nothing more must be made meanwhile.
     """
     seen = set[str]()
     left = sweep(
-        lambda: left_over(api, record, regions, clock.now(), seen=seen),
+        lambda: [each for each in left_over(api, record, regions, clock.now(), seen=seen) if each.kind in only],
         lambda found: delete(api, found),
         clock,
         say=say,
     )
-    if not left and record.event_names():
+    if not left and only == KINDS and record.event_names():
         record.append_event("cleaned", regions=[*regions], calls=len(read_calls(record)))
     return left

@@ -90,7 +90,8 @@ class Launcher:
             return False
         self.say(f"interrupted: {reason}")
         is_decided = "requeued" in self.events_since_machines()  # by the first machine
-        self.remove(leaves=is_decided)
+        # The groups stay: the next machines are in them.
+        self.remove(leaves=is_decided, only=("instance", "spot-instances-request"))
         self.is_training = False
         if not is_decided and not conclude(self.record, self.cluster, Decision("requeue", "failed", reason)):
             return False
@@ -262,15 +263,15 @@ class Launcher:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def remove(self, *, leaves: bool) -> None:
-        """Remove everything; `leaves`: once the machines have had the time to end by themselves."""
+    def remove(self, *, leaves: bool, only: Sequence[str] = calls.KINDS) -> None:
+        """Remove everything, or the kinds `only`; `leaves`: once machines have had the time to end by themselves."""
         regions = list(dict.fromkeys([*calls.call_regions(self.record), *self.resolved.regions]))
         until_s = self.clock.now() + LEAVE_S if leaves else 0.0
         while self.clock.now() < until_s:
             if not any(each.is_alive for each in calls.resources(self.api, self.record, regions, "instance")):
                 break
             self.clock.sleep(POLL_S)
-        if left := calls.remove(self.api, self.record, regions, self.clock, say=self.say):
+        if left := calls.remove(self.api, self.record, regions, self.clock, say=self.say, only=only):
             raise Failure(f"left on EC2: {', '.join(map(str, left))}; {undo(self.record)}")
 
 

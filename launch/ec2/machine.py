@@ -25,12 +25,13 @@ from typing import TypeVar
 import launch
 from launch import code
 from launch.ec2.config import Ec2Config
+from launch.history import attempt_name
 from launch.job import Job
 from launch.node import DOCTOR_S, PREFLIGHT
 from launch.preflight import is_shared, run_preflight, too_few
 from launch.record import Record
 from launch.schedulers import cluster_of
-from launch.supervise import Decision, StopRequest, attempt_name, recording_failure, retry, settled, supervise
+from launch.supervise import Decision, StopRequest, recording_failure, retry, settled, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable
 from train.host import processes

@@ -18,7 +18,7 @@ from types import FrameType
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from launch.history import History, read_history
+from launch.history import History, attempt_name, read_history
 from launch.job import Job
 from launch.node import DOCTOR_S
 from launch.preflight import is_certain, is_shared, run_preflight, too_few
@@ -30,7 +30,6 @@ from launch.supervise import (
     CODES,
     Decision,
     StopRequest,
-    attempt_name,
     prepared,
     recording_failure,
     retry,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from train.checkpoints.loader import fitting, read_weights
 from train.checkpoints.manifest import Manifest
-from train.config import TrainConfig, check, flat
+from train.config import InputError, TrainConfig, check, flat
 from train.models.network import Network
 from train.models.pretrained import without_weights
 from train.run_folder.folder import differences
@@ -28,7 +28,9 @@ def export_step(source: Path, manifest: Manifest, cfg: TrainConfig, target: Path
     check(not changed, f"config.yaml is not of the run that wrote step {manifest.step}: {', '.join(changed)}")
     data = str(manifest.identity.get("data"))
     if all(run.size(name) is not None for name in ("environment.json", "model/config.json")):
-        identity = find_identity(run) or {}
+        identity = find_identity(run)
+        if identity is None:
+            raise InputError(f"{run.location}/environment.json is damaged")
         check(
             identity.get("data") == data,
             f"step {manifest.step} learnt from other data than {run.location}/model is for",

@@ -18,7 +18,7 @@ from train.checkpoints.store import Store
 from train.config import Failure, InputError
 from train.run_folder.ownership import LeaseLost, name_of, numbers
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import canonical_json, check_space, read_json
+from train.storage.folders import canonical_json, check_space
 from train.storage.s3 import S3Folder
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
@@ -197,8 +197,10 @@ class S3Store(Store):
     def tidy_saving(self, newest: int) -> None:
         """Remove what killed saves have left on this machine, and copies of steps that S3 has; name other copies."""
         for folder in (self.local / SAVING).glob("*"):
-            manifest = read_json(folder / FILE)
-            if manifest is None or manifest["step"] <= newest:
+            step = None  # of a manifest that cannot be read
+            with suppress(Damaged, OtherVersion):
+                step = Manifest.from_json((folder / FILE).read_bytes()).step if (folder / FILE).is_file() else 0
+            if step is not None and step <= newest:
                 shutil.rmtree(folder)
             else:
                 text = "docs/faults.md says how to upload it; the next save replaces it"

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -32,9 +33,12 @@ def use_console(*names: str) -> None:
     """Make writes to these streams ("stdout", "stderr") always succeed. Programs whose purpose is more than their
     output call it when they begin.
     """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:  # a standard stream was closed: no file may get its number
+        pass
+    os.close(handle)
     for name in names:
-        if (stream := getattr(sys, name)) is not None:  # None: it was closed
-            setattr(sys, name, Console(stream))
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
+        setattr(sys, name, Console(stream))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from train.host.processes import end_with_parent
+from train.host.processes import end_with_parent, read_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 REJECTION = "rejected.txt"  # in torchrun's folder of a start of its ranks: what they rejected
@@ -32,6 +32,23 @@ def die_with_torchrun() -> None:
         end_with_parent(os.getppid())
 
 
+def find_torchrun() -> int | None:
+    """The nearest Python process above this one: torchrun, perhaps with a user's script in between. None: it has ended.
+    It may be process 1 of a container; any other process 1 adopts those whose parent has ended.
+    """
+    pid = os.getppid()
+    while pid > 0:
+        try:
+            is_python = "python" in Path(f"/proc/{pid}/exe").readlink().name
+        except OSError:  # another user's, as process 1 mostly is
+            is_python = pid != 1
+        if is_python:
+            return pid
+        process = read_process(pid)
+        pid = process.parent if process else 0
+    return None
+
+
 def file_of_start(name: str) -> Path:
     """The path of a file that the ranks of this machine have in common in this start: two folders above the error file
     that torchrun names for each rank. Without torchrun it is a path at which no file can be made.
@@ -40,17 +57,22 @@ def file_of_start(name: str) -> Path:
     return Path(error_file).parents[1] / name if error_file else Path("/dev/null", name)
 
 
+def is_first(action: str) -> bool:
+    """Whether this rank is the first one of its machine, in this start, that asks to do something."""
+    try:
+        file_of_start(action).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # torchrun keeps no such files: what is done twice is better than what is not done
+        pass
+    return True
+
+
 def is_reported() -> bool:
     """Whether another rank of this machine has reported an error, so that this one need not. Never for its first rank:
     a launcher may show the output of that one alone.
     """
-    try:
-        file_of_start("reported").touch(exist_ok=False)
-    except FileExistsError:
-        return os.environ.get("LOCAL_RANK") != "0"
-    except OSError:  # torchrun keeps no such files; an error that is printed twice is better than none
-        pass
-    return False
+    return not is_first("reported") and os.environ.get("LOCAL_RANK") != "0"
 
 
 def leave_rejection(rejection: str) -> None:
@@ -65,20 +87,24 @@ def leave_rejection(rejection: str) -> None:
 
 def print_after_torchrun(line: str) -> None:
     """Print a line when torchrun has ended: its own traceback of 25 lines would hide the reason. Linux only."""
-    if sys.platform != "linux":
+    pid = find_torchrun() if sys.platform == "linux" else None
+    if pid is None:
         return
-    ended = os.pidfd_open(os.getppid())
+    ended = os.pidfd_open(pid)
     wait = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2], file=sys.stderr)"
     # A session of its own, since torchrun signals the rank's.
     subprocess.Popen([sys.executable, "-ISc", wait, str(ended), line], pass_fds=[ended], start_new_session=True)
 
 
 def end_torchrun() -> None:
-    """End torchrun where it would start this machine's ranks again. Call it after everything has been reported."""
+    """End torchrun where it would start this machine's ranks again; the first rank that asks does it. Call it after
+    everything has been reported.
+    """
     restarts, limit = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if is_under_torchrun() and restarts != limit:
+    pid = find_torchrun() if is_under_torchrun() and restarts != limit else None
+    if pid is not None and is_first("ended"):
         print("torchrun, which would start the run again, is asked to end; what follows is its report", file=sys.stderr)
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(pid, signal.SIGTERM)
 
 
 def leave_signals_to_the_parent(_worker: int) -> None:

@@ -184,9 +184,15 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A new folder in TMPDIR, removed when the block ends."""
+    """A new folder in TMPDIR, removed when the block ends. InputError if its disk gets full."""
     with tempfile.TemporaryDirectory(prefix="baretrain-") as folder:
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        except Exception as error:  # libraries written in Rust raise plain ones
+            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "os error 28" in str(error):
+                hint = "free some space, or set TMPDIR to another folder"
+                raise InputError(f"{Path(folder).parent} is full; {hint}") from error
+            raise
 
 
 def sha256_file(path: Path) -> str:

@@ -144,6 +144,7 @@ class S3Folder:
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self.s3, self.session = s3, open_session(s3)
         self.may_delete = True  # until S3 says no
+        self.has_warned = False  # of objects with names that no file can have
         self.client = open_client(self.session, s3)
         endpoint = self.client.meta.endpoint_url  # also out of the environment and ~/.aws
         check_endpoint("the endpoint of AWS_ENDPOINT_URL or ~/.aws", endpoint)
@@ -237,7 +238,12 @@ class S3Folder:
 
     def names(self, prefix: str = "") -> list[str]:
         # The console's "folders" are empty objects whose names end in a slash.
-        return sorted(name for name in self._list(prefix) if not name.endswith("/") and is_path(name))
+        names = sorted(name for name in self._list(prefix) if not name.endswith("/"))
+        odd = [name for name in names if not is_path(name)]
+        if odd and not self.has_warned:
+            self.has_warned = True
+            logger.warning("%s: objects left out whose names no file can have: %s", self.location, odd[:3])
+        return [name for name in names if is_path(name)]
 
     def names_here(self) -> set[str]:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}

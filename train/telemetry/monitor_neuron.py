@@ -135,11 +135,11 @@ class LineParser:
         reading = Reading()
         try:
             report = json.loads(line)
-            self.group(report, "neuron_hardware_info")  # carries an error without a driver
-            self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
             counters = self.group(report.get("system_data") or {}, "neuron_hw_counters")
             if counters is not None:
                 reading.add(self.new_ecc(counters))
+            self.group(report, "neuron_hardware_info")  # carries an error without a driver
+            self.read_processes(reading, self.ours(report.get("neuron_runtime_data") or []))
         except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
             if line.strip():
                 self.note("line", f"{TOOL} wrote a line that is no report; such lines are left out: {error!r:.200}")

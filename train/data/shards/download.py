@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
@@ -98,10 +98,17 @@ class Client:
         except (BotoCoreError, ClientError):
             return False
 
-    def read(self, file: str) -> list[bytes]:
-        """The content of an object, in pieces. Raises Doubtful or Unreachable."""
+    def read(self, shard: Shard) -> list[bytes]:
+        """The content of a shard, in pieces, or the beginning of one that is too long. Raises Doubtful or
+        Unreachable.
+        """
+        pieces: list[bytes] = []
         try:
-            return list(self.streams[self.numbers[file]]())
+            for piece in self.streams[self.numbers[shard.file]]():
+                pieces.append(piece)
+                if sum(map(len, pieces)) > shard.bytes:
+                    break
+            return pieces
         except S3Exception as error:  # one class for all; only its text distinguishes the cases
             raise explain(error) from error
 
@@ -159,12 +166,12 @@ class Downloader:
             return
         if path.exists():
             logger.warning("%s in the cache %s; it is fetched again", shard.file, fault)
-        doubts = 0
+        doubts, reads = 0, set[Future[list[bytes]]]()
 
         def attempt() -> None:
             nonlocal doubts
             try:
-                self.store(shard, self.fetch(shard))
+                self.store(shard, self.fetch(shard, reads))
             except Doubtful as doubt:
                 doubts += 1
                 if doubts >= self.cfg.refetches:
@@ -190,24 +197,30 @@ class Downloader:
             kind = InputError if isinstance(error, InputError) else Unreachable
             raise kind(f"{url}: {error}") from error
 
-    def fetch(self, shard: Shard) -> list[bytes]:
-        """The content of a shard, read by a thread of its own, which is abandoned when attempt_s are over."""
-        content = Future[list[bytes]]()
+    def fetch(self, shard: Shard, reads: set[Future[list[bytes]]]) -> list[bytes]:
+        """The content of a shard, read by a thread of its own, or by that of an earlier attempt, in `reads`, if it ends
+        first: a read cannot be stopped, and over a slow link it may be nearly done.
+        """
+        content, clients = Future[list[bytes]](), list[Client]()
 
         def read() -> None:
             try:
-                content.set_result(self.current_client().read(shard.file))  # services of credentials may hang
+                clients.append(self.current_client())  # in this thread: services of credentials may hang
+                content.set_result(clients[0].read(shard))
             except BaseException as error:  # for the thread that waits
                 content.set_exception(error)
 
+        reads.add(content)
         threading.Thread(target=read, daemon=True).start()
-        if not wait([content], self.cfg.attempt_s).done:
+        ended = wait(reads, self.cfg.attempt_s, return_when=FIRST_COMPLETED).done
+        reads -= ended
+        whole = [each for each in ended if each.exception() is None]
+        if not whole and self.client in clients:
             self.client = None
+        if not ended:
             limit = f"not whole within {self.cfg.attempt_s:g} s (data.attempt_s)"
             raise Unreachable(f"{limit}; over a slow link raise it, or lower data.downloads")
-        if content.exception() is not None:
-            self.client = None
-        return content.result()
+        return (whole or list(ended))[0].result()
 
     def store(self, shard: Shard, content: list[bytes]) -> None:
         """Give a shard its name in the cache. Doubtful for a content that does not match the manifest."""

@@ -23,7 +23,8 @@ TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's; it takes al
 def prepare_in_processes(recipe: Recipe, parts: list[Part], report: Report) -> None:
     """Prepare each part in a process of its own. An error of one is raised here, and the others stop."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
-    threads = max(1, len(os.sched_getaffinity(0)) // len(parts))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // len(parts))
     running: dict[Any, tuple[Part, SpawnProcess]] = {}  # by the end of its pipe
     try:
         for part in parts:
