@@ -396,16 +396,15 @@ def test_no_rank_outlives_a_torchrun_that_is_killed_while_they_start(tmp_path, p
 # ---- what ends for good ----------------------------------------------------------------------------------------------
 
 
-def test_one_rank_of_a_machine_reports_and_always_its_first(monkeypatch, capsys, tmp_path):
+def test_one_rank_of_a_machine_reports(monkeypatch, capsys, tmp_path):
     """torchrun makes the folders."""
     monkeypatch.setattr(torchrun, "print_after_torchrun", lambda line: None)
     said = []
-    for rank in (2, 1, 0):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
+    for rank in (1, 0):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}/error.json"))
         assert guarded(reject) == cli.REJECTED
         said.append(capsys.readouterr().err)
-    assert said == ["error: no data\n", "", "error: no data\n"]
+    assert said == ["error: no data\n", ""]
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")  # as under a torchrun without logs
     assert not is_reported() and not is_reported()
 
@@ -454,7 +453,7 @@ def test_what_ends_for_good_ends_torchrun_too(tmp_path, prepared, script: str | 
     result = run_forked(words, os.environ)
     assert result.returncode == 1
     spoken = [line for line in result.stderr.splitlines() if line.startswith(said)]
-    assert len(spoken) in (1, 2), result.stderr  # rank 0 always says it, the other one if it comes first
+    assert len(spoken) == 1 or (spoken and script == LOST), result.stderr  # if it is lost, both may come to say so
     assert "not started again" not in result.stderr
 
 

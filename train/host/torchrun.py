@@ -69,10 +69,8 @@ def is_first(action: str) -> bool:
 
 
 def is_reported() -> bool:
-    """Whether another rank of this machine has reported an error, so that this one need not. Never for its first rank:
-    a launcher may show the output of that one alone.
-    """
-    return not is_first("reported") and os.environ.get("LOCAL_RANK") != "0"
+    """Whether another rank of this machine has reported an error, so that this one need not."""
+    return not is_first("reported")
 
 
 def leave_rejection(rejection: str) -> None:
