@@ -98,15 +98,15 @@ class Client:
         except (BotoCoreError, ClientError):
             return False
 
-    def read(self, shard: Shard) -> list[bytes]:
-        """The content of a shard, in pieces, or the beginning of one that is too long. Raises Doubtful or
-        Unreachable.
+    def read(self, file: str, *, most_bytes: float = math.inf) -> list[bytes]:
+        """The content of an object, in pieces; of one that is longer than `most_bytes`, its beginning. Raises Doubtful
+        or Unreachable.
         """
         pieces: list[bytes] = []
         try:
-            for piece in self.streams[self.numbers[shard.file]]():
+            for piece in self.streams[self.numbers[file]]():
                 pieces.append(piece)
-                if sum(map(len, pieces)) > shard.bytes:
+                if sum(map(len, pieces)) > most_bytes:
                     break
             return pieces
         except S3Exception as error:  # one class for all; only its text distinguishes the cases
@@ -206,7 +206,7 @@ class Downloader:
         def read() -> None:
             try:
                 clients.append(self.current_client())  # in this thread: services of credentials may hang
-                content.set_result(clients[0].read(shard))
+                content.set_result(clients[0].read(shard.file, most_bytes=shard.bytes))
             except BaseException as error:  # for the thread that waits
                 content.set_exception(error)
 
