@@ -255,7 +255,7 @@ def test_the_head_counts_in_the_cut():
         (2, pipeline(1, 4, "1f1b"), "parallel.stages=1 must be 2 or more"),
         (2, pipeline(2, 4, "zigzag"), "parallel.schedule=zigzag is not known"),
         (2, ["parallel.name=pipeline"], "use parallel=pipeline"),
-        (2, ["parallel=pipeline", "backend=xla"], "in the middle of a step, which backend=xla compiles as a whole"),
+        (2, ["parallel=pipeline", "backend=xla"], "parallel=pipeline runs with backend=ddp, not backend=xla"),
         (2, ["parallel=pipeline", "backend.grad_compression=bf16"], "leave out backend.grad_compression"),
         (2, ["parallel=pipeline", "backend.compile=model"], "set backend.compile=layers"),
         (2, ["parallel=pipeline", "backend.precision=fp16"], "does not go with backend.precision=fp16"),
