@@ -138,7 +138,7 @@ def test_a_run_that_is_killed_at_one_stage_goes_on_with_the_same_command(prepare
 
 # Products are rounded to 8 bits, of other shapes than those of one process: losses of 5 differ by a few thousandths.
 def test_compiled_layers_in_bf16_are_nearly_those_of_one_process(prepared, tmp_path):
-    options = [*MODELS["albert"], "backend.precision=bf16", "eval_every=null"]
+    options = [*MODELS["albert"], "backend.precision=bf16", "eval_every=null", "max_steps=2"]
     loop.run(train_config(tmp_path / "one", prepared, *options), StopRequest())
     more = [*pipeline(2, 2, "1f1b"), "backend.compile=layers", "micro_batch_size=2"]
     trained(tmp_path / "two", prepared, *options, *more, ranks=2)
