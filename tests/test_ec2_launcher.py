@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import platform
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -12,11 +13,13 @@ from ec2_launching import KillAt, Killed, Trial, done, trial
 from services.fake_ec2 import fake_ec2
 
 from launch.ec2.api import Api
-from launch.ec2.calls import LISTS_S, SIGNED_S, Superseded, read_calls, unlisted
+from launch.ec2.calls import LISTS_S, RUN, SIGNED_S, Call, Superseded, read_calls, unlisted
 from launch.ec2.launcher import allow_itself
 from launch.ec2.request import RUN_TAG, run_id
 from train.cli.command import DONE, FAILED, STOPPED
 from train.config import Failure, InputError, Unreachable
+from train.host.processes import is_gone
+from train.storage.schema import record
 
 
 @pytest.fixture
@@ -290,3 +293,11 @@ def test_a_given_group_is_used_and_stays(ec2, begin):
     run = begin(f"cluster.security_group={group}", "cluster.placement_group=close")
     assert run.launcher().run() == DONE
     assert ec2.requests[0]["Placement"] == {"GroupName": "close"} and set(ec2.anything()) == {group, "close"}
+
+
+def test_a_record_of_an_earlier_version_is_read_and_its_process_is_never_gone():
+    """It held a table where the name of the process stands now."""
+    process = {"host": platform.node(), "pid": 1, "started": 0}
+    old = {"number": 1, "operation": RUN, "region": "us-east-1", "submission": "a", "process": process}
+    call = record(Call, old | {"sent_unix_s": 0.0, "answered_unix_s": None, "made": [], "error": ""})
+    assert not is_gone(str(call.process))

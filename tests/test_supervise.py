@@ -58,6 +58,16 @@ def test_what_follows_an_attempt(attempt, options, expected):
     assert (decision.next, decision.outcome) == expected
 
 
+def test_a_rejection_counts_for_its_own_attempt_alone():
+    history = History()
+    for number in (1, 2):
+        history.add(Event("attempt_began", 0.0, "n1", {"number": number, "nodes": ["n1"], "checkpoint": 0}))
+    history.add(Event("refused", 0.0, "n1", {"attempt": "attempt_0001", "reason": "too late"}))
+    assert history.attempts[1].reason == ""
+    history.add(Event("refused", 0.0, "n1", {"attempt": "attempt_0002", "reason": "no data"}))
+    assert history.attempts[1].reason == "no data"
+
+
 @pytest.mark.parametrize("kind", ["failed", "stopped"])
 @pytest.mark.parametrize(
     ("history", "limit"),
