@@ -26,10 +26,12 @@ def die_with_torchrun() -> None:
     """Get SIGTERM when torchrun ends: no orphan holds the device or the run folder, and it can still save.
 
     The kernel sends it when the thread that started this process ends: torchrun's main thread, its last one.
-    Where torchrun ended before this call, its store is gone as well, and joining the other ranks fails.
+    Raises SystemExit if torchrun ended before this call: the rank would wait for torchrun's store until a timeout.
     """
     if is_under_torchrun():
         end_with_parent(os.getppid())
+        if find_torchrun() is None:
+            sys.exit("error: torchrun, which started this rank, has ended: no Python process is above it")
 
 
 def find_torchrun() -> int | None:
