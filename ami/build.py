@@ -10,7 +10,7 @@ from typing import Any
 from ami import packer
 from ami.files import HERE, write_files
 from ami.images import MINUTES, TAG, faults, find_by_name
-from ami.plan import BUILD, Plan
+from ami.plan import BUILD, ImagePlan
 from launch.ec2.api import Api
 from launch.ec2.sweep import CLOCK, GONE, Resource, delete, find, sweep
 from train.config import Failure
@@ -22,7 +22,7 @@ KINDS = ("instance", "volume", "security-group", "key-pair")  # of EC2, that Pac
 ROLE = "packer-"  # begins the names of the roles that Packer makes
 
 
-def build(api: Api, plan: Plan) -> dict[str, str]:
+def build(api: Api, plan: ImagePlan) -> dict[str, str]:
     """Build the image; returns its ids by region. What existed only for the build is gone afterwards."""
     program, values, started = packer.find_packer(), plan.variables, time.monotonic()
     with scratch_folder() as folder:

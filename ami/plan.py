@@ -25,7 +25,7 @@ NOT_ASKED = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class ImagePlan:
     cfg: AmiConfig
     parameter: str  # of SSM, which names the base image; empty: the user does
     base: Image | None  # that ours is built from; None: AWS was not asked
@@ -33,7 +33,7 @@ class Plan:
     variables: dict[str, Any]  # what ami/variables.pkr.hcl declares, but files
 
 
-def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> Plan:
+def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> ImagePlan:
     """Ask AWS for the base image and for what was built before. InputError for what could not be built.
 
     Without credentials AWS is not asked, unless a build needs it.
@@ -70,7 +70,7 @@ def make_plan(api: Api, cfg: AmiConfig, now: datetime) -> Plan:
         "build_tags": {"Name": f"{name} (builder)", BUILD: f"{now:%Y%m%d%H%M%S}-{secrets.token_hex(4)}"},
         "max_minutes": cfg.max_minutes,
     }
-    return Plan(cfg, parameter, base, last, variables)
+    return ImagePlan(cfg, parameter, base, last, variables)
 
 
 def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
@@ -111,7 +111,7 @@ def base_image(api: Api, region: str, cfg: AmiConfig, parameter: str) -> Image:
     return base
 
 
-def plan_lines(plan: Plan) -> list[str]:
+def plan_lines(plan: ImagePlan) -> list[str]:
     cfg, base, values = plan.cfg, plan.base, plan.variables
     source = f", from {plan.parameter}" if plan.parameter else ""
     copies = f", copies in {', '.join(values['copy_regions'])}" if values["copy_regions"] else ""
@@ -136,7 +136,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def changes(plan: Plan) -> list[str]:
+def changes(plan: ImagePlan) -> list[str]:
     """What differs from the last image."""
     if plan.base is None or plan.last is None:
         return [NOT_ASKED if plan.base is None else "nothing was built before"]
@@ -148,7 +148,7 @@ def changes(plan: Plan) -> list[str]:
     return [f"since {plan.last.id} of {plan.last.created[:10]}:", *lines]
 
 
-def cost(plan: Plan) -> str:
+def cost(plan: ImagePlan) -> str:
     """Minutes and dollars: those of the last build, and at most."""
     cfg, price = plan.cfg, plan.cfg.instance.usd_per_hour
     minutes = plan.last.tags.get(MINUTES, "") if plan.last else ""

@@ -25,7 +25,7 @@ from benchmarks import harness
 from benchmarks.harness import Usage, ratios, run_timed, spread
 from train.config import CorpusConfig, FilesCorpusConfig
 from train.data.text.corpus import open_corpus
-from train.data.text.documents import Part
+from train.data.text.documents import CorpusPart
 from train.data.text.encoding import chunks
 
 SEQ_LEN = 512
@@ -53,7 +53,9 @@ def prepared(text: Path, output: Path, *settings: str) -> Usage:
 # ---- the library ----------------------------------------------------------------------------------------------------
 
 
-def encode_all(text: str, tokenizer: str, part: Part, threads: int, start_at: float) -> tuple[float, float, float]:
+def encode_all(
+    text: str, tokenizer: str, part: CorpusPart, threads: int, start_at: float
+) -> tuple[float, float, float]:
     """When encoding began and ended (s, of the system's clock) and the CPU seconds it took."""
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     from tokenizers import Tokenizer
@@ -75,7 +77,7 @@ def library(text: Path, tokenizer: Path, processes: int) -> Usage:
     threads = len(os.sched_getaffinity(0)) // processes
     start_at = time.time() + 10 + text.stat().st_size / 20e6
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        parts = [Part(index, processes) for index in range(processes)]
+        parts = [CorpusPart(index, processes) for index in range(processes)]
         jobs = [pool.submit(encode_all, str(text), str(tokenizer), part, threads, start_at) for part in parts]
         begins, ends, cpu_s = zip(*(job.result() for job in jobs), strict=True)
     return Usage(start_at, max(ends) - min(begins), sum(cpu_s), 0.0)

@@ -17,7 +17,7 @@ from launch.preflight import run_preflight
 from launch.record import Record
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import CODES, Decision, StopRequest, prepared, recording_failure, retry, supervise
+from launch.supervise import CODES, Decision, StopFile, prepared, recording_failure, retry, supervise
 from launch.values import count
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import Unreachable, check
@@ -119,7 +119,7 @@ def prepare(record: Record, job: Job) -> Decision:
 
 def train(record: Record, job: Job) -> Decision:
     cluster: ClusterConfig = cluster_of(job)
-    stop, node = StopRequest(record), platform.node()
+    stop, node = StopFile(record), platform.node()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: stop.ask(f"{signal.Signals(number).name} to the supervisor"))
 
@@ -136,7 +136,7 @@ def train(record: Record, job: Job) -> Decision:
     return supervise(record, cluster, attempt, nodes=[node], stop=stop)
 
 
-def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopRequest | None = None) -> int:
+def on_this_machine(record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None) -> int:
     """Run a command of launch.node, and wait for the ranks that outlive it; its exit code."""
     processes.adopt_orphans()
     words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.s3.flags()]

@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.engines import Engine, EngineConfig
+from launch.engines import EngineConfig, OtherEngine
 from launch.job import Job
 from train.config import check, setting
 from train.storage.folders import is_s3
@@ -46,7 +46,7 @@ class ParallelClusterConfig(EngineConfig):
             check(is_block == is_given, f"cluster.market={self.market} {need}")
 
 
-class ParallelCluster(Engine):
+class ParallelCluster(OtherEngine):
     settings = ParallelClusterConfig
     cluster: ParallelClusterConfig
 

@@ -20,7 +20,7 @@ MAX_SCORES = 6
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """None is unknown."""
 
     exists: bool = False  # whether the trainer has described the run there
@@ -40,7 +40,7 @@ class Progress:
     outcome: dict[str, Any] | None = None  # outcome.json
 
 
-def read_progress(run: Folder) -> Progress:
+def read_progress(run: Folder) -> RunProgress:
     """Read a run folder, which need not exist yet. What is damaged counts as missing."""
     names = run.names_here()
     lines = list(parse_lines(content_of(run, METRICS)))
@@ -57,7 +57,7 @@ def read_progress(run: Folder) -> Progress:
     steps = [line["step"] for line in lines if line["kind"] != "fault"][-1:]
     figures = [(key, number(line, key)) for line in lines for key in ("goodput", "cost_usd")]
     newest_of = {key: figure for key, figure in figures if figure is not None}
-    return Progress(
+    return RunProgress(
         exists=ENVIRONMENT in names,
         attempt=lines[-1]["attempt"] if lines else None,
         step=max(0, *steps, count(lease or {}, "step") or 0) or None,

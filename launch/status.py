@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.history import AttemptEntry, History, Submission, read_history
 from launch.record import Record
-from launch.run_progress import Progress, read_progress
+from launch.run_progress import RunProgress, read_progress
 from launch.schedulers import scheduler
 from launch.spec import State
 from launch.values import shown_duration, shown_moment
@@ -32,7 +32,7 @@ class Status:
     time_unix_s: float  # when this was asked
     answer: State  # of the last job
     history: History
-    progress: Progress
+    progress: RunProgress
     time_left_s: float | None = None
     line_age_s: float | None = None  # time since the last line of the metrics
 
@@ -48,7 +48,7 @@ def status(record: Record) -> Status:
     answer = ask(record, history.submission)
     if answer.is_active is False and not history.has_end:  # perhaps it ended after the record was read
         history = read_history(record.events())
-    progress = read_progress(record.run) if job.kind == "train" else Progress()
+    progress = read_progress(record.run) if job.kind == "train" else RunProgress()
     total, step, step_s, line_unix_s = progress.total_steps, progress.step, progress.step_s, progress.line_unix_s
     has_pace = answer.is_active and total is not None and step is not None and step_s is not None
     return Status(

@@ -121,7 +121,7 @@ def recording_failure(record: Record) -> Iterator[None]:
         raise
 
 
-class StopRequest:
+class StopFile:
     """A request to stop with a checkpoint: signals leave it, and it becomes the file STOP in the run folder."""
 
     def __init__(self, record: Record) -> None:
@@ -151,7 +151,7 @@ def supervise(
     start: Callable[[int], int],
     *,
     nodes: list[str],
-    stop: StopRequest,
+    stop: StopFile,
     pause_s: float = PAUSE_S,
 ) -> Decision:
     """Make attempts until the decision is another than "again", each with its events in the record.

@@ -10,8 +10,8 @@ import pytest
 
 from train.host.processes import is_gone, owner_name
 from train.storage.atomic_io import made_once, new_folder, open_whole, publish_folder, remove_temporaries, temporary_for
+from train.storage.checksums import first_fault
 from train.storage.folders import LocalFolder, files_below
-from train.storage.manifest import first_fault
 
 
 def names(folder):

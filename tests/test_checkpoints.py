@@ -14,7 +14,7 @@ from train.checkpoints.manifest import Damaged, Manifest, NoneValid, OtherVersio
 from train.checkpoints.retention import Retention
 from train.checkpoints.store import LocalStore
 from train.config import InputError
-from train.storage import manifest as manifests
+from train.storage import checksums as manifests
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import sha256_file
 

@@ -21,7 +21,7 @@ from train.data.files import text as text_files
 from train.data.text import corpus as corpus_module
 from train.data.text import corpus_files
 from train.data.text.corpus import Corpus, open_corpus
-from train.data.text.documents import Part
+from train.data.text.documents import CorpusPart
 
 TEXTS = ["The first one, with a comma.", "Der zweite\nhat zwei Zeilen: äöü €", "third"]
 
@@ -213,7 +213,7 @@ ROWS = [{"text": f"document {i}, äöü " + "word " * (i * 7 % 31), "id": i} for
 
 def in_parts(corpus: Corpus, count: int) -> list[str]:
     """The texts of all parts, one after the other."""
-    return [document.text for index in range(count) for document in corpus.documents(Part(index, count))]
+    return [document.text for index in range(count) for document in corpus.documents(CorpusPart(index, count))]
 
 
 def several_files(folder: Path, suffix: str) -> Path:
@@ -289,14 +289,14 @@ def test_a_mistake_in_a_part_is_named_with_the_byte_that_reading_began_at(tmp_pa
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 9 + "[]\n")
     with pytest.raises(InputError, match=r"a\.jsonl, line 5 from byte 78 on: not a JSON object"):
-        list(files("jsonl", path).documents(Part(1, 2)))
+        list(files("jsonl", path).documents(CorpusPart(1, 2)))
 
 
 def test_parts_of_text_and_their_bytes_are_about_equal(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join("word " * (i % 50) for i in range(2000)))
     corpus = files("text", path)
-    parts = [list(corpus.documents(Part(index, 8))) for index in range(8)]
+    parts = [list(corpus.documents(CorpusPart(index, 8))) for index in range(8)]
     for part in parts:
         assert sum(document.source_bytes for document in part) == pytest.approx(path.stat().st_size / 8, rel=0.05)
         assert sum(len(document.text) for document in part) == pytest.approx(path.stat().st_size / 8, rel=0.05)
@@ -306,13 +306,13 @@ def test_parts_of_text_and_their_bytes_are_about_equal(tmp_path):
 def test_a_part_opens_no_other_file_and_decodes_no_other_bytes(tmp_path, suffix):
     folder = several_files(tmp_path / "in", suffix)
     corpus = files("text" if suffix == ".txt" else "jsonl", folder)
-    expected = [document.text for document in corpus.documents(Part(3, 4))]
+    expected = [document.text for document in corpus.documents(CorpusPart(3, 4))]
     assert len(expected) > 10
     path = folder / f"d{suffix}"
     path.write_bytes(b"\xff" * 500 + path.read_bytes()[500:])  # nobody could decode that
     for name in ("a", "b", "c", "e"):
         path.with_stem(name).unlink()
-    result = [document.text for index in (12, 13, 14) for document in corpus.documents(Part(index, 16))]
+    result = [document.text for index in (12, 13, 14) for document in corpus.documents(CorpusPart(index, 16))]
     assert len(result) > 5 and result == expected[: len(result)]
 
 

@@ -12,7 +12,7 @@ from launch.estimate import estimate
 from train.cli import compose as cli
 from train.config import HeadSize, TrainConfig
 from train.models.encoder import build_masked_lm
-from train.models.memory import GIB, Memory, activation_bytes, advice, memory_of
+from train.models.memory_estimate import GIB, Memory, activation_bytes, advice, memory_of
 from train.models.model_sizes import PUBLISHED, shape_of_model
 
 GIVEN = ["run_dir=x", "data.path=x", "max_steps=1", "global_batch_size=64"]

@@ -20,7 +20,7 @@ from train import prepare
 from train.config import Failure, InputError, PrepareConfig
 from train.data.shards.format import check_files, read_manifest
 from train.data.text import preparation, processes, tokenizer
-from train.data.text.documents import Part
+from train.data.text.documents import CorpusPart
 from train.data.text.preparation import PartState, shard_name, state_name
 from train.storage.folders import open_folder
 
@@ -86,7 +86,10 @@ def test_two_processes_give_the_same_bytes_as_two_jobs(corpus, tmp_path):
     assert len(content(tmp_path / "jobs")) > 8
     output = tmp_path / "both"
     assert prepare.prepare(prepare_config(output, corpus, SMALL, "part=2/2", "processes=2")) is None
-    assert sorted(path.name for path in output.glob("part-*")) == [state_name(Part(2, 4)), state_name(Part(3, 4))]
+    assert sorted(path.name for path in output.glob("part-*")) == [
+        state_name(CorpusPart(2, 4)),
+        state_name(CorpusPart(3, 4)),
+    ]
 
 
 def test_more_parts_than_documents_leave_some_empty(ready, tmp_path):
@@ -109,7 +112,9 @@ def test_parts_draw_their_own_cuts(ready, tmp_path):
             )
         )
     folder = open_folder(str(tmp_path / "out"), PrepareConfig(corpus=None).s3)
-    first, second = (preparation.load(folder.read(shard_name("train", Part(index, 2), 0)))["pivot"] for index in (0, 1))
+    first, second = (
+        preparation.load(folder.read(shard_name("train", CorpusPart(index, 2), 0)))["pivot"] for index in (0, 1)
+    )
     assert len(first) == len(second) > 100
     assert (first != second).mean() > 0.5
 
@@ -182,7 +187,7 @@ def test_a_tokenizer_is_seen_when_all_its_files_are_there(prepared, tmp_path, mo
 def test_missing_parts_and_shards_are_named(parts, corpus, ready, tmp_path):
     (parts / "train-2of3-00001.safetensors").unlink()
     assert "train-2of3-00001.safetensors is gone" in rejected(parts, corpus, ready, "merge=true")
-    (parts / state_name(Part(1, 3))).unlink()
+    (parts / state_name(CorpusPart(1, 3))).unlink()
     message = rejected(parts, corpus, ready, "merge=true")
     assert "part 2/3 is not finished; part=2/3 continues the first" in message
     assert len(list(parts.glob("train-*"))) > 5  # nothing was taken back
@@ -195,7 +200,7 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
     published.write_text(published.read_text().replace("▁", "_"))
     expected = "the tokenizer of part 1/3, part 2/3, part 3/3 are not the published one"
     assert expected in rejected(parts, corpus, ready, "merge=true")
-    (parts / state_name(Part(2, 3))).unlink()
+    (parts / state_name(CorpusPart(2, 3))).unlink()
     prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
     assert "the tokenizer of part 1/3, part 2/3 are not the published one" in rejected(
         parts, corpus, ready, "merge=true"
@@ -203,7 +208,7 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
 
 
 def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus, ready):
-    path = parts / state_name(Part(0, 3))
+    path = parts / state_name(CorpusPart(0, 3))
     state = PartState.from_bytes(path.read_bytes())
     path.write_bytes(b"{")
     assert f"{path} is damaged" in rejected(parts, corpus, ready, "part=1/3")

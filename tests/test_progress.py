@@ -11,7 +11,7 @@ from running import eventually, prepare_config
 
 from train import prepare
 from train.cli import progress
-from train.cli.progress import Stage
+from train.cli.progress import Phase
 from train.data.text import encoding
 
 
@@ -38,11 +38,11 @@ class Heard:
 def test_lines_name_the_stage_and_how_far_it_is(soon: None, capsys: pytest.CaptureFixture[str]) -> None:
     heard = Heard(capsys)
     with progress.reported():
-        progress.begin(Stage("reading", 3_000_000, "bytes"))
+        progress.begin(Phase("reading", 3_000_000, "bytes"))
         heard.until("... reading (0 s)\n")
         progress.advance(1_500_000)
         heard.until("... reading: 1.5 MB of 3.0 MB (0 s)\n")
-        progress.begin(Stage("tokenising"))
+        progress.begin(Phase("tokenising"))
         progress.advance(1234)
         heard.until("... tokenising: 1,234 rows (0 s)\n")
 

@@ -33,8 +33,8 @@ from train.config import S3Config, TrainConfig
 from train.data.shards.format import read_manifest
 from train.report.__main__ import main as report
 from train.run_folder.outcome import read_outcome
+from train.storage.checksums import sealed
 from train.storage.folders import LocalFolder
-from train.storage.manifest import sealed
 
 RECORDED = Path(__file__).parent / "recorded" / "b14c56c"
 WHOLE = json.loads((RECORDED / "whole.json").read_text())

@@ -8,9 +8,9 @@ import pytest
 
 from train.tasks.qa.spans import (
     LOWEST,
-    Reading,
+    Answers,
     Span,
-    Window,
+    WindowScores,
     best_threshold,
     evaluate,
     evaluate_v2,
@@ -104,7 +104,7 @@ def test_no_threshold_is_better():
 
 def reading(text, odds):
     """Of one span that "no answer" is above by `odds`."""
-    return Reading([Span(text, 1.0, 0)], 1.0 + odds)
+    return Answers([Span(text, 1.0, 0)], 1.0 + odds)
 
 
 # Worked out by hand. Odds in rising order: right span, right in part (F1 2/3), no answer, no answer, right span.
@@ -149,7 +149,7 @@ def window(starts, ends, *, null=0.0, k=3, offsets=OFFSETS):
     """Of scores for each token of the context."""
     tops = [np.argsort(-np.array(scores), kind="stable")[:k] for scores in (starts, ends)]
     parts = [np.append(np.array(scores)[top], top + FIRST) for scores, top in zip((starts, ends), tops, strict=True)]
-    return Window.of(np.concatenate([[null], *parts]).astype(np.float32), FIRST, offsets)
+    return WindowScores.of(np.concatenate([[null], *parts]).astype(np.float32), FIRST, offsets)
 
 
 def test_the_best_span_has_the_highest_sum_and_is_no_longer_than_allowed():

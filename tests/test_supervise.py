@@ -10,7 +10,7 @@ from launch.config import LocalConfig
 from launch.history import History, read_history
 from launch.record import Event, Record
 from launch.slurm.config import SlurmConfig
-from launch.supervise import StopRequest, decide, recording_failure, retry, supervise
+from launch.supervise import StopFile, decide, recording_failure, retry, supervise
 from train.config import InputError, S3Config, Unreachable, check
 from train.run_folder.outcome import STOP_FILE, Outcome, read_outcome, write_outcome
 
@@ -120,7 +120,7 @@ def test_what_ends_the_launcher_is_in_the_record(tmp_path):
 def test_a_run_that_the_user_stopped_is_not_begun_again(tmp_path):
     run = Run(tmp_path / "run", ("done", 3))
     run.record.append_event("stop_asked")
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record))
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record))
     assert (decision.next, decision.outcome) == ("end", "stopped") and not run.seen_stop
 
 
@@ -157,7 +157,7 @@ class Run:
 def test_attempts_are_made_until_the_run_is_done(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 6), ("done", 9))
     run.record.run.write(STOP_FILE, b"")  # of a job that was killed
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
     assert (decision.outcome, decision.reason) == ("done", "attempt 3")
     assert run.seen_stop == [False] * 3
     kinds = [event.kind for event in run.record.events()]
@@ -168,13 +168,13 @@ def test_attempts_are_made_until_the_run_is_done(tmp_path):
 def test_an_outcome_of_an_earlier_attempt_is_not_this_ones(tmp_path):
     run = Run(tmp_path / "run", ("done", 3))
     run(1)
-    decision = supervise(run.record, CLUSTER, lambda _: 1, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    decision = supervise(run.record, CLUSTER, lambda _: 1, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
     assert decision.outcome == "failed" and "left no outcome" in decision.reason
 
 
 def test_attempts_without_a_new_checkpoint_end_the_job(tmp_path):
     run = Run(tmp_path / "run", ("failed", 3), ("failed", 3), ("failed", 3), ("done", 9))
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
     assert decision.outcome == "failed" and "2 attempts in a row saved nothing new" in decision.reason
     assert read_outcome(run.record.run)["reason"] == "attempt 3"
 
@@ -184,13 +184,13 @@ def test_machines_that_are_lost_again_and_again_end_the_job(tmp_path):
     run.record.append_event("submitting")
     for number in (1, 2):  # each left no end
         run.record.append_event("attempt_began", number=number, checkpoint=0)
-    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopRequest(run.record), pause_s=0)
+    decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=StopFile(run.record), pause_s=0)
     assert decision.outcome == "failed" and "cluster.idle_attempts" in decision.reason and not run.seen_stop
 
 
 def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
     record = Record(str(tmp_path / "run"), S3Config())
-    stop = StopRequest(record)
+    stop = StopFile(record)
     stop.write()
     stop.ask("the time limit is near")
     stop.ask("SIGTERM from Slurm")
@@ -203,7 +203,7 @@ def test_a_request_waits_until_the_trainer_has_its_folder(tmp_path):
 
 def test_no_attempt_begins_after_a_request(tmp_path):
     run = Run(tmp_path / "run", ("done", 3))
-    stop = StopRequest(run.record)
+    stop = StopFile(run.record)
     stop.ask("the time limit is near")
     decision = supervise(run.record, CLUSTER, run, nodes=["n1"], stop=stop)
     assert (decision.next, decision.outcome) == ("requeue", "stopped") and not run.record.events()

@@ -19,7 +19,7 @@ import numpy as np
 from train.cli.command import DONE, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
 from train.data.records.formats import load_saved
-from train.data.shards.format import SPLITS, Manifest, Shard, ShardSet, write_manifest, write_shard
+from train.data.shards.format import SPLITS, DataManifest, Shard, ShardSet, write_manifest, write_shard
 from train.data.shards.prepared import PreparedData
 from train.data.text.packing import Rows
 from train.data.text.preparation import rows_of_shard, unigram_entropy
@@ -65,7 +65,7 @@ def write_table(rows: ShardSet, file: str) -> None:
         writer.finalize()
 
 
-def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, column: str = "tokens") -> Manifest:
+def from_arrow(source: Path, output: str, s3: S3Config, *, tokenizer: str, column: str = "tokens") -> DataManifest:
     """Make shards of a data set of sequences. InputError if it does not hold sequences of one length."""
     import datasets
 

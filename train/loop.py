@@ -24,7 +24,7 @@ from train.evaluation import evaluate, write_samples
 from train.feed import TrainData, check_same_data
 from train.host.launched import check_launch, launched
 from train.host.runtime import search_as_usual
-from train.models.memory import memory_of
+from train.models.memory_estimate import memory_of
 from train.models.model_sizes import check_layers, shape_of_model
 from train.optim import learning_rate
 from train.parallel import Engine, build_engine

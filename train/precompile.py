@@ -45,7 +45,7 @@ EXAMPLE = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 
 
 @dataclass(frozen=True)
-class Job:
+class ShortRun:
     """The command to run, and the variables that are added to the environment."""
 
     command: list[str]  # the short run, without the tool before it
@@ -104,7 +104,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 # ---- the job -------------------------------------------------------------------------------------------------------
 
 
-def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> Job:
+def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
     """Make the job; InputError for all that can be checked without the tool."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
@@ -129,7 +129,7 @@ def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: 
         check(fault is None, fault or "")
     # torchrun runs in the user's folder, whatever folder the tool is in.
     torchrun = ["env", f"--chdir={Path.cwd()}", sys.executable, "-m", "torch.distributed.run", *machines]
-    return Job(
+    return ShortRun(
         command=[*torchrun, f"--nproc-per-node={ranks}", "-m", "train", *overrides],
         added=added,
         cache=str(cache),
@@ -188,7 +188,7 @@ def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
     return {"NEURON_CC_FLAGS": flags, **added}
 
 
-def describe(job: Job) -> None:
+def describe(job: ShortRun) -> None:
     """Print the command, its variables, and the sizes that make the graphs."""
     for name, value in job.added.items():
         print(f"{name}={shlex.quote(value)}")
@@ -202,7 +202,7 @@ def describe(job: Job) -> None:
 # ---- running it ----------------------------------------------------------------------------------------------------
 
 
-def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
+def precompile(job: ShortRun, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
     """Collect graphs, compile them, and compile failed ones again; returns the exit code."""
     if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=job.work / "clear_locks") != 0:
         return fail(f"{TOOL} could not clear the locks of {job.cache}", job)
@@ -237,7 +237,7 @@ def precompile(job: Job, environ: dict[str, str], *, retries: int, clear_locks: 
     return finish(advice(job), job)
 
 
-def finish(message: str, job: Job) -> int:
+def finish(message: str, job: ShortRun) -> int:
     print(message)
     shutil.rmtree(job.work, ignore_errors=True)
     return cli.DONE
@@ -249,7 +249,7 @@ def run_tool(arguments: list[str], environ: dict[str, str], *, folder: Path) -> 
     return subprocess.run([TOOL, *arguments], cwd=folder, env=environ, check=False).returncode
 
 
-def fail(message: str, job: Job) -> int:
+def fail(message: str, job: ShortRun) -> int:
     print(f"error: {message}\nfiles of the tool and of the short run are in {job.work}", file=sys.stderr)
     return cli.FAILED
 
@@ -274,7 +274,7 @@ def find_failed(graphs: Mapping[str, bool]) -> list[str]:
     return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
 
 
-def advice(job: Job) -> str:
+def advice(job: ShortRun) -> str:
     """Text on where the graphs are, and what makes them useless."""
     versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
     compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"

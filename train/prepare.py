@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from train.cli import compose as cli
 from train.cli import progress
-from train.cli.progress import Stage
+from train.cli.progress import Phase
 from train.config import InputError, PrepareConfig, Unreachable, check, to_dict
 from train.data.random_bits import text_uniform
-from train.data.shards.format import FORMAT, SPLITS, Manifest, read_manifest
+from train.data.shards.format import FORMAT, SPLITS, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
-from train.data.text.documents import WHOLE, Part
+from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
     STATE_NAMES,
@@ -92,14 +92,14 @@ def run(cfg: PrepareConfig) -> int:
     return cli.DONE
 
 
-def prepare(cfg: PrepareConfig) -> Manifest | None:
+def prepare(cfg: PrepareConfig) -> DataManifest | None:
     """Prepare a corpus or a part of it, resume it, or read what is there; None if the parts are still to be merged.
 
     Raises InputError if it cannot; what is not there then is a manifest.
     """
-    progress.begin(Stage(f"looking for corpus={cfg.corpus.kind}"))
+    progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
-    job = Part.parse(cfg.part) if cfg.part else WHOLE
+    job = CorpusPart.parse(cfg.part) if cfg.part else WHOLE
     parts = job.divided(cfg.processes)
     num_parts = claimed(folder)["settings"]["parts"] if cfg.merge else parts[0].count
     settings = settings_of(cfg, num_parts)
@@ -114,7 +114,7 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
             prepare_parts(cfg, folder, corpus, parts, identity)
             if job.count > 1:
                 return None
-        progress.begin(Stage("writing the manifest"))
+        progress.begin(Phase("writing the manifest"))
         return merge(folder, num_parts=num_parts, identity=identity, seq_len=cfg.seq_len, config=settings)
     except InputError as error:
         with suppress(InputError, Unreachable):  # what went wrong first is what counts
@@ -122,9 +122,9 @@ def prepare(cfg: PrepareConfig) -> Manifest | None:
         raise
 
 
-def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[Part], identity: str) -> None:
+def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: list[CorpusPart], identity: str) -> None:
     """With the folder's tokenizer, here or in processes of their own."""
-    progress.begin(Stage("choosing the validation part"))
+    progress.begin(Phase("choosing the validation part"))
     held_out = choose_held_out(corpus, cfg.validation_fraction, cfg.seed)
     recipe = Recipe(cfg, vocabulary_of(cfg, corpus, folder, held_out), held_out, identity)
     share = len(parts) / parts[0].count
@@ -139,7 +139,7 @@ def prepare_parts(cfg: PrepareConfig, folder: Folder, corpus: Corpus, parts: lis
 @contextmanager
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
     """A bar in MB/s and tokens/s on terminals, and lines elsewhere."""
-    progress.begin(Stage(what, total_bytes, "bytes", has_bar=True))
+    progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     with tqdm(total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5) as bar:
         tokens, began = 0, time.perf_counter()
 
@@ -206,7 +206,7 @@ def difference(old: Any, new: Any, key: str = "") -> str:
     return "the corpus has changed" if key == ".input" else f"{key.lstrip('.')}: {old} there, {new} here"
 
 
-def take_back(folder: Folder, job: Part, *, everything: bool) -> None:
+def take_back(folder: Folder, job: CorpusPart, *, everything: bool) -> None:
     """Leave the folder as it was, for a call with better settings, if what is there is of no use.
 
     That is: no part has written anything (and no other job may be about to), or all parts have, in vain.
@@ -252,7 +252,7 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
     share, parts = min(1.0, wanted / total) if total else 1.0, [WHOLE]
     if total and share < 1 and corpus.seekable:
         count = SAMPLED_PARTS * total // wanted
-        share, parts = 1.0, [Part(number * count // SAMPLED_PARTS, count) for number in range(SAMPLED_PARTS)]
+        share, parts = 1.0, [CorpusPart(number * count // SAMPLED_PARTS, count) for number in range(SAMPLED_PARTS)]
     num_documents, num_given = 0, 0
     with shown("reading text for the tokenizer", total) as report:
         for document in (document for part in parts for document in corpus.documents(part)):
@@ -264,7 +264,7 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
                 yield text
     check(num_documents > 0, f"the corpus ({cfg.corpus.kind}) holds no text at all")
     held = f"validation_fraction={cfg.validation_fraction} or a sample of tokenizer.train_bytes={wanted}"
-    progress.begin(Stage("training the tokenizer"))
+    progress.begin(Phase("training the tokenizer"))
     check(num_given > 0, f"none of {num_documents} documents is left for the tokenizer by {held}; give more documents")
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from train.cli.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import S3Config, ShardsConfig, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.shards.format import SPLITS, TOKENIZER_FILE, Manifest, Shard, read_manifest
+from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard, read_manifest
 from train.data.shards.prepared import PreparedData
 from train.data.text.preparation import unigram_entropy
 from train.data.text.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ ROWS_AT_ONCE = 65536  # that `stats` holds in memory
 RED, BLUE, OFF = "\033[31m", "\033[34m", "\033[0m"
 
 
-def list_shards(location: str, manifest: Manifest) -> Iterator[str]:
+def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
     """What the manifest holds: a line for the set and one for each shard."""
     tokens = manifest.seq_len * sum(manifest.rows(split) for split in SPLITS)
     yield f"{location}: id {manifest.id[:12]}, {tokens:,} tokens in sequences of {manifest.seq_len} ({manifest.dtype})"

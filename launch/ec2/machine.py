@@ -31,7 +31,7 @@ from launch.node import DOCTOR_S, PREFLIGHT
 from launch.preflight import is_shared, run_preflight, too_few
 from launch.record import Record
 from launch.schedulers import cluster_of
-from launch.supervise import Decision, StopRequest, recording_failure, retry, settled, supervise
+from launch.supervise import Decision, StopFile, recording_failure, retry, settled, supervise
 from train.cli.command import DONE, FAILED, add_s3_flags, command_parser, run_flags
 from train.config import InputError, S3Config, Unreachable
 from train.host import processes
@@ -115,7 +115,7 @@ class Machine:
         self.logs = run.local_folder() / "logs"
         self.sent: dict[Path, tuple[int, int]] = {}  # logs as they were uploaded: bytes, time of change
         self.sign_s = self.logs_s = -math.inf  # when they were last due, time.monotonic()
-        self.stop, self.stops_s = StopRequest(run), math.inf
+        self.stop, self.stops_s = StopFile(run), math.inf
 
     def run(self, stops_s: float) -> int:
         """Take part in the run; `stops_s`: of time.monotonic(), when the first machine asks it to stop."""

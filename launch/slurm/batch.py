@@ -29,7 +29,7 @@ from launch.slurm.config import SlurmConfig
 from launch.supervise import (
     CODES,
     Decision,
-    StopRequest,
+    StopFile,
     prepared,
     recording_failure,
     retry,
@@ -72,7 +72,7 @@ class Interrupted(Exception):
 class Batch:
     def __init__(self, record: Record, job: Job, job_id: int) -> None:
         self.record, self.job, self.job_id = record, job, job_id
-        self.cluster, self.slurm, self.stop = cluster_of(job, SlurmConfig), Slurm(), StopRequest(record)
+        self.cluster, self.slurm, self.stop = cluster_of(job, SlurmConfig), Slurm(), StopFile(record)
         self.all_nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.nodes = self.all_nodes[: job.nodes]
         self.is_ending = False  # Slurm ends the job

@@ -22,7 +22,7 @@ from train.host import machine
 from train.host.launched import launched
 from train.host.memory import count_oom_kills, find_oom_counter, own_peak_bytes
 from train.host.processes import read_process
-from train.models.memory import advice
+from train.models.memory_estimate import advice
 from train.ranks import World
 from train.run_folder.folder import RunFolder, set_up_logging
 from train.run_folder.lease import Lease

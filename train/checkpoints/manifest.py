@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from train.config import Failure
+from train.storage.checksums import fault_of_file, sealed, unsealed
 from train.storage.folders import canonical_json
-from train.storage.manifest import fault_of_file, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, read_object, record, shown
 
 FORMAT = 2

@@ -18,8 +18,8 @@ from train.storage.atomic_io import (
     sync,
     write_atomic,
 )
+from train.storage.checksums import fault_of
 from train.storage.folders import Folder, LocalFolder, check_space
-from train.storage.manifest import fault_of
 from train.storage.schema import FileName
 
 

@@ -13,7 +13,7 @@ FIRST_S, EVERY_S = 1.5, 10.0  # time until the first line, and between lines
 
 
 @dataclass
-class Stage:
+class Phase:
     name: str
     total: int | None = None  # number that `advance` will count to; None: unknown
     unit: str = "rows"  # or bytes
@@ -32,10 +32,10 @@ class Stage:
         return f"{number / 1e6:,.1f} MB" if self.unit == "bytes" else f"{number:,} {self.unit}"
 
 
-_stage = Stage("starting")
+_stage = Phase("starting")
 
 
-def begin(stage: Stage) -> None:
+def begin(stage: Phase) -> None:
     """Make `stage` the current one."""
     global _stage
     _stage = stage

@@ -16,7 +16,7 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
 from train.cli import progress
-from train.cli.progress import Stage
+from train.cli.progress import Phase
 from train.config import RecordsConfig, S3Config, check
 from train.data.files.errors import naming
 from train.data.random_bits import hash_uniform, text_uniform
@@ -51,7 +51,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
     splits: dict[str, datasets.Dataset] = {}
     dropped: dict[str, Dropped] = {}
     for number, (split, parts) in enumerate(tables.items()):
-        progress.begin(Stage(f"reading {split} of data.path={cfg.path}"))
+        progress.begin(Phase(f"reading {split} of data.path={cfg.path}"))
         dropped[split], names = Dropped(split, cfg.max_bad_rows), LabelNames(cfg, labels)
         rows = examples(parts, cfg, kind, names, dropped[split])
         table = write_table(rows, cfg, kind, folder / f"{number}.arrow")

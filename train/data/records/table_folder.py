@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from train.config import InputError, RecordsConfig, check, flatten
 from train.storage.atomic_io import write_atomic
+from train.storage.checksums import check_entries, read_verified, sealed, unsealed
 from train.storage.folders import (
     Folder,
     LocalFolder,
     canonical_json,
     sha256_file,
 )
-from train.storage.manifest import check_entries, read_verified, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, RelativePath, Sha256, checked, read_object, record
 
 if TYPE_CHECKING:

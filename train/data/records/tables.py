@@ -28,7 +28,7 @@ import datasets
 import numpy as np
 
 from train.cli import progress
-from train.cli.progress import Stage
+from train.cli.progress import Phase
 from train.config import RecordsConfig, TrainConfig, check
 from train.data.records.formats import load_saved
 from train.data.records.kinds import TOKENS, Featurizer
@@ -52,6 +52,7 @@ from train.data.shards.cache import cache_dir
 from train.host.launched import launched
 from train.host.processes import is_gone, owner_name
 from train.storage.atomic_io import made_once, remove_folder
+from train.storage.checksums import check_entries
 from train.storage.folders import (
     Folder,
     canonical_json,
@@ -62,7 +63,6 @@ from train.storage.folders import (
     open_folder,
     sha256_json,
 )
-from train.storage.manifest import check_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -160,7 +160,7 @@ def provide(request: TableRequest) -> str:
     """The folder with the tables, on this machine; kept in data.save_to as well."""
     data, launch = request.data, launched()
     is_first_machine = launch.rank == launch.local_rank
-    progress.begin(Stage(f"looking for data.path={data.path}"))
+    progress.begin(Phase(f"looking for data.path={data.path}"))
     with progress.reported(speaks=is_first_machine):
         # Prepared tables may be in any folder, whatever format the raw data had.
         is_folder = not is_named(data.path) if is_s3(data.path) else "://" not in data.path.removeprefix("file://")
@@ -273,7 +273,7 @@ def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str
 def make_features(featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path) -> datasets.Dataset:
     """One process: the tokenizer has threads of its own. Memory: ROWS_AT_ONCE rows."""
     names = examples.column_names
-    progress.begin(Stage(f"tokenising {split}", len(examples), has_bar=True))
+    progress.begin(Phase(f"tokenising {split}", len(examples), has_bar=True))
 
     def features_of(rows: Any, indices: list[int]) -> dict[str, list]:
         progress.advance(len(indices))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TypedDict
 
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
-from train.data.shards.format import Manifest, Shard
+from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShuffleBlock
 from train.host import machine
 from train.host.launched import launched
@@ -67,7 +67,7 @@ def launch_name() -> str:
 class ShardCache:
     """The cache of one data set, as one run uses it. InputError if its folder cannot be made."""
 
-    def __init__(self, cfg: ShardsConfig, manifest: Manifest) -> None:
+    def __init__(self, cfg: ShardsConfig, manifest: DataManifest) -> None:
         self.cfg, self.manifest = cfg, manifest
         self.folder = make_folder(cache_dir(cfg) / manifest.id[:16])
         self.run = self.folder / "runs" / launch_name()

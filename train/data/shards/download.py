@@ -25,7 +25,7 @@ from train.config import InputError, Unreachable
 from train.data.shards.cache import ShardCache
 from train.data.shards.format import Shard
 from train.storage.aws_errors import TABLE, one_line, problem_and_cure
-from train.storage.manifest import fault_of, fault_of_file
+from train.storage.checksums import fault_of, fault_of_file
 from train.storage.s3 import DEFAULT_REGION, BotoCoreError, ClientError, S3Folder, open_session
 
 logger = logging.getLogger("train")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from train.config import InputError, check
+from train.storage.checksums import check_entries, sealed, unsealed
 from train.storage.folders import (
     Folder,
     LocalFolder,
@@ -26,7 +27,6 @@ from train.storage.folders import (
     sha256_bytes,
     sha256_file,
 )
-from train.storage.manifest import check_entries, sealed, unsealed
 from train.storage.schema import BadContent, FileEntry, FileName, Sha256, read_object, record, shown
 
 FORMAT = 1  # to be raised when older readers cannot read the files
@@ -88,7 +88,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DataManifest:
     id: str  # sha256 of everything below
     seq_len: int
     dtype: str  # of tokens
@@ -106,7 +106,7 @@ class Manifest:
         return sum(shard.rows for shard in self.splits[split])
 
 
-def read_manifest(where: Folder | Path) -> Manifest:
+def read_manifest(where: Folder | Path) -> DataManifest:
     """The manifest of a prepared folder. InputError if there is none, or if it is not what the preparation wrote."""
     folder = LocalFolder(where) if isinstance(where, Path) else where
     location = folder.location
@@ -124,7 +124,7 @@ def read_manifest(where: Folder | Path) -> Manifest:
         ) from None
 
 
-def read_whole_manifest(folder: Folder) -> Manifest:
+def read_whole_manifest(folder: Folder) -> DataManifest:
     """Raises InputError if it is not what it says of itself, FileNotFoundError if there is none."""
     content = folder.read("manifest.json")
     try:
@@ -135,7 +135,7 @@ def read_whole_manifest(folder: Folder) -> Manifest:
         ) from error
 
 
-def parse_manifest(content: bytes) -> Manifest:
+def parse_manifest(content: bytes) -> DataManifest:
     """Read a manifest, and check that all it says is possible: names stay in their folder, sizes agree.
 
     Raises BadContent, one line, otherwise: its checksum shows that nobody changed it later, not who wrote it.
@@ -145,14 +145,14 @@ def parse_manifest(content: bytes) -> Manifest:
         raise BadContent(f"its format {shown(values.get('format'))} is not {FORMAT}")
     body = unsealed(values, "id")
     del body["format"]
-    manifest = record(Manifest, {**body, "id": values["id"]})
+    manifest = record(DataManifest, {**body, "id": values["id"]})
     fault = fault_of_manifest(manifest)
     if fault is not None:
         raise BadContent(fault)
     return manifest
 
 
-def fault_of_manifest(manifest: Manifest) -> str | None:
+def fault_of_manifest(manifest: DataManifest) -> str | None:
     """What is impossible in a manifest whose fields have the right types; None if nothing is."""
     info = manifest.tokenizer
     if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
@@ -197,7 +197,7 @@ def write_manifest(
     tokenizer: TokenizerInfo,
     counts: dict[str, Any],
     config: dict[str, Any],
-) -> Manifest:
+) -> DataManifest:
     """Complete a data set: nothing reads the folder before this file is there."""
     body = {
         "format": FORMAT,
@@ -215,7 +215,7 @@ def write_manifest(
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def check_files(folder: Path, manifest: Manifest, *, checksums: bool) -> None:
+def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
     """Every shard is there with its length and, if asked, its checksum; so is the tokenizer. InputError if not."""
     check_entries(folder, {shard.file: shard.entry for shard in manifest.shards}, checksums=checksums)
     tokenizer = folder / TOKENIZER_FILE
@@ -234,7 +234,7 @@ class ShardSet:
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, split: str, wait: Callable[[Sequence[Shard]], None] | None = None
+        self, folder: Path, manifest: DataManifest, split: str, wait: Callable[[Sequence[Shard]], None] | None = None
     ) -> None:
         self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])

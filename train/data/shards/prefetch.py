@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from train.config import InputError
 from train.data.shards.cache import Fault, ShardCache
-from train.data.shards.format import Manifest, Shard
+from train.data.shards.format import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.host.processes import PR_SET_PDEATHSIG
 from train.host.torchrun import leave_signals_to_the_parent
@@ -166,7 +166,7 @@ class ShardPrefetcher(Prefetcher):
         logger.info("shards: %s in %s, %s of %s", counts, self.cache.folder, size, total)
 
 
-def wanted_shards(manifest: Manifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
+def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
     """The shards needed from `sampler.consumed_rows` on, in the order of need, as far as there is space."""
     splits, windows = manifest.splits, sampler.upcoming_windows()
     first = [splits["train"][number] for number in next(windows)]

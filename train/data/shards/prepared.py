@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 from train.config import S3Config, ShardsConfig, check
 from train.data.shards.cache import ShardCache
-from train.data.shards.format import TOKENIZER_FILE, Manifest, Shard, ShardSet, check_files, read_manifest
+from train.data.shards.format import TOKENIZER_FILE, DataManifest, Shard, ShardSet, check_files, read_manifest
 from train.data.shards.order import ShardSampler, ShuffleBlock
 from train.data.shards.prefetch import Prefetcher, ShardPrefetcher
 from train.storage.atomic_io import write_atomic
+from train.storage.checksums import fault_of, fault_of_file, first_fault, read_verified
 from train.storage.folders import Folder, is_s3, local_path, open_folder, sha256_bytes, sha256_file
-from train.storage.manifest import fault_of, fault_of_file, first_fault, read_verified
 
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
@@ -90,7 +90,7 @@ class PreparedData:
         return ShardPrefetcher(cast("S3Folder", self.source), self.cache, sampler)
 
 
-def bring_tokenizer(source: Folder, folder: Path, manifest: Manifest) -> None:
+def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> None:
     """Copy the tokenizer's files to this node. InputError if it is not the one that made the shards."""
     (folder / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER:

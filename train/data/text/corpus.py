@@ -23,7 +23,7 @@ from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFData
 from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.data.files.find import matching, walk
 from train.data.text.corpus_files import Csv, JsonLines, Parquet, TextFiles
-from train.data.text.documents import WHOLE, Document, Part, check_column, clean, listing, text_of
+from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, listing, text_of
 from train.storage.folders import sha256_json
 from train.storage.hub_access import asking_hub, hub_or_path, why_missing
 
@@ -41,7 +41,7 @@ class Corpus(Protocol):
     def seekable(self) -> bool:
         """Whether a small part costs little to read, wherever it is."""
 
-    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+    def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         """The documents of a part, from the first, the same at every call. Each document is in exactly one part."""
 
     def fingerprint(self) -> str:
@@ -76,7 +76,7 @@ class PyDocs:
     def total_bytes(self) -> int:
         return sum(document.source_bytes for document in self._documents)
 
-    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+    def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         yield from self._documents[slice(*part.span(len(self._documents)))]
 
     @cached_property  # parsing takes seconds and the result is small: not once per pass
@@ -124,7 +124,7 @@ class HFCorpus:
     def fingerprint(self) -> str:
         return sha256_json([[asdict(dataset), listing(local_files(dataset))] for dataset in self.datasets])
 
-    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+    def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         opened = [stream(dataset) for dataset in self.datasets]  # all first: a mistake in the last one shows now
         files = [
             (dataset, rows, file)
@@ -142,13 +142,13 @@ class HFCorpus:
                     yield Document(text, len(text.encode()))
 
 
-def divide(num_files: int, part: Part) -> tuple[slice, Part]:
+def divide(num_files: int, part: CorpusPart) -> tuple[slice, CorpusPart]:
     """The files of a part, and which turn it has in each of them."""
     if num_files >= part.count:
         return slice(*part.span(num_files)), WHOLE
     file = part.index * num_files // part.count
     first, last = (-(-bound * part.count // num_files) for bound in (file, file + 1))
-    return slice(file, file + 1), Part(part.index - first, last - first)
+    return slice(file, file + 1), CorpusPart(part.index - first, last - first)
 
 
 def stream(dataset: HFDataset) -> Any:

@@ -14,7 +14,7 @@ from train.config import FilesCorpusConfig, InputError, check
 from train.data.files.errors import SURROGATE, BadRow, naming, unreadable
 from train.data.files.rows import BATCH_ROWS, QUOTES, csv_rows, json_rows, open_parquet
 from train.data.files.text import check_encoding, is_seekable, open_text, stretches
-from train.data.text.documents import WHOLE, Document, Part, check_column, clean, find_files, listing, text_of
+from train.data.text.documents import WHOLE, CorpusPart, Document, check_column, clean, find_files, listing, text_of
 from train.storage.folders import sha256_json
 
 MAX_DOCUMENT_CHARS = 2**24  # a stretch without separators is cut at a line end after this, so that memory is bounded
@@ -56,7 +56,7 @@ class FilesCorpus(ABC):
     def fingerprint(self) -> str:
         return sha256_json(self.listing)
 
-    def documents(self, part: Part = WHOLE) -> Iterator[Document]:
+    def documents(self, part: CorpusPart = WHOLE) -> Iterator[Document]:
         for path, first, last in self.spans(part):
             before = first
             end = min(last, self.sizes[path])
@@ -70,7 +70,7 @@ class FilesCorpus(ABC):
                     yield Document(text, max(0, min(position, end) - before))
                     before = min(position, end)
 
-    def spans(self, part: Part) -> Iterator[tuple[Path, int, int]]:
+    def spans(self, part: CorpusPart) -> Iterator[tuple[Path, int, int]]:
         """The files of a part, each with its bytes [first, last). The end of a file counts as one byte more."""
         first, last = part.span(self.total_bytes + len(self.files))
         for path, size in self.sizes.items():

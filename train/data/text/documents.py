@@ -22,14 +22,14 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """One of `count` parts of a corpus; `index` counts from 0, what users write from 1."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Part:
+    def parse(cls, text: str) -> CorpusPart:
         """The part that "3/64" means; PrepareConfig has checked the text."""
         number, count = map(int, text.split("/"))
         return cls(number - 1, count)
@@ -41,12 +41,12 @@ class Part:
         """Which of `total` things are this part's: [first, last). Each is in one part."""
         return total * self.index // self.count, total * (self.index + 1) // self.count
 
-    def divided(self, count: int) -> list[Part]:
+    def divided(self, count: int) -> list[CorpusPart]:
         """This part as `count` smaller ones."""
-        return [Part(self.index * count + index, self.count * count) for index in range(count)]
+        return [CorpusPart(self.index * count + index, self.count * count) for index in range(count)]
 
 
-WHOLE = Part()
+WHOLE = CorpusPart()
 
 
 def clean(text: str) -> str:

@@ -18,7 +18,7 @@ from train.data.random_bits import text_uniform
 from train.data.shards.format import (
     ROW_TENSORS,
     SPLITS,
-    Manifest,
+    DataManifest,
     Rows,
     Shard,
     TokenizerInfo,
@@ -26,7 +26,7 @@ from train.data.shards.format import (
     write_shard,
 )
 from train.data.text.corpus import Corpus
-from train.data.text.documents import Part
+from train.data.text.documents import CorpusPart
 from train.data.text.encoding import Encoded, Vocabulary, encoded, starts_of
 from train.data.text.packing import Packer
 from train.storage.folders import Folder, sha256_bytes
@@ -78,15 +78,15 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     return HeldOut(seed, short[count][0] if count < len(short) else 1.0, longest, fraction)
 
 
-def label(part: Part) -> str:
+def label(part: CorpusPart) -> str:
     return f"{part.index + 1:0{len(str(part.count))}}of{part.count}"
 
 
-def state_name(part: Part) -> str:
+def state_name(part: CorpusPart) -> str:
     return f"{STATE_NAMES}{label(part)}.safetensors"
 
 
-def shard_name(split: str, part: Part, index: int) -> str:
+def shard_name(split: str, part: CorpusPart, index: int) -> str:
     """train-00000.safetensors, or train-03of64-00000.safetensors of one part of many."""
     return f"{split}-{label(part)}-{index:05d}.safetensors" if part.count > 1 else f"{split}-{index:05d}.safetensors"
 
@@ -120,7 +120,7 @@ class PartState:
         return record(PartState, {**read_object(arrays.pop("facts").tobytes()), "arrays": arrays})
 
 
-def read_state(folder: Folder, part: Part, identity: str) -> PartState | None:
+def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | None:
     """How far a part has come; None if it has not begun. InputError if it is another preparation's."""
     name = state_name(part)
     try:
@@ -146,7 +146,7 @@ class Recipe:
     identity: str  # sha256 of all that decides the result
 
 
-def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: Part, report: Report) -> None:
+def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPart, report: Report) -> None:
     """Write a part's shards and its state. A part that was begun is continued; a finished one is left alone."""
     work = Preparation(recipe, folder, part)
     finished = work.resume()
@@ -165,7 +165,7 @@ def prepare_part(recipe: Recipe, folder: Folder, corpus: Corpus, part: Part, rep
 class Preparation:
     """Packs the tokens of documents and writes them as shards."""
 
-    def __init__(self, recipe: Recipe, folder: Folder, part: Part) -> None:
+    def __init__(self, recipe: Recipe, folder: Folder, part: CorpusPart) -> None:
         self.folder, self.part, self.identity = folder, part, recipe.identity
         self.vocabulary, self.held_out = recipe.vocabulary, recipe.held_out
         info, dtype, seq_len = self.vocabulary.info, self.vocabulary.dtype, recipe.cfg.seq_len
@@ -258,14 +258,14 @@ class TooLittleText(InputError):
     """A split would have no sequence. No other part or second try would change it."""
 
 
-def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> Manifest:
+def merge(folder: Folder, *, num_parts: int, identity: str, seq_len: int, config: dict[str, Any]) -> DataManifest:
     """Write the manifest of a preparation whose parts are all there, and remove what they kept for a restart.
 
     Raises:
         InputError: parts or shards are missing, or of another tokenizer; the message names them.
         TooLittleText: a split has not one whole sequence.
     """
-    parts = [Part(index, num_parts) for index in range(num_parts)]
+    parts = [CorpusPart(index, num_parts) for index in range(num_parts)]
     states = [read_state(folder, part, identity) for part in parts]
     missing = [part for part, state in zip(parts, states, strict=True) if state is None or not state.finished]
     if missing:

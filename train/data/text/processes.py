@@ -12,7 +12,7 @@ from typing import Any
 
 from train.config import Failure, InputError
 from train.data.text.corpus import open_corpus
-from train.data.text.documents import Part
+from train.data.text.documents import CorpusPart
 from train.data.text.preparation import Recipe, Report, prepare_part
 from train.storage.folders import open_folder
 
@@ -20,12 +20,12 @@ STOP_S = 10.0  # for a process to end after SIGTERM
 TOKENIZER_THREADS = "RAYON_NUM_THREADS"  # the tokenizers library's; it takes all cores otherwise
 
 
-def prepare_in_processes(recipe: Recipe, parts: list[Part], report: Report) -> None:
+def prepare_in_processes(recipe: Recipe, parts: list[CorpusPart], report: Report) -> None:
     """Prepare each part in a process of its own. An error of one is raised here, and the others stop."""
     context = multiprocessing.get_context("spawn")  # threads of this process do not survive a fork
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // len(parts))
-    running: dict[Any, tuple[Part, SpawnProcess]] = {}  # by the end of its pipe
+    running: dict[Any, tuple[CorpusPart, SpawnProcess]] = {}  # by the end of its pipe
     try:
         for part in parts:
             here, there = context.Pipe(duplex=False)
@@ -55,7 +55,7 @@ def prepare_in_processes(recipe: Recipe, parts: list[Part], report: Report) -> N
             process.kill()
 
 
-def work(recipe: Recipe, part: Part, sender: Connection, threads: int) -> None:
+def work(recipe: Recipe, part: CorpusPart, sender: Connection, threads: int) -> None:
     """Prepare a part in this process, which ends with the one that started it, as that breaks the pipe."""
     os.environ.setdefault(TOKENIZER_THREADS, str(threads))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the first process stops the others

@@ -56,7 +56,7 @@ def score(given: str, wanted: Sequence[str], *, v2: bool = False) -> tuple[float
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowScores:
     """The scores of a model for one window of a context."""
 
     null_score: float  # start and end at [CLS]
@@ -68,13 +68,13 @@ class Window:
     offsets: np.ndarray  # [tokens of the context, 2]: characters in it
 
     @staticmethod
-    def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> Window:
+    def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
         """The window of statistics [1 + 4 * k]: the null score, k scores of starts, their tokens, and the same for
         ends.
         """
         start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
         starts, ends = starts.astype(np.int64), ends.astype(np.int64)
-        return Window(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)
+        return WindowScores(float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets)
 
     def best(self, n_best: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
         """Scores and characters [begin, end) of the spans with the highest sums of start and end."""
@@ -96,7 +96,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Answers:
     """A model's answers to one question: spans, best first, and the score of "no answer"."""
 
     spans: list[Span]
@@ -128,7 +128,7 @@ class Reading:
         ]
 
 
-def read(windows: Sequence[Window], context: str, *, n_best: int, max_answer_tokens: int) -> Reading:
+def read(windows: Sequence[WindowScores], context: str, *, n_best: int, max_answer_tokens: int) -> Answers:
     """The best spans of all windows of a context. A span of two windows counts once, with its higher score."""
     candidates = [span for window in windows for span in window.best(n_best, max_answer_tokens)]
     spans: dict[tuple[int, int], Span] = {}
@@ -139,7 +139,7 @@ def read(windows: Sequence[Window], context: str, *, n_best: int, max_answer_tok
             spans.setdefault((begin, end), Span(text.rstrip(), value, begin))
         if len(spans) == n_best:
             break
-    return Reading(list(spans.values()), min(window.null_score for window in windows))
+    return Answers(list(spans.values()), min(window.null_score for window in windows))
 
 
 # ---- all questions -------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: boo
     return {"exact_match": float(exact), "f1": float(f1)}
 
 
-def evaluate_v2(readings: Sequence[Reading], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
+def evaluate_v2(readings: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
     """SQuAD v2's metrics (0 to 100) of the answers by `threshold`.
 
     They are exact_match and f1 over all questions and over those that have an answer (has_answer_..., 0 if none has),

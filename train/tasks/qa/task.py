@@ -60,7 +60,7 @@ class Answered:
 
     id: str
     wanted: list[str]  # right answers; empty if the question has none or they are not known
-    reading: spans.Reading
+    reading: spans.Answers
 
 
 def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig) -> Iterator[Answered]:
@@ -72,7 +72,7 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
     for example, first, stop in zip(asked, bounds[:-1], bounds[1:], strict=True):
         window_offsets = offsets.take(np.arange(first, stop))
         windows = [
-            spans.Window.of(rows[row, 1:], context_first[row], pairs.reshape(-1, 2))
+            spans.WindowScores.of(rows[row, 1:], context_first[row], pairs.reshape(-1, 2))
             for row, pairs in zip(range(first, stop), window_offsets, strict=True)
         ]
         reading = spans.read(windows, example["context"], n_best=task.n_best, max_answer_tokens=task.max_answer_tokens)
