@@ -21,7 +21,7 @@ from typing import Any
 from launch import code, commands, submit
 from launch.calibration import read_calibration
 from launch.config import LaunchConfig
-from launch.engines import INSTANCE, OtherEngine
+from launch.engines import INSTANCE, ExternalEngine
 from launch.estimate import HEADER, Estimate, cells, estimate
 from launch.job import Job
 from launch.plan import make_job, run_overrides
@@ -108,7 +108,7 @@ def launch(cfg: LaunchConfig, settings: Sequence[str], of_run: Sequence[str], *,
         notes = [textwrap.fill(f"- {each}", WIDTH, subsequent_indent="  ") for each in expected.assumptions]
         print(*columns([HEADER, *map(cells, expected.rows)]), "", *notes, "", sep="\n")
     print(*paragraph("scheduler", starts.preview(job, record, cfg)), sep="\n")
-    if isinstance(starts, OtherEngine):
+    if isinstance(starts, ExternalEngine):
         print("\n".join(starts.write(job) if cfg.submit else ["nothing was written; submit=true does it"]))
         return cli.DONE
     if not cfg.submit:

@@ -54,7 +54,7 @@ class EngineConfig(ClusterConfig):
         check(not is_s3(self.folder), f"cluster.folder={self.folder} must be a folder of this machine")
 
 
-class OtherEngine(ABC):
+class ExternalEngine(ABC):
     """What becomes of a job on another engine. InputError for a job that it would not run."""
 
     settings: ClassVar[type[EngineConfig]]

@@ -31,7 +31,7 @@ IN_FP32 = {"Trainium": (0.63, "AWS: 32,362.7 sequences/s on 16 trn1.32xlarge (aw
 
 
 @dataclass(frozen=True)
-class Choice:
+class ClusterSize:
     """One number of machines. What is unknown is None; `reason` says why a number of machines is impossible."""
 
     nodes: int
@@ -54,7 +54,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Estimate:
-    rows: tuple[Choice, ...]
+    rows: tuple[ClusterSize, ...]
     assumptions: tuple[str, ...]
 
 
@@ -97,7 +97,7 @@ def estimate(
     return Estimate(tuple(table), tuple(notes))
 
 
-def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, seq_len: int) -> Choice:
+def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, seq_len: int) -> ClusterSize:
     """Return the batches and steps on one number of machines."""
     world = nodes * processes
     try:
@@ -106,13 +106,15 @@ def planned(cfg: TrainConfig, nodes: int, processes: int, *, rows: int | None, s
         check_layers(cfg)
         plan = make_plan(cfg, world_size=world, rows=MANY_ROWS if rows is None else rows, seq_len=seq_len)
     except InputError as error:
-        return Choice(nodes, world, reason=str(error))
+        return ClusterSize(nodes, world, reason=str(error))
     is_open = rows is None and cfg.max_steps is cfg.max_examples is None  # its length is in passes over unknown data
     sizes = plan.global_batch_size, plan.micro_batch_size, plan.accumulation
-    return Choice(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
+    return ClusterSize(nodes, world, plan.replicas, *sizes, None if is_open else plan.total_steps)
 
 
-def timed(row: Choice, instance: InstanceConfig, sequence_s: float, gradient_bytes: int, seq_len: int) -> Choice:
+def timed(
+    row: ClusterSize, instance: InstanceConfig, sequence_s: float, gradient_bytes: int, seq_len: int
+) -> ClusterSize:
     """Return the row with times and prices. `sequence_s`: of a sequence on one rank."""
     if row.global_batch_size is None:
         return row
@@ -241,7 +243,7 @@ def notes_of_network(cfg: TrainConfig, num_bytes: int, processes: int) -> list[s
     return [*notes, *(f"the all-reduce {each} is not counted: no bandwidth of {name} is known" for each in unknown)]
 
 
-def notes_of_memory(cfg: TrainConfig, shape: Shape, at: Choice, seq_len: int) -> list[str]:
+def notes_of_memory(cfg: TrainConfig, shape: Shape, at: ClusterSize, seq_len: int) -> list[str]:
     """Say what a rank of the planned machines holds, and whether its device is large enough."""
     if at.micro_batch_size is None or at.accumulation is None:
         return []
@@ -278,7 +280,7 @@ FORMATS = {"steps": "{:,d}", "step_s": "{:.3g} s", "allreduce_s": "{:.2g} s", "t
 FORMATS |= {"hours": "{:,.3g}", "usd_on_demand": "${:,.2f}", "usd_spot": "${:,.2f}"}
 
 
-def cells(each: Choice) -> list[str]:
+def cells(each: ClusterSize) -> list[str]:
     """Return a row as text. That of an impossible number of machines has the reason in its third cell."""
     ranks = [str(each.nodes), str(each.world_size)]
     if each.reason is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.code import Bundle
 from launch.config import LaunchConfig
-from launch.engines import EngineConfig, OtherEngine
+from launch.engines import EngineConfig, ExternalEngine
 from launch.job import Job
 from train.config import check, setting
 from train.storage.folders import is_s3
@@ -46,7 +46,7 @@ class ParallelClusterConfig(EngineConfig):
             check(is_block == is_given, f"cluster.market={self.market} {need}")
 
 
-class ParallelCluster(OtherEngine):
+class ParallelCluster(ExternalEngine):
     settings = ParallelClusterConfig
     cluster: ParallelClusterConfig
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from launch.code import Bundle
 from launch.config import ClusterConfig, LaunchConfig, LocalConfig
 from launch.ec2.config import Ec2Config
-from launch.engines import OtherEngine
+from launch.engines import ExternalEngine
 from launch.job import Job
 from launch.parallelcluster import ParallelCluster
 from launch.skypilot import SkyPilot
@@ -22,7 +22,10 @@ SCHEDULERS: dict[str, tuple[type[ClusterConfig], str]] = {  # settings, and the 
     "slurm": (SlurmConfig, "launch.slurm.scheduler"),
     "ec2": (Ec2Config, "launch.ec2.scheduler"),
 }
-ENGINES: dict[str, type[OtherEngine]] = {"parallelcluster": ParallelCluster, "skypilot": SkyPilot}  # which start no job
+ENGINES: dict[str, type[ExternalEngine]] = {
+    "parallelcluster": ParallelCluster,
+    "skypilot": SkyPilot,
+}  # which start no job
 SETTINGS = {name: settings for name, (settings, _) in SCHEDULERS.items()}
 SETTINGS |= {name: engine.settings for name, engine in ENGINES.items()}
 Settings = TypeVar("Settings", bound=ClusterConfig)
@@ -40,7 +43,7 @@ def scheduler(name: str) -> Scheduler:
     return made
 
 
-def engine(cfg: LaunchConfig, bundle: Bundle) -> OtherEngine | None:
+def engine(cfg: LaunchConfig, bundle: Bundle) -> ExternalEngine | None:
     """The engine of a launch that no scheduler of ours starts."""
     return ENGINES[cfg.cluster.kind](cfg, bundle) if cfg.cluster.kind in ENGINES else None
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from launch.code import START, Bundle
 from launch.config import LaunchConfig
-from launch.engines import EngineConfig, OtherEngine
+from launch.engines import EngineConfig, ExternalEngine
 from launch.job import Job
 from train.config import check
 from train.storage.folders import is_s3
@@ -35,7 +35,7 @@ class SkyPilotConfig(EngineConfig):
     setup: str | None = None  # your shell command that makes it; None: the image has it
 
 
-class SkyPilot(OtherEngine):
+class SkyPilot(ExternalEngine):
     settings = SkyPilotConfig
     cluster: SkyPilotConfig
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from launch.calibration import Calibration, measured, read_calibration
-from launch.estimate import Choice, Estimate, all_reduce_s, cells, estimate, gradient_bytes
+from launch.estimate import ClusterSize, Estimate, all_reduce_s, cells, estimate, gradient_bytes
 from train.cli import compose as cli
 from train.config import InputError, InstanceConfig, S3Config, TrainConfig, to_dict
 from train.models.model_sizes import PUBLISHED
@@ -33,7 +33,7 @@ def of(cfg: TrainConfig, nodes: int, processes: int, seq_len: int, **options) ->
     return estimate(cfg, nodes=nodes, processes_per_node=processes, seq_len=seq_len, **given)
 
 
-def row(result: Estimate, nodes: int) -> Choice:
+def row(result: Estimate, nodes: int) -> ClusterSize:
     return next(each for each in result.rows if each.nodes == nodes)
 
 

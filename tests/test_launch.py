@@ -352,6 +352,24 @@ def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(wrapper: list[str])
     assert torchrun.communicate(timeout=HANG_S)[0] == "asked to stop\n"
 
 
+ORPHAN = """
+import os, sys
+from train.host.torchrun import die_with_torchrun
+while os.getppid() == int(sys.argv[1]):
+    pass
+die_with_torchrun()
+print("started")
+"""
+
+
+def test_a_rank_whose_launcher_ended_before_it_started_ends_with_a_line():
+    """The shell ends and leaves the rank to process 1; the pipes are closed when the rank has ended."""
+    words = ["sh", "-c", '"$0" -c "$1" $$ &', sys.executable, ORPHAN]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
+    ended = subprocess.run(words, env=environ, text=True, capture_output=True, timeout=HANG_S, check=True)
+    assert ended.stdout == "" and "torchrun" in ended.stderr and ended.stderr.count("\n") == 1
+
+
 def test_a_launcher_that_has_ended_meanwhile_is_noticed():
     code = "from train.host.processes import end_with_parent; end_with_parent(0)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == -signal.SIGTERM

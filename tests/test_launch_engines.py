@@ -26,7 +26,7 @@ from test_launch_golden import check_golden
 from launch import code
 from launch.__main__ import main
 from launch.code import Bundle
-from launch.engines import NAME, OtherEngine, text_of
+from launch.engines import NAME, ExternalEngine, text_of
 from launch.schedulers import engine
 from train.cli.command import DONE, REJECTED
 from train.config import S3Config
@@ -50,7 +50,7 @@ JOBS = {
 }
 
 
-def engine_and_job(own: list[str], of_run: list[str] = IN_S3, bundle: Bundle = BUNDLE) -> tuple[OtherEngine, Any]:
+def engine_and_job(own: list[str], of_run: list[str] = IN_S3, bundle: Bundle = BUNDLE) -> tuple[ExternalEngine, Any]:
     cfg, job = plan(own, of_run)
     made = engine(cfg, bundle)
     assert made is not None

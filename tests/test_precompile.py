@@ -86,8 +86,8 @@ def test_the_short_run_is_the_same_run_but_for_its_length(experiment):
 
 def test_batches_of_several_lengths_take_more_steps(tool):
     given = ["experiment=mnli_roberta_large", "hub.push_to=a/b", "instance=trn1.2xlarge", "backend=xla", "--dry-run"]
-    job = precompile.build_job(precompile.parse([*given, "global_batch_size=32"]), {}, work=tool)
-    assert f"max_steps={4 * precompile.STEPS}" in job.command and "hub.push_to=null" in job.command
+    short_run = precompile.build_short_run(precompile.parse([*given, "global_batch_size=32"]), {}, work=tool)
+    assert f"max_steps={4 * precompile.STEPS}" in short_run.command and "hub.push_to=null" in short_run.command
 
 
 def test_a_short_run_meets_a_step_that_logs_and_one_that_does_not():

@@ -64,7 +64,7 @@ def test_standard_error_that_is_closed_stops_no_work(soon: None, monkeypatch: py
 
 
 def test_a_preparation_reports_each_of_its_stages(corpus, tmp_path, soon: None, capsys, monkeypatch) -> None:
-    """Each stage waits until it has been named."""
+    """Each phase waits until it has been named."""
     heard = Heard(capsys)
     encode, train = encoding.encode, prepare.training_texts
 

@@ -64,21 +64,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     work = Path(tempfile.gettempdir()) / f"precompile-{os.getpid()}-{time.time_ns()}"  # it is made only if a tool runs
-    job = build_job(options, os.environ, work=work)
-    describe(job)
+    short_run = build_short_run(options, os.environ, work=work)
+    describe(short_run)
     if options.dry_run:
         return cli.DONE
-    environ = {**os.environ, **job.added}
-    if job.is_inductor:
-        status = subprocess.run(job.command, env=environ, check=False).returncode
+    environ = {**os.environ, **short_run.added}
+    if short_run.is_inductor:
+        status = subprocess.run(short_run.command, env=environ, check=False).returncode
         if status != 0:
-            return fail(f"the short run failed (exit status {status}), see above", job)
-        return finish(f"the graphs of this run are in {job.cache}", job)
+            return fail(f"the short run failed (exit status {status}), see above", short_run)
+        return finish(f"the graphs of this run are in {short_run.cache}", short_run)
     check(
         shutil.which(TOOL, path=environ.get("PATH")) is not None,
         f"{TOOL} is not installed; on a machine with Trainium: {read_versions().sdk.install} (docs/trainium.md)",
     )
-    return precompile(job, environ, retries=options.retries, clear_locks=options.clear_locks)
+    return precompile(short_run, environ, retries=options.retries, clear_locks=options.clear_locks)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -101,11 +101,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-# ---- the job -------------------------------------------------------------------------------------------------------
+# ---- the short run -------------------------------------------------------------------------------------------------
 
 
-def build_job(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
-    """Make the job; InputError for all that can be checked without the tool."""
+def build_short_run(options: argparse.Namespace, environ: Mapping[str, str], *, work: Path) -> ShortRun:
+    """Make the short run; InputError for all that can be checked without the tool."""
     check("LOCAL_RANK" not in environ, "precompile starts the ranks itself; run it without torchrun")
     check(options.retries >= 0, f"--retries={options.retries} must be 0 or more")
     cfg = cli.load_config(TrainConfig, options.overrides)
@@ -188,58 +188,58 @@ def environment(environ: Mapping[str, str], *, instance: str) -> dict[str, str]:
     return {"NEURON_CC_FLAGS": flags, **added}
 
 
-def describe(job: ShortRun) -> None:
+def describe(short_run: ShortRun) -> None:
     """Print the command, its variables, and the sizes that make the graphs."""
-    for name, value in job.added.items():
+    for name, value in short_run.added.items():
         print(f"{name}={shlex.quote(value)}")
-    print(shlex.join([*([] if job.is_inductor else [TOOL]), *job.command]))
-    plan, most = job.plan, job.split_tokens
+    print(shlex.join([*([] if short_run.is_inductor else [TOOL]), *short_run.command]))
+    plan, most = short_run.plan, short_run.split_tokens
     sizes = f"world size {plan.world_size}, micro batch {plan.micro_batch_size}, accumulation {plan.accumulation}"
     split = "" if most is None else f" (of at most {most} tokens: the data's length decides whether it is split)"
-    print(f"{sizes}{split}; compile cache {job.cache}", flush=True)
+    print(f"{sizes}{split}; compile cache {short_run.cache}", flush=True)
 
 
 # ---- running it ----------------------------------------------------------------------------------------------------
 
 
-def precompile(job: ShortRun, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
+def precompile(short_run: ShortRun, environ: dict[str, str], *, retries: int, clear_locks: bool) -> int:
     """Collect graphs, compile them, and compile failed ones again; returns the exit code."""
-    if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=job.work / "clear_locks") != 0:
-        return fail(f"{TOOL} could not clear the locks of {job.cache}", job)
-    locked = machine.cached_graphs(job.cache, "*.lock")
+    if clear_locks and run_tool(["--command", "clear-locks"], environ, folder=short_run.work / "clear_locks") != 0:
+        return fail(f"{TOOL} could not clear the locks of {short_run.cache}", short_run)
+    locked = machine.cached_graphs(short_run.cache, "*.lock")
     if locked:  # a locked graph is silently not compiled
-        print(f"{job.cache} holds {len(locked)} locks: if nothing else compiles into it now, add --clear-locks")
+        print(f"{short_run.cache} holds {len(locked)} locks: if nothing else compiles into it now, add --clear-locks")
     print("compiling takes minutes a graph. Losses and figures below mean nothing.", flush=True)
     began_s = time.monotonic()
-    status = run_tool(job.command, environ, folder=job.work / "attempt_0")
-    results = read_results(job.work / "attempt_0")
+    status = run_tool(short_run.command, environ, folder=short_run.work / "attempt_0")
+    results = read_results(short_run.work / "attempt_0")
     if results is None and status != 0:
-        return fail(f"the short run failed (exit status {status}), see above", job)
+        return fail(f"the short run failed (exit status {status}), see above", short_run)
     graphs = results or {}
     failed = find_failed(graphs)
     for attempt in range(1, retries + 1):
         if not failed:
             break
         print(f"{len(failed)} of {len(graphs)} graphs failed; round {attempt} of {retries} over them", flush=True)
-        run_tool(["--command", "compile"], environ, folder=job.work / f"attempt_{attempt}")
-        later = read_results(job.work / f"attempt_{attempt}") or {}
+        run_tool(["--command", "compile"], environ, folder=short_run.work / f"attempt_{attempt}")
+        later = read_results(short_run.work / f"attempt_{attempt}") or {}
         failed = find_failed({graph: later.get(graph, False) for graph in failed})
     took = f"in {time.monotonic() - began_s:.0f} s"
     if failed:
         names = "\n  ".join(failed)
-        return fail(f"{len(failed)} of {len(graphs)} graphs failed to compile {took}:\n  {names}", job)
+        return fail(f"{len(failed)} of {len(graphs)} graphs failed to compile {took}:\n  {names}", short_run)
     if graphs:
         print(f"{len(graphs)} graphs compiled {took}")
-    elif machine.cached_graphs(job.cache) == set():
-        return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", job)
+    elif machine.cached_graphs(short_run.cache) == set():
+        return fail("the short run ended well but no graph was collected; is it a backend of Trainium?", short_run)
     else:
         print(f"no new graph: the cache has all of them ({took}), unless another machine is compiling them now")
-    return finish(advice(job), job)
+    return finish(advice(short_run), short_run)
 
 
-def finish(message: str, job: ShortRun) -> int:
+def finish(message: str, short_run: ShortRun) -> int:
     print(message)
-    shutil.rmtree(job.work, ignore_errors=True)
+    shutil.rmtree(short_run.work, ignore_errors=True)
     return cli.DONE
 
 
@@ -249,8 +249,8 @@ def run_tool(arguments: list[str], environ: dict[str, str], *, folder: Path) -> 
     return subprocess.run([TOOL, *arguments], cwd=folder, env=environ, check=False).returncode
 
 
-def fail(message: str, job: ShortRun) -> int:
-    print(f"error: {message}\nfiles of the tool and of the short run are in {job.work}", file=sys.stderr)
+def fail(message: str, short_run: ShortRun) -> int:
+    print(f"error: {message}\nfiles of the tool and of the short run are in {short_run.work}", file=sys.stderr)
     return cli.FAILED
 
 
@@ -274,13 +274,14 @@ def find_failed(graphs: Mapping[str, bool]) -> list[str]:
     return [graph for graph, ok in graphs.items() if not ok and not Path(graph).with_name("model.done").is_file()]
 
 
-def advice(job: ShortRun) -> str:
+def advice(short_run: ShortRun) -> str:
     """Text on where the graphs are, and what makes them useless."""
     versions = machine.installed_versions("neuronx-cc", "torch-neuronx")
     compiler = ", ".join(f"{name} {version}" for name, version in versions.items()) or "the compiler's version"
-    flags = shlex.quote(job.added["NEURON_CC_FLAGS"])
+    flags = shlex.quote(short_run.added["NEURON_CC_FLAGS"])
     return (
-        f"cache: {job.cache}\nStart the run with the same NEURON_CC_FLAGS={flags}, NEURON_COMPILE_CACHE_URL, settings "
+        f"cache: {short_run.cache}\n"
+        f"Start the run with the same NEURON_CC_FLAGS={flags}, NEURON_COMPILE_CACHE_URL, settings "
         f"and world size, and {compiler}: a graph for which one of these has changed is compiled again."
     )
 

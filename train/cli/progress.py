@@ -32,23 +32,23 @@ class Phase:
         return f"{number / 1e6:,.1f} MB" if self.unit == "bytes" else f"{number:,} {self.unit}"
 
 
-_stage = Phase("starting")
+_phase = Phase("starting")
 
 
-def begin(stage: Phase) -> None:
-    """Make `stage` the current one."""
-    global _stage
-    _stage = stage
+def begin(phase: Phase) -> None:
+    """Make `phase` the current one."""
+    global _phase
+    _phase = phase
 
 
 def advance(count: int) -> None:
-    """Add `count` to what is done of the current stage."""
-    _stage.done += count
+    """Add `count` to what is done of the current phase."""
+    _phase.done += count
 
 
 @contextmanager
 def reported(*, speaks: bool = True) -> Iterator[None]:
-    """Print every few seconds the current stage and how far it is, if this process `speaks`."""
+    """Print every few seconds the current phase and how far it is, if this process `speaks`."""
     ends = threading.Event()
 
     def report() -> None:
@@ -56,8 +56,8 @@ def reported(*, speaks: bool = True) -> Iterator[None]:
         while not ends.wait(wait_s):
             wait_s = EVERY_S
             with suppress(OSError, ValueError):  # a closed or full standard error stops no work
-                if not (_stage.has_bar and sys.stderr.isatty()):
-                    print(f"... {_stage}", file=sys.stderr, flush=True)
+                if not (_phase.has_bar and sys.stderr.isatty()):
+                    print(f"... {_phase}", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
     if speaks:

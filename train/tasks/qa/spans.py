@@ -170,7 +170,7 @@ def evaluate(answers: Sequence[str], wanted: Sequence[Sequence[str]], *, v2: boo
     return {"exact_match": float(exact), "f1": float(f1)}
 
 
-def evaluate_v2(readings: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
+def evaluate_v2(predicted: Sequence[Answers], wanted: Sequence[Sequence[str]], threshold: float) -> dict[str, float]:
     """SQuAD v2's metrics (0 to 100) of the answers by `threshold`.
 
     They are exact_match and f1 over all questions and over those that have an answer (has_answer_..., 0 if none has),
@@ -179,9 +179,9 @@ def evaluate_v2(readings: Sequence[Answers], wanted: Sequence[Sequence[str]], th
     evaluate-v2.0.py, they stand beside the others.
     """
     has_answer = np.array([bool(answers) for answers in wanted])
-    odds = np.array([reading.null_odds for reading in readings])
-    pairs = zip(readings, wanted, strict=True)
-    exact, f1 = np.array([score(reading.best, answers, v2=True) for reading, answers in pairs]).T
+    odds = np.array([each.null_odds for each in predicted])
+    pairs = zip(predicted, wanted, strict=True)
+    exact, f1 = np.array([score(each.best, answers, v2=True) for each, answers in pairs]).T
     best = {"exact_match": best_threshold(odds, exact, has_answer), "f1": best_threshold(odds, f1, has_answer)}
     is_null = odds > threshold
     exact, f1 = (np.where(is_null, (~has_answer).astype(np.float64), values) for values in (exact, f1))

@@ -56,15 +56,15 @@ def statistics(logits: Tensor, inputs: dict[str, Tensor], k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Answered:
-    """A question with its reading."""
+    """A question with the model's answers."""
 
     id: str
     wanted: list[str]  # right answers; empty if the question has none or they are not known
-    reading: spans.Answers
+    predicted: spans.Answers
 
 
 def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig) -> Iterator[Answered]:
-    """Each question of `features` in their order, with its reading by their statistics [windows, 2 + 4 * k]."""
+    """Each question of `features` in their order, with the model's answers by their statistics [windows, 2 + 4 * k]."""
     owners, context_first = column(features, "row"), column(features, "context_first").tolist()
     offsets = Lists(features.with_format("arrow")[:].column("offsets"))
     bounds = np.flatnonzero(np.diff(owners, prepend=-1, append=-1)).tolist()
@@ -75,8 +75,10 @@ def answered(rows: np.ndarray, features: Dataset, examples: Dataset, task: QACon
             spans.WindowScores.of(rows[row, 1:], context_first[row], pairs.reshape(-1, 2))
             for row, pairs in zip(range(first, stop), window_offsets, strict=True)
         ]
-        reading = spans.read(windows, example["context"], n_best=task.n_best, max_answer_tokens=task.max_answer_tokens)
-        yield Answered(example["id"], list(example.get("answers", {"text": []})["text"]), reading)
+        predicted = spans.read(
+            windows, example["context"], n_best=task.n_best, max_answer_tokens=task.max_answer_tokens
+        )
+        yield Answered(example["id"], list(example.get("answers", {"text": []})["text"]), predicted)
 
 
 # ---- the task ------------------------------------------------------------------------------------------------------
@@ -111,11 +113,11 @@ class QuestionAnswering(TextTask):
 
     def evaluate(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> dict[str, float]:
         questions = list(answered(statistics, features, examples, self.cfg))
-        readings, wanted = [one.reading for one in questions], [one.wanted for one in questions]
+        predicted, wanted = [one.predicted for one in questions], [one.wanted for one in questions]
         if self.threshold is None:
-            metrics = spans.evaluate([reading.best for reading in readings], wanted)
+            metrics = spans.evaluate([each.best for each in predicted], wanted)
         else:
-            metrics = spans.evaluate_v2(readings, wanted, self.threshold)
+            metrics = spans.evaluate_v2(predicted, wanted, self.threshold)
         return {"loss": mean_loss(statistics), **metrics}
 
     def results(
@@ -124,12 +126,12 @@ class QuestionAnswering(TextTask):
         """The answers in the format of the official scripts, and the n best of each question."""
         questions = list(answered(statistics, features, examples, self.cfg))
         lines = (
-            {"id": one.id, "null_odds": one.reading.null_odds if one.reading.spans else None}
-            | {"answers": one.reading.n_best(v2=self.cfg.unanswerable)}
+            {"id": one.id, "null_odds": one.predicted.null_odds if one.predicted.spans else None}
+            | {"answers": one.predicted.n_best(v2=self.cfg.unanswerable)}
             for one in questions
         )
         files = {
-            f"{split}.json": canonical_json({one.id: one.reading.answer(self.threshold) for one in questions}),
+            f"{split}.json": canonical_json({one.id: one.predicted.answer(self.threshold) for one in questions}),
             f"{split}_nbest.jsonl": json_lines(lines),
         }
         return files, {"questions": len(questions), "windows": len(statistics), "threshold": self.threshold}
@@ -146,8 +148,8 @@ class QuestionAnswering(TextTask):
     ) -> Iterator[dict[str, Any]]:
         examples = Dataset.from_list([{"id": row["id"], "context": row["context"]} for row in rows])
         for one in answered(statistics, features, examples, self.cfg):
-            answer, n_best = one.reading.answer(self.threshold), one.reading.n_best(v2=self.threshold is not None)
-            score = one.reading.spans[0].score if answer else one.reading.null_score
+            answer, n_best = one.predicted.answer(self.threshold), one.predicted.n_best(v2=self.threshold is not None)
+            score = one.predicted.spans[0].score if answer else one.predicted.null_score
             yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
 
     def known(self, row: dict[str, Any], prediction: dict[str, Any]) -> tuple[list[str], str] | None:
