@@ -19,7 +19,8 @@ from train import predict
 from train.config import InputError, NotPermitted, RecordsConfig, ShardsConfig, TrainConfig, Unreachable
 from train.data.records.table_folder import find_facts
 from train.data.shards.format import read_manifest
-from train.data.text.preparation import Part, read_state
+from train.data.text.documents import CorpusPart
+from train.data.text.preparation import read_state
 from train.storage import s3, s3_retry
 from train.storage.folders import LocalFolder, open_folder
 from train.tasks.mlm import MLMConfig
@@ -488,7 +489,7 @@ def threshold(folder):
     "read",
     [
         read_manifest,
-        lambda folder: read_state(folder, Part(1, 1), "id"),
+        lambda folder: read_state(folder, CorpusPart(1, 1), "id"),
         find_facts,
         lambda folder: predict.precision_of(config_of(MLMConfig(), ShardsConfig(path="x")), folder),
         threshold,
