@@ -1,0 +1,113 @@
+"""The report's pages in a real browser, headless Chromium: as wide as a desktop and as a telephone, light and dark."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import finished_run
+import pytest
+from reported_runs import fault_line, summary_line, train_line, whole_run, write_run
+from services import browser
+
+from train.report import __main__ as report_command
+
+WIDTHS = (400, 1280)
+LONG = "a-name-of-a-run-that-somebody-made-from-all-its-settings-lr=0.001-batch=4096-seed=17"
+# What a reader cannot get at: a page wider than the screen, and text or boxes that lie outside all that scrolls.
+FAULTS = """
+const faults = [];
+const width = document.documentElement.clientWidth;
+const whole = document.scrollingElement.scrollWidth;
+if (whole > width) faults.push(`the page is ${whole} wide`);
+for (const each of document.querySelectorAll("main *")) {
+  const box = each.getBoundingClientRect();
+  if (box.width && (box.right > width + 1 || box.left < -1) && !each.closest(".scroll"))
+    faults.push(`${each.tagName} ends at ${box.right}: ${each.textContent.trim().slice(0, 40)}`);
+}
+for (const each of document.querySelectorAll(".scroll")) {
+  if (each.scrollWidth > each.clientWidth && getComputedStyle(each).overflowX != "auto")
+    faults.push("a table is cut off: " + each.textContent.trim().slice(0, 40));
+}
+for (const each of document.querySelectorAll("td, th, summary, .figure, .sample"))
+  if (each.scrollWidth > each.clientWidth + 1 && each.getBoundingClientRect().width)
+    faults.push("text leaves its cell: " + each.textContent.trim().slice(0, 40));
+return faults;
+"""
+UNDRAWN = "return [...document.images].filter(each => !(each.complete && each.naturalWidth)).map(each => each.alt)"
+# The contrast of each text with what lies behind it: WCAG 2.2, "relative luminance" and criterion 1.4.3.
+FAINT = """
+function rgb(color) { return color.match(/[\\d.]+/g).map(Number); }
+function luminance([r, g, b]) {
+  const [x, y, z] = [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+}
+function behind(each) {
+  for (; each; each = each.parentElement) {
+    const color = rgb(getComputedStyle(each).backgroundColor);
+    if (color.length == 3 || color[3] == 1) return color;
+  }
+  return [255, 255, 255];
+}
+const faint = new Set();
+for (const each of document.querySelectorAll("main *")) {
+  if (![...each.childNodes].some(node => node.nodeType == 3 && node.textContent.trim())) continue;
+  const [a, b] = [luminance(rgb(getComputedStyle(each).color)), luminance(behind(each))].sort((x, y) => y - x);
+  const ratio = (a + 0.05) / (b + 0.05);
+  if (ratio < 4.5) faint.add(`${ratio.toFixed(1)} ${each.tagName}: ${each.textContent.trim().slice(0, 40)}`);
+}
+return [...faint];
+"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    pytest.importorskip("selenium")
+    if missing := [name for name in browser.PROGRAMS if shutil.which(name) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    with browser.chromium() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The reports on a pretraining with faults, on a fine-tuning with its data and samples, and on three runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    lines = [*whole_run()[:-1], fault_line(40), train_line(50), summary_line(50, 50, unigram_entropy=7.5)]
+    names = {"pretraining": "a", "long": LONG}
+    runs = {name: write_run(folder / place, lines) for name, place in names.items()}
+    runs["changed"] = write_run(folder / "b", whole_run(), config={"path": "x" * 300, "optim": {"name": "lamb"}})
+    runs["tuned"] = finished_run.write(folder / "tuned")
+    for name in ("pretraining", "tuned"):
+        assert report_command.main([str(runs[name])]) == 0
+    compared = folder / "compared"
+    assert report_command.main([str(each) for each in runs.values()] + ["--output", str(compared)]) == 0
+    return {name: runs[name] / "report" / "report.html" for name in ("pretraining", "tuned")} | {
+        "compared": compared / "report.html"
+    }
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["pretraining", "tuned", "compared"])
+def test_a_page_is_whole(chromium: Any, pages: dict[str, Path], name: str, width: int, scheme: str) -> None:
+    browser.show(chromium, pages[name], width=width, scheme=scheme)
+    assert chromium.get_log("browser") == []  # no script that fails, nothing that the page's own policy blocks
+    assert chromium.execute_script("return document.images.length") >= 8
+    assert chromium.execute_script(UNDRAWN) == []
+    assert chromium.execute_script(FAULTS) == []
+    assert chromium.execute_script(FAINT) == []
+    dark = chromium.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(13, 16, 20)"
+    assert dark == (scheme == "dark")
+
+
+def test_the_checks_see_a_page_that_is_broken(chromium: Any, tmp_path: Path) -> None:
+    body = "<p style='width: 900px; color: #999'>wide and faint</p><img alt='gone' src='gone.png'>"
+    (tmp_path / "page.html").write_text(f"<main style='background: #fff'>{body}<script>nowhere()</script></main>")
+    browser.show(chromium, tmp_path / "page.html", width=400)
+    assert len(chromium.get_log("browser")) == 2
+    assert chromium.execute_script(UNDRAWN) == ["gone"]
+    assert [each.split(":")[0] for each in chromium.execute_script(FAULTS)] == ["the page is 908 wide", "P ends at 908"]
+    assert chromium.execute_script(FAINT) == ["2.8 P: wide and faint"]
