@@ -39,21 +39,21 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(HEAVY)  # what is missing is passed over
 
 
-def run_forked(words: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=env)` returns."""
+def run_forked(words: list[str], env: Mapping[str, str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=env)` returns."""
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        process = start_forked(words, env, out, err)
+        process = start_forked(words, env, out, err, cwd)
         process.join()
         return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
 
 
 def start_forked(
-    words: list[str], env: Mapping[str, str], out: Path = NOWHERE, err: Path = NOWHERE
+    words: list[str], env: Mapping[str, str], out: Path = NOWHERE, err: Path = NOWHERE, cwd: Path = ROOT
 ) -> ForkServerProcess:
     """The same in the background; what it prints goes to files, or nowhere."""
     load()
-    process = forks.Process(target=become, args=(words, dict(env), out, err))
+    process = forks.Process(target=become, args=(words, dict(env), out, err, cwd))
     process.start()
     return process
 
@@ -66,9 +66,9 @@ def load() -> None:
     first.join()
 
 
-def become(words: list[str], env: dict[str, str], out: Path, err: Path) -> None:
+def become(words: list[str], env: dict[str, str], out: Path, err: Path, cwd: Path) -> None:
     """In the fork: be `python -m MODULE ...`, or `python -c CODE ...`."""
-    os.chdir(ROOT)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     sys.path[0:0] = ["", *env.get("PYTHONPATH", "").split(os.pathsep)]
